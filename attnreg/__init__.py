@@ -1,0 +1,1 @@
+"""One registry for all the attention kernels of a machine."""

@@ -1,0 +1,146 @@
+"""The contract between attnreg and a kernel provider.
+
+A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front
+that the call came through; what a provider does otherwise is put right inside its file:
+
+- Dense tensors are (B, S, H, D). Varlen tensors are packed, (T, H, D), with int32 `cu_seqlens`.
+- LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) varlen.
+- The mask is a window (left, right), -1 unbounded, aligned bottom-right: query i of S_q sees key j
+  of S_k if `i + S_k - S_q - left <= j <= i + S_k - S_q + right`. Causal is `(-1, 0)`.
+- A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
+  last offset of a varlen batch are 0 in the output and in every gradient.
+- Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
+
+Because all keep to it, any forward pairs with any backward. With dropout the random state ties
+both to one backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnreg.capabilities import Capabilities
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.spec import AttentionSpec
+
+__all__ = ["Backend", "Call", "Kernels"]
+
+
+class Call(NamedTuple):
+    """The arguments of one call beside its query, key and value.
+
+    Attributes:
+        scale: factor on the scores before the softmax.
+        max_q, max_k: the longest sequence in tokens; S_q and S_k of a dense call.
+        window: (left, right) in tokens, -1 unbounded, bottom-right; `(-1, 0)` is causal.
+        cu_seqlens_q, cu_seqlens_k: int32 offsets (B + 1,), None for a dense call.
+        seqused_k: int32 (B,), how many keys of each sequence count; None for all.
+        block_table: int32 (B, pages), pages of a paged key-value cache (pages, page size, H, D).
+            With one, `cu_seqlens_k` is None and `seqused_k` gives the lengths.
+        attn_bias: added to the scaled scores, or boolean (True: visible); broadcasts to
+            (B, H, S_q, S_k); dense calls only.
+        alibi_slopes: float32 (H,) or (B, H); adds `-slope * |i + S_k - S_q - j|`.
+        dropout: probability of dropping an attention weight.
+        rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
+            overwrite, the backward's to read; None without dropout.
+        num_splits: how many pieces to split the keys into; None lets the kernel choose.
+        deterministic: whether the gradients have to be bitwise repeatable.
+    """
+
+    scale: float
+    max_q: int
+    max_k: int
+    window: tuple[int, int] = (-1, -1)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout: float = 0.0
+    rng_state: Tensor | None = None
+    num_splits: int | None = None
+    deterministic: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.window[1] == 0
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the tensors are packed."""
+        return self.cu_seqlens_q is not None
+
+
+class Kernels(NamedTuple):
+    """The functions of a loaded backend.
+
+    `forward(q, k, v, call)` returns `(out, lse)`; `backward(grad_out, q, k, v, out, lse, call)`
+    returns `(grad_q, grad_k, grad_v)`. A backend without a backward leaves it None; another
+    backend's then serves.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+    backward: (
+        Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
+    ) = None
+
+
+def _nothing_missing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A named provider of attention kernels.
+
+    Attributes:
+        name: how users ask for it; compared without regard to case.
+        forward, backward: what each direction can run; `backward=None` if it has none.
+        load: imports the provider and returns its kernels; called once, when first needed.
+        unavailable: returns why the provider can't load here, or None; cheap, imports nothing.
+        version: returns the provider's version, or None where it has none.
+        refuses: returns further reasons against a spec, in the manner of `Capabilities`.
+        install: the command that installs what is missing.
+        priority: rank in the default order of the devices it serves, the highest first.
+        experimental: whether it hasn't run on the hardware that it is written for.
+
+    Raises:
+        RegistrationError: a field has the wrong type; the message names it.
+    """
+
+    name: str
+    forward: Capabilities
+    load: Callable[[], Kernels]
+    backward: Capabilities | None = None
+    unavailable: Callable[[], str | None] = _nothing_missing
+    version: Callable[[], str | None] = _nothing_missing
+    refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
+    install: str = ""
+    priority: int = 0
+    experimental: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip() or "," in self.name:
+            raise RegistrationError(f"Backend.name: got {self.name!r}, expected a name without a comma")
+        for field, kind, optional in (("forward", Capabilities, False), ("backward", Capabilities, True)):
+            value = getattr(self, field)
+            if not (isinstance(value, kind) or (optional and value is None)):
+                raise RegistrationError(f"Backend.{field}: got {value!r}, expected Capabilities")
+        for field in ("load", "unavailable", "version"):
+            if not callable(getattr(self, field)):
+                raise RegistrationError(f"Backend.{field}: got {getattr(self, field)!r}, expected a function")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device types that it serves in either direction."""
+        both = self.forward.devices + (self.backward.devices if self.backward else ())
+        return tuple(dict.fromkeys(both))

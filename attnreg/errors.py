@@ -1,0 +1,80 @@
+"""The errors attnreg raises.
+
+    AttnregError
+    ├── UnknownBackendError      (LookupError)   no backend has that name
+    ├── BackendUnavailableError  (RuntimeError)  known, but it can't load on this machine
+    ├── UnsupportedInputError    (RuntimeError)  no backend, or not the one asked for, runs the call
+    ├── InvalidInputError        (ValueError)    the call contradicts itself: no backend could run it
+    ├── ConfigError              (ValueError)    a settings file or environment variable is wrong
+    └── RegistrationError        (RuntimeError)  a backend or a router can't be registered
+
+Each also derives from the built-in exception a caller would expect, so code written against
+PyTorch's own errors keeps working. All of them survive pickling.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "AttnregError",
+    "BackendUnavailableError",
+    "ConfigError",
+    "InvalidInputError",
+    "RegistrationError",
+    "UnknownBackendError",
+    "UnsupportedInputError",
+    "did_you_mean",
+]
+
+
+class AttnregError(Exception):
+    """Base of every error that attnreg raises on purpose."""
+
+
+class UnknownBackendError(AttnregError, LookupError):
+    """No backend has the name that was asked for."""
+
+
+class BackendUnavailableError(AttnregError, RuntimeError):
+    """The backend is known, but it can't load on this machine."""
+
+
+class UnsupportedInputError(AttnregError, RuntimeError):
+    """No backend, or not the one that was insisted on, can run the call.
+
+    Attributes:
+        rejected: backend name to its reasons, as `Decision.rejected`.
+    """
+
+    def __init__(self, message: str, rejected: dict[str, tuple[str, ...]] | None = None) -> None:
+        super().__init__(message)
+        self.rejected = dict(rejected or {})
+
+
+class InvalidInputError(AttnregError, ValueError):
+    """The arguments of a call contradict each other or the contract."""
+
+
+class ConfigError(AttnregError, ValueError):
+    """A settings file, an environment variable or a `Settings` value is wrong."""
+
+
+class RegistrationError(AttnregError, RuntimeError):
+    """A backend or a router can't be registered; nothing was changed."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    by_key = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_key, n=1, cutoff=0.5)
+    return f"; did you mean '{by_key[near[0]]}'?" if near else ""
+
+
+# Tracebacks and messages show the public place of each class, not the module it lives in.
+for _error in (AttnregError, *AttnregError.__subclasses__()):
+    _error.__module__ = "attnreg"

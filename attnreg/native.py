@@ -1,0 +1,67 @@
+"""PyTorch's own kernels, captured before any router covers them.
+
+A router that calls an op by its name would call itself. `kernel` hands out the C++ kernel that was
+registered for an (op, dispatch key) when it was first asked for; `aten.install` asks for all of
+them before it registers a single router.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["capture", "kernel"]
+
+_lock = threading.Lock()
+_captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
+
+
+def capture(op: str, key: str) -> Callable[..., Any] | None:
+    """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
+
+    The first call for a pair decides; later ones return the same kernel, also after a router has
+    been registered over it.
+
+    Raises:
+        RegistrationError: torch is older than 2.9 and can't hand out kernels.
+    """
+    with _lock:
+        if (op, key) not in _captured:
+            _captured[op, key] = _get(op, key)
+        return _captured[op, key]
+
+
+def kernel(op: str, key: str) -> Callable[..., Any]:
+    """Return torch's kernel as `capture` does, as a function of the op's own arguments.
+
+    Raises:
+        RegistrationError: torch has no kernel for that op and key.
+    """
+    found = capture(op, key)
+    if found is None:
+        raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
+    return found
+
+
+def _get(op: str, key: str) -> Callable[..., Any] | None:
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None:
+        raise RegistrationError(
+            f"torch.library.get_kernel is missing: attnreg needs torch 2.11 or newer, "
+            f"found {torch.__version__}"
+        )
+    try:
+        found = get_kernel(f"aten::{op}", key)
+    except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build
+        return None
+    # A fixed key set is enough: these are backend kernels, nothing above them is to run again.
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(found.call_boxed, keys)
