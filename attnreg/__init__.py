@@ -1,1 +1,101 @@
-"""One registry for all the attention kernels of a machine."""
+"""One registry for all the attention kernels of a machine.
+
+    import attnreg
+
+    attnreg.register_backend("FA4")   # F.scaled_dot_product_attention runs it where it can
+    print(attnreg.stats())            # what really ran, and why not always FA4
+
+Importing attnreg loads no kernel, touches no GPU and reads no file. Names are imported when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnreg.api import (
+        Handle,
+        configure,
+        install,
+        list_backends,
+        register_backend,
+        reload,
+        uninstall,
+    )
+    from attnreg.backend import Backend, Call, Kernels
+    from attnreg.capabilities import Capabilities, Range
+    from attnreg.config import Settings
+    from attnreg.counters import Stats, reset_stats, stats
+    from attnreg.errors import (
+        AttnregError,
+        BackendUnavailableError,
+        ConfigError,
+        InvalidInputError,
+        RegistrationError,
+        UnknownBackendError,
+        UnsupportedInputError,
+    )
+    from attnreg.explanation import Explanation, explain
+    from attnreg.scope import use_backend
+    from attnreg.selection import Decision
+    from attnreg.spec import AttentionSpec, Device
+    from attnreg.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "api": ("Handle", "configure", "install", "list_backends", "register_backend", "reload", "uninstall"),
+    "backend": ("Backend", "Call", "Kernels"),
+    "capabilities": ("Capabilities", "Range"),
+    "config": ("Settings",),
+    "errors": (
+        "AttnregError",
+        "BackendUnavailableError",
+        "ConfigError",
+        "InvalidInputError",
+        "RegistrationError",
+        "UnknownBackendError",
+        "UnsupportedInputError",
+    ),
+    "explanation": ("Explanation", "explain"),
+    "scope": ("use_backend",),
+    "selection": ("Decision",),
+    "spec": ("AttentionSpec", "Device"),
+    "counters": ("Stats", "reset_stats", "stats"),
+    "varlen": ("AuxRequest", "varlen_attn", "varlen_attn_out"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - by what they are for
+    "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",
+    "configure", "reload", "Settings",
+    "explain", "Explanation", "Decision", "AttentionSpec", "Device",
+    "stats", "Stats", "reset_stats",
+    "varlen_attn", "varlen_attn_out", "AuxRequest",
+    "Backend", "Kernels", "Call", "Capabilities", "Range",
+    "AttnregError", "BackendUnavailableError", "ConfigError", "InvalidInputError", "RegistrationError",
+    "UnknownBackendError", "UnsupportedInputError",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnreg' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# torch's own registry learns the name "attnreg" here, or, where attnreg is installed as a package,
+# when torch itself is imported.
+if "torch" in sys.modules:
+    from attnreg import _autoload
+
+    _autoload.offer()

@@ -1,0 +1,198 @@
+"""The verbs of the public API that take more than one room: registering, configuring, installing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from attnreg import _registry, aten, policy
+from attnreg.backend import Backend
+from attnreg.errors import BackendUnavailableError, RegistrationError
+from attnreg.spec import Device
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+    from typing import Self
+
+    from attnreg.config import Settings
+    from attnreg.discovery import Entry
+
+__all__ = [
+    "Handle",
+    "configure",
+    "install",
+    "list_backends",
+    "register_backend",
+    "reload",
+    "uninstall",
+]
+
+log = logging.getLogger("attnreg")
+
+
+class Handle:
+    """What `register_backend` returns: takes the registration back.
+
+    A context manager, too: the registration ends with the `with` block.
+    """
+
+    def __init__(self, registration: _registry.Registration | None, entry: Entry, added: bool) -> None:
+        self._registration = registration
+        self._entry = entry
+        self._added = added
+
+    @property
+    def backend(self) -> str:
+        """The name of the registered backend."""
+        return self._entry.name
+
+    def remove(self) -> None:
+        """Take the registration back; the first call does, later ones do nothing.
+
+        With the last registration gone the routers pass every call to torch's own kernel.
+        """
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            _registry.forget(registration)
+            if self._added and all(other.name != self.backend for other in _registry.registrations()):
+                _registry.discard(self._entry)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Handle can't be pickled or copied: it undoes a change of this process; "
+            "register the backend in the other process, or set ATTNREG_BACKEND for both"
+        )
+
+    def __repr__(self) -> str:
+        state = "registered" if self._registration is not None else "removed"
+        return f"<attnreg.Handle {self.backend!r}, {state}>"
+
+
+def register_backend(
+    backend: str | Backend, *, devices: str | Iterable[str] | None = None, required: bool = True
+) -> Handle:
+    """Put a backend first for the devices that it serves, and serve torch's entry points with it.
+
+    Args:
+        backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
+        devices: where it is to lead: "cuda", "cpu", "sm_90", ...; every device it serves unless given.
+        required: whether it is an error if it can't load here; if not, that is logged.
+
+    Returns:
+        A handle that takes the registration back.
+
+    Raises:
+        UnknownBackendError: there is no such backend; lists the known ones and the nearest.
+        BackendUnavailableError: it can't load here; says why and what to install.
+        RegistrationError: another backend has its name, or it serves none of `devices`.
+
+    Whatever was active before an error stays active.
+    """
+    policy.sources()  # settings that can't be read are an error here, before anything changes
+    added = isinstance(backend, Backend) and backend.name.casefold() not in _registry.entries()
+    entry = _registry.add(backend, _caller()) if isinstance(backend, Backend) else _registry.find(backend)
+    try:
+        led = _devices(entry, devices)
+        _load(entry, required)
+        aten.ensure()
+    except BaseException:
+        if added:
+            _registry.discard(entry)
+        raise
+    if entry.unavailable():
+        return Handle(None, entry, added)
+    if source := policy.current().disabled.get(entry.name.casefold()):
+        log.warning("%s is registered, but it is disabled by %s and won't run", entry.name, source)
+    return Handle(_registry.prefer(entry.name, led), entry, added)
+
+
+def list_backends() -> list[str]:
+    """Return the names of all known backends, whether or not they can load here."""
+    return [entry.name for entry in _registry.entries().values()]
+
+
+def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> None:
+    """Apply a settings file, or a `Settings` made in the program.
+
+    Each replaces the last of its kind. Settings of the program lead over those of a file; the
+    environment leads over both.
+
+    Raises:
+        ConfigError: the file can't be read, or something is wrong: file, line, key, what was got
+            and what was expected. Whatever was in force stays so.
+    """
+    policy.configure(path_or_settings)
+    aten.ensure()
+
+
+def reload() -> None:
+    """Read the environment variables and the settings files again.
+
+    Raises:
+        ConfigError: something in them is wrong; what was in force stays so.
+    """
+    policy.reload()
+    if policy.is_active():
+        aten.ensure()
+
+
+def install() -> None:
+    """Serve PyTorch's own attention entry points, though nothing was registered yet.
+
+    Registering or configuring does so by itself. Again is no change.
+
+    Raises:
+        RegistrationError: torch lacks an op or declares it otherwise, or somebody else overrides it.
+    """
+    aten.ensure()
+    policy.activate(True)
+
+
+def uninstall() -> None:
+    """Take the routers out, so that torch's ops are as if attnreg had never been there.
+
+    Registrations and settings are kept, and hold again after the next `install`. Not while another
+    thread calls attention: torch can't unregister a kernel that is in use.
+    """
+    policy.activate(False)
+    aten.restore()
+
+
+def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ...]:
+    serves = entry.backend.devices if entry.backend is not None else ()
+    if devices is None:
+        return serves
+    named = tuple(Device.parse(device) for device in ((devices,) if isinstance(devices, str) else devices))
+    foreign = sorted({device.type for device in named} - set(serves))
+    if foreign and entry.backend is not None:
+        raise RegistrationError(
+            f"devices: got {', '.join(foreign)}, expected some of {', '.join(serves)}, "
+            f"which {entry.name} serves"
+        )
+    return tuple(device.keys[0] for device in named)
+
+
+def _load(entry: Entry, required: bool) -> None:
+    try:
+        entry.kernels()
+    except BackendUnavailableError as error:
+        if required:
+            raise
+        log.warning("%s; going on without it", error)
+
+
+def _caller() -> str:
+    """Return where `register_backend` was called, for messages about two backends of one name."""
+    frame = sys._getframe(2)
+    return f"registered at {frame.f_code.co_filename}:{frame.f_lineno}"

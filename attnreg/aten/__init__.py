@@ -1,0 +1,127 @@
+"""Front 1: routers over PyTorch's own attention ops, installed once and switched by data.
+
+Registering or destroying a kernel while another thread calls the op is not safe in torch, so
+`install` happens once, and what the routers do depends on what is registered at the time of a call.
+With nothing registered they pass every call to torch's own kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.attention import _registry as torch_registry
+
+from attnreg import native
+from attnreg.aten import cpu, cudnn, flash, sdpa
+from attnreg.aten.routing import Route, router
+from attnreg.errors import RegistrationError
+
+__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by"]
+
+log = logging.getLogger("attnreg")
+
+NAME = "attnreg"
+ROUTES: tuple[Route, ...] = (*flash.ROUTES, *sdpa.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
+
+_lock = threading.RLock()
+_library: torch.library.Library | None = None
+
+
+def installed() -> bool:
+    """Whether the routers are registered."""
+    return _library is not None
+
+
+def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
+    """Register the routers, all or none; no change if they are registered.
+
+    An implementation that was activated in `torch.nn.attention` is restored first, with a warning:
+    the kernels beneath it are the ones to fall back to.
+
+    Raises:
+        RegistrationError: torch lacks an op, declares it in another way, or somebody else has
+            overridden it; every op is as it was.
+    """
+    global _library
+    with _lock:
+        if _library is not None:
+            return
+        _make_way()
+        prepared = [made for route in routes for made in _prepared(route)]
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            for op, key, function in prepared:
+                _register(library, op, key, function)
+        except Exception as error:
+            library._destroy()  # type: ignore[no-untyped-call]
+            raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
+        _library = library
+
+
+def restore() -> None:
+    """Take the routers out and torch's own kernels back; no change if none are registered.
+
+    Not while another thread calls attention: torch can't unregister a kernel that is in use.
+    """
+    global _library
+    with _lock:
+        if _library is not None:
+            _library._destroy()  # type: ignore[no-untyped-call]
+            _library = None
+
+
+def shadowed_by() -> str:
+    """Return the implementation of `torch.nn.attention` that lies above the routers, or ''."""
+    name = torch_registry.current_flash_attention_impl()
+    return "" if name in (None, NAME) else str(name)
+
+
+def _make_way() -> None:
+    name = shadowed_by()
+    if name:
+        torch_registry.restore_flash_attention_impl()
+        log.warning(
+            "torch.nn.attention had %r active: attnreg has restored torch's own kernels, which it falls back "
+            "to, and chooses for each call from now on; register_backend(%r) asks it for that backend",
+            name,
+            name,
+        )
+
+
+def _prepared(route: Route) -> list[tuple[str, str, Any]]:
+    """Return the functions to register for a route, after checking it against this torch."""
+    packet = getattr(torch.ops.aten, route.op, None)
+    if packet is None:
+        if _version() < tuple(map(int, route.since.split("."))):
+            return []
+        raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
+    declared = packet.default._schema
+    unknown = _unknown_arguments(route, declared)
+    return [(route.op, key, router(route, native.capture(route.op, key), unknown)) for key in route.keys]
+
+
+def _unknown_arguments(route: Route, declared: Any) -> frozenset[str]:
+    known: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
+    given = tuple(argument.name for argument in declared.arguments)
+    positional = tuple(argument.name for argument in declared.arguments if not argument.kwarg_only)
+    required = {argument.name for argument in declared.arguments if not argument.has_default_value()}
+    if positional != known[: len(positional)] or not required <= set(known):
+        raise RegistrationError(
+            f"aten::{route.op} of torch {torch.__version__}: got {declared}, expected arguments {known}"
+        )
+    return frozenset(given) - frozenset(known)
+
+
+def _register(library: torch.library.Library, op: str, key: str, function: Any) -> None:
+    with warnings.catch_warnings():
+        # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(op, function, key)  # type: ignore[no-untyped-call]
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))

@@ -1,0 +1,193 @@
+"""The arguments of the aten ops that attnreg routes, as torch 2.11 to 2.15 declare them.
+
+A class per op, its fields in the op's order. `install` compares them with the torch it finds: an
+argument that a class lacks is passed to torch's own kernel, one that has moved is an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FlashForward(NamedTuple):
+    """`_flash_attention_forward`: (B, S, H, D), or (T, H, D) with offsets."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    return_debug_mask: bool
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_table: Tensor | None = None  # torch 2.12
+    num_splits: int | None = None  # torch 2.12
+
+
+class FlashForwardInplace(NamedTuple):
+    """`_flash_attention_forward_no_dropout_inplace` (torch 2.12): the same, into `out`."""
+
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    return_debug_mask: bool
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_table: Tensor | None = None
+    num_splits: int | None = None
+
+
+class FlashBackward(NamedTuple):
+    """`_flash_attention_backward`; both offsets are None for a dense call."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    rng_state: Tensor
+    unused: Tensor
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+
+
+class SdpaFlashForward(NamedTuple):
+    """`_scaled_dot_product_flash_attention`: (B, H, S, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    return_debug_mask: bool = False
+    scale: float | None = None
+
+
+class SdpaFlashBackward(NamedTuple):
+    """`_scaled_dot_product_flash_attention_backward`: (B, H, S, D)."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    philox_seed: Tensor
+    philox_offset: Tensor
+    scale: float | None = None
+
+
+class SdpaCpuForward(NamedTuple):
+    """`_scaled_dot_product_flash_attention_for_cpu`: (B, H, S, D), causal aligned top-left."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    attn_mask: Tensor | None = None
+    scale: float | None = None
+
+
+class SdpaCpuBackward(NamedTuple):
+    """`_scaled_dot_product_flash_attention_for_cpu_backward`."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    dropout_p: float
+    is_causal: bool
+    attn_mask: Tensor | None = None
+    scale: float | None = None
+
+
+class SdpaCudnnForward(NamedTuple):
+    """`_scaled_dot_product_cudnn_attention`: (B, H, S, D), causal aligned top-left."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    compute_log_sumexp: bool
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    return_debug_mask: bool = False
+    scale: float | None = None
+
+
+class CudnnForward(NamedTuple):
+    """`_cudnn_attention_forward`: (B, H, S, D), or (T, H, D) with offsets."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    compute_log_sumexp: bool
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    return_debug_mask: bool = False
+    scale: float | None = None
+    seqused_k: Tensor | None = None  # torch 2.14
+    block_table: Tensor | None = None  # torch 2.14
+
+
+class CudnnBackward(NamedTuple):
+    """`_cudnn_attention_backward` and `_scaled_dot_product_cudnn_attention_backward`."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    philox_seed: Tensor
+    philox_offset: Tensor
+    attn_bias: Tensor | None
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    scale: float | None = None

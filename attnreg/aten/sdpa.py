@@ -1,0 +1,122 @@
+"""The ops below `F.scaled_dot_product_attention` on CUDA: flash and cuDNN, (B, H, S, D).
+
+On Hopper and Blackwell torch prefers the cuDNN op, so both are routed. The two differ in the shapes
+of their LSE and random state, and in how they align a causal mask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg import scope
+from attnreg.aten.heads_first import contract, gradients, plan_for
+from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.schemas import CudnnBackward, SdpaCudnnForward, SdpaFlashBackward, SdpaFlashForward
+from attnreg.planning import Native
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CUDNN", "ROUTES", "cudnn_dense_backward", "cudnn_dense_forward"]
+
+FLASH, CUDNN = Native("FA2"), Native("cuDNN")
+
+
+def _flash_forward(asked: SdpaFlashForward, turn: Turn) -> Any:
+    if asked.return_debug_mask:
+        return turn.untouched("return_debug_mask")
+    return _forward(asked, turn, bias=None, cudnn=False)
+
+
+def cudnn_dense_forward(asked: Any, turn: Turn) -> Any:
+    """Answer a dense cuDNN op."""
+    if asked.return_debug_mask:
+        return turn.untouched("return_debug_mask")
+    return _forward(asked, turn, bias=asked.attn_bias, cudnn=True)
+
+
+def _forward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[Any, ...]:
+    device, dropout = asked.query.device, asked.dropout_p
+    plan = plan_for("forward", asked, turn, turn.pin, bias, top_left=cudnn)
+    rng_state = new_rng_state(device) if dropout > 0.0 and not plan.original else None
+
+    def kernel() -> tuple[Any, ...]:
+        inputs = contract(asked, bias, cudnn, rng_state)
+        out, lse = plan.kernel(*inputs)
+        out = like(out.transpose(1, 2), asked.query)
+        seed, offset = _random_state(inputs.call.rng_state, device, cudnn)
+        lse, debug_mask = (lse.unsqueeze(-1), None) if cudnn else (lse, asked.query.new_empty(0))
+        return out, lse, None, None, asked.query.shape[2], asked.key.shape[2], seed, offset, debug_mask
+
+    result = turn.run(plan, kernel)
+    pin = passed_on(turn.pin, plan, dropout)
+    if pin is None:
+        return result  # type: ignore[no-any-return]
+    offset = scope.stamp(pin, device) if result[7] is None else scope.restamp(result[7], pin)
+    return (*result[:7], offset, *result[8:])
+
+
+def _random_state(rng_state: Tensor | None, device: torch.device, cudnn: bool) -> tuple[Tensor, Tensor]:
+    """Return the seed and offset outputs: both in the first of the flash op, one each of cuDNN's."""
+    if cudnn:
+        pair = torch.empty(2, dtype=torch.int64, device=device)
+        pair = pair if rng_state is None else rng_state.view(torch.int64)
+        return pair[0].clone(), pair[1].clone()
+    seed = torch.empty(2, dtype=torch.uint64, device=device) if rng_state is None else rng_state
+    return seed, torch.empty((), dtype=torch.uint64, device=device)
+
+
+def _drawn(asked: Any, cudnn: bool) -> Tensor | None:
+    """Return the random state that the forward drew, in the contract's form."""
+    if asked.dropout_p == 0.0:
+        return None
+    if cudnn:
+        return torch.stack((asked.philox_seed, asked.philox_offset)).view(torch.uint64)
+    return asked.philox_seed  # type: ignore[no-any-return]
+
+
+def _flash_backward(asked: SdpaFlashBackward, turn: Turn) -> tuple[Tensor, ...]:
+    return _backward(asked, turn, bias=None, cudnn=False)
+
+
+def cudnn_dense_backward(asked: CudnnBackward, turn: Turn) -> tuple[Tensor, ...]:
+    """Answer the backward of a dense cuDNN op."""
+    return _backward(asked, turn, bias=asked.attn_bias, cudnn=True)
+
+
+def _backward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[Tensor, ...]:
+    plan = plan_for("backward", asked, turn, tied(turn, asked.dropout_p), bias, top_left=cudnn)
+
+    def kernel() -> tuple[Tensor, ...]:
+        lse = asked.logsumexp.squeeze(-1) if cudnn else asked.logsumexp
+        grads = gradients(plan, contract(asked, bias, cudnn, _drawn(asked, cudnn)), asked, lse)
+        inputs = (asked.query, asked.key, asked.value)
+        return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
+
+    return turn.run(plan, kernel)  # type: ignore[no-any-return]
+
+
+_SDPA = "_scaled_dot_product_{}_attention"
+
+ROUTES = (
+    Route(_SDPA.format("flash"), ("CUDA",), SdpaFlashForward, _flash_forward, FLASH),
+    Route(
+        _SDPA.format("flash") + "_backward",
+        ("CUDA",),
+        SdpaFlashBackward,
+        _flash_backward,
+        FLASH,
+        "philox_offset",
+    ),
+    Route(_SDPA.format("cudnn"), ("CUDA",), SdpaCudnnForward, cudnn_dense_forward, CUDNN),
+    Route(
+        _SDPA.format("cudnn") + "_backward",
+        ("CUDA",),
+        CudnnBackward,
+        cudnn_dense_backward,
+        CUDNN,
+        "philox_offset",
+    ),
+)

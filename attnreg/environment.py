@@ -1,0 +1,125 @@
+"""The environment variables, for programs that nobody can or wants to change.
+
+`read` turns them into an `Environment` or says what is wrong with them. It is called when settings
+are needed, never at import. Names of backends are kept as they were written: whether one exists is
+for the registry to say.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attnreg.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["VARIABLES", "Environment", "Variable", "is_set", "read"]
+
+PREFIX = "ATTNREG_"
+
+
+class Environment(NamedTuple):
+    """What the variables say; a variable that is unset or blank leaves its field at the default."""
+
+    backend: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    config: Path | None = None
+    strict: bool | None = None
+
+
+class Variable(NamedTuple):
+    """One variable: the field it fills, how its text is read, and a line for the documentation."""
+
+    field: str
+    parse: Callable[[str], object]
+    description: str
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if "" in names:
+        raise ValueError(f"got {text!r}, expected a name before and after a comma")
+    for place, name in enumerate(names):
+        if name.casefold() in (earlier.casefold() for earlier in names[:place]):
+            raise ValueError(f"got {name!r} twice, expected each name once")
+    return names
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"got {text!r}, expected a path (its ~ stands for no home folder)") from error
+
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def _boolean(text: str) -> bool:
+    if text.casefold() not in _BOOLEANS:
+        raise ValueError(f"got {text!r}, expected one of {', '.join(_BOOLEANS)}")
+    return _BOOLEANS[text.casefold()]
+
+
+VARIABLES = {
+    "ATTNREG_BACKEND": Variable(
+        "backend", _names, "the backend to prefer, or several separated by commas, the first preferred most"
+    ),
+    "ATTNREG_DISABLE": Variable("disable", _names, "backends that must not run, separated by commas"),
+    "ATTNREG_CONFIG": Variable("config", _path, "the settings file (TOML) to read"),
+    "ATTNREG_STRICT": Variable(
+        "strict", _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
+    ),
+}
+
+
+def is_set(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether any attnreg variable has a value, a misspelt one included."""
+    return any(True for _ in _present(environ))
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Return what the variables say.
+
+    Raises:
+        ConfigError: a value is wrong, two contradict each other, or a name that starts with
+            `ATTNREG_` is no variable of attnreg. The message has one line for each problem.
+    """
+    values: dict[str, Any] = {}
+    problems = []
+    for name in _present(environ):
+        try:
+            variable = _variable(name)
+            values[variable.field] = variable.parse(environ[name].strip())
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    environment = Environment(**values)
+    problems += _contradictions(environment)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return environment
+
+
+def _present(environ: Mapping[str, str]) -> Iterator[str]:
+    # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
+    return (name for name in sorted(environ) if name.upper().startswith(PREFIX) and environ[name].strip())
+
+
+def _variable(name: str) -> Variable:
+    if name not in VARIABLES:
+        near = did_you_mean(name, VARIABLES)
+        raise ValueError(f"unknown variable, expected one of {', '.join(VARIABLES)}{near}")
+    return VARIABLES[name]
+
+
+def _contradictions(environment: Environment) -> Iterator[str]:
+    disabled = {name.casefold() for name in environment.disable}
+    for name in environment.backend:
+        if name.casefold() in disabled:
+            yield f"ATTNREG_BACKEND and ATTNREG_DISABLE: both name {name}, expected it in one of them only"

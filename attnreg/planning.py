@@ -1,0 +1,206 @@
+"""Making a decision: the spec of a call, the checks that come before, and the plan that comes out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg import counters
+from attnreg.discovery import Entry
+from attnreg.errors import BackendUnavailableError
+from attnreg.render import fallback_line, refuse
+from attnreg.selection import Decision, Policy, Preference, select
+from attnreg.spec import AttentionSpec, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from attnreg.backend import Call
+    from attnreg.discovery import Direction
+    from attnreg.state import State
+
+__all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of"]
+
+log = logging.getLogger("attnreg")
+
+# Training on ragged batches meets new lengths at every step; past this many the plans start anew.
+MOST_PLANS = 4096
+
+
+class Native(NamedTuple):
+    """The kernel that torch was about to run when a router took the call.
+
+    Attributes:
+        name: the backend whose kernel it is; leads the default order.
+        judged: whether that backend's capabilities decide if it can run the call. If not, torch's
+            own selector has decided so already, and what it decided stands.
+    """
+
+    name: str
+    judged: bool = False
+
+
+class Plan(NamedTuple):
+    """What a decision comes down to.
+
+    Attributes:
+        backend: the name of the backend that runs the call.
+        kernel: its function.
+        original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
+        counters: what to add to once it ran.
+    """
+
+    backend: str
+    kernel: Callable[..., Any]
+    original: bool
+    counters: tuple[counters.Counter, ...]
+
+
+def make_plan(
+    now: State,
+    look_up: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    native: Native | None = None,
+    leading: Preference | None = None,
+) -> Plan:
+    """Decide about a spec, load the kernel, and keep the plan under `look_up`.
+
+    Raises:
+        UnsupportedInputError: no backend can run it, or none may.
+        BackendUnavailableError: one that the settings ask for can't load here.
+    """
+    policy = now.policy.led_by(leading)
+    entries = dict(now.entries)
+    if native is not None and not (native.judged and native.name.casefold() in entries):
+        entries[native.name.casefold()] = _Original(native.name)
+    if direction == "forward" and spec.needs_backward:
+        # Better no forward than one whose gradients nobody can compute.
+        _settle(spec, "backward", entries, policy, native)
+    decision, kernel = _settle(spec, direction, entries, policy, native)
+    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, _counters(decision))
+    if len(now.plans) >= MOST_PLANS:
+        now.plans.clear()
+    now.plans[look_up] = made
+    return made
+
+
+def decide(
+    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str = ""
+) -> Decision:
+    """Select a backend, after checking that those asked for by name can load here.
+
+    Raises:
+        BackendUnavailableError: one that is asked for, and serves this kind of device, can't load;
+            says who asked, why, and what to install.
+    """
+    for preference in policy.preferences:
+        if preference.required and preference.governs(spec.device):
+            for name in preference.names:
+                _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
+    return select(spec, direction, entries, policy, native)
+
+
+def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
+    """Return the spec of a call in the contract's layout."""
+    varlen, paged = call.cu_seqlens_q is not None, call.block_table is not None
+    batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    return AttentionSpec(
+        device=device_of(query.device),
+        dtype=str(query.dtype),
+        batch=batch,
+        max_q=call.max_q,
+        max_k=call.max_k,
+        heads_q=query.shape[-2],
+        heads_k=key.shape[-2],
+        head_dim=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        tokens_q=query.shape[0] if varlen else batch * call.max_q,
+        tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
+        varlen=varlen,
+        window=call.window,
+        dropout=call.dropout,
+        bias=call.attn_bias is not None,
+        alibi=call.alibi_slopes is not None,
+        seqused_k=call.seqused_k is not None,
+        page_size=key.shape[1] if paged else None,
+        num_splits=call.num_splits,
+        needs_backward=needs_backward,
+        deterministic=call.deterministic,
+        capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Return what selection needs to know of a device; asks the driver once per device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Device(device.type, index=device.index)
+    properties = torch.cuda.get_device_properties(device)
+    return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
+
+
+def _not_to_be_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this plan is torch's own kernel; the router calls that")
+
+
+class _Original(Entry):
+    """Torch's own kernel of an op, standing in for the backend whose name it goes by."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "torch")
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return nothing: torch's own selector has sent the call here."""
+        return ()
+
+    def unavailable(self) -> str:
+        """Return nothing: it is part of torch."""
+        return ""
+
+
+def _settle(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: Native | None,
+) -> tuple[Decision, Callable[..., Any] | None]:
+    """Decide until the chosen backend's package really loads."""
+    while True:
+        decision = decide(spec, direction, entries, policy, native.name if native else "")
+        if decision.backend is None:
+            refuse(spec, decision)
+        if native is not None and decision.backend == native.name:
+            return decision, None
+        try:
+            return decision, entries[decision.backend.casefold()].kernel(direction)
+        except BackendUnavailableError:
+            continue  # its probe was too hopeful; from now on it is rejected with the cause
+
+
+def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
+    if entry is None or entry.name.casefold() in policy.disabled:
+        return
+    serves = entry.backend is None or spec.device.type in entry.backend.devices
+    if serves and entry.unavailable():
+        raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}")
+
+
+def _counters(decision: Decision) -> tuple[counters.Counter, ...]:
+    """Return the counters of a decision's call and fallbacks; logs each fallback once."""
+    name = decision.backend or ""
+    found = [counters.call_counter(name, decision.direction)]
+    for passed in decision.passed_over:
+        reason = "; ".join(decision.rejected[passed])
+        counter, new = counters.fallback_counter(passed, reason)
+        found.append(counter)
+        if new:
+            level = logging.WARNING if passed in decision.asked_for else logging.INFO
+            log.log(level, "%s", fallback_line(passed, reason, name))
+    return tuple(found)

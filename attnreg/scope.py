@@ -1,0 +1,167 @@
+"""Choices that hold for some calls only: `use_backend`, and what a forward tells its backward.
+
+A `Pin` is such a choice. Each gets a small number, because the only way from an aten op's forward
+to its backward is a saved tensor: `stamp` hides the number in where a tensor begins in its storage,
+which costs no kernel, no host sync, and survives autograd, torch.compile and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg import _registry
+from attnreg.errors import InvalidInputError
+from attnreg.selection import Preference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "OWN",
+    "Pin",
+    "current",
+    "enter",
+    "exclusive",
+    "leave",
+    "pin",
+    "read_stamp",
+    "restamp",
+    "stamp",
+    "use_backend",
+]
+
+
+class Pin:
+    """A choice that leads all others for the calls it is given to.
+
+    Attributes:
+        preference: the backends it puts first; None if it only says that attnreg serves the call.
+        number: its place in the list of all pins.
+        no_gradient: why a backward of this call would be wrong; empty if it is right.
+    """
+
+    __slots__ = ("no_gradient", "number", "preference")
+
+    def __init__(self, number: int, preference: Preference | None, no_gradient: str = "") -> None:
+        self.number = number
+        self.preference = preference
+        self.no_gradient = no_gradient
+
+    def __repr__(self) -> str:
+        return f"Pin({self.number}, {self.preference!r}, {self.no_gradient!r})"
+
+
+_lock = threading.Lock()
+_pins: list[Pin] = []
+_known: dict[tuple[Preference | None, str], Pin] = {}
+
+
+def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
+    """Return the one pin for that choice."""
+    found = _known.get((preference, no_gradient))
+    if found is None:
+        with _lock:
+            found = _known.get((preference, no_gradient))
+            if found is None:
+                found = Pin(len(_pins) + 1, preference, no_gradient)
+                _pins.append(found)
+                _known[preference, no_gradient] = found
+    return found
+
+
+# attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
+OWN = pin(None)
+
+_current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
+current = _current.get
+
+
+def exclusive(name: str, source: str = "") -> Pin:
+    """Return the pin that obeys or refuses: `backend=` on a call.
+
+    Raises:
+        UnknownBackendError: no backend has that name.
+        BackendUnavailableError: it can't load here.
+    """
+    entry = _registry.find(name)
+    entry.kernels()
+    return pin(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
+
+
+def enter(pin: Pin | None) -> Token[Pin | None]:
+    """Make a pin hold in this thread or task until `leave`."""
+    return _current.set(pin)
+
+
+def leave(token: Token[Pin | None]) -> None:
+    """End what `enter` began."""
+    _current.reset(token)
+
+
+class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
+    """Put backends first inside a `with` block or a decorated function.
+
+    Holds for this thread or task alone, and for the backward of what ran inside it when that went
+    through `attnreg.varlen_attn`. Names are tried in the order given.
+
+        with attnreg.use_backend("math"):
+            out = F.scaled_dot_product_attention(query, key, value)
+
+    Raises:
+        UnknownBackendError: no backend has one of the names.
+        BackendUnavailableError: one of them can't load here.
+    """
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise InvalidInputError("use_backend: got no name, expected at least one backend")
+        found = [_registry.find(name) for name in names]
+        for entry in found:
+            entry.kernels()
+        quoted = ", ".join(repr(entry.name) for entry in found)
+        self._pin = pin(Preference(f"use_backend({quoted})", tuple(entry.name for entry in found)))
+        self._tokens: list[Token[Pin | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_current.set(self._pin))
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._tokens.pop())
+
+
+# A stamped tensor begins `ALIGNED * number` elements into its storage and is followed by `GUARD`
+# elements: sixteen bytes for kernels that want their pointers aligned, and a length that no slice
+# of an ordinary tensor is likely to have.
+ALIGNED, GUARD = 4, 13
+
+
+def stamp(pin: Pin | None, device: torch.device) -> Tensor:
+    """Return a uint64 scalar that carries a pin, for the aten op outputs that are free to."""
+    if pin is None:
+        return torch.empty((), dtype=torch.uint64, device=device)
+    base = torch.empty(ALIGNED * pin.number + 1 + GUARD, dtype=torch.uint64, device=device)
+    return base.as_strided((), (), ALIGNED * pin.number)
+
+
+def restamp(tensor: Tensor, pin: Pin) -> Tensor:
+    """Return a copy of a tensor that carries a pin; same shape, strides and values."""
+    # The span of the strides, not the element count: the copy keeps the layout that torch expects.
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = ALIGNED * pin.number
+    base = tensor.new_empty(start + max(extent, 0) + GUARD)
+    return base.as_strided(tensor.shape, tensor.stride(), start).copy_(tensor)
+
+
+def read_stamp(tensor: Tensor) -> Pin | None:
+    """Return the pin that a tensor carries, or None; looks at no element."""
+    start = tensor.storage_offset()
+    if start == 0 or start % ALIGNED or start // ALIGNED > len(_pins):
+        return None
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return _pins[start // ALIGNED - 1] if stored == start + max(extent, 0) + GUARD else None

@@ -1,0 +1,201 @@
+"""Front 2: `varlen_attn`, attention over packed sequences without padding, on any device.
+
+In eager it goes through `aten::_flash_attention_forward`, whose autograd is C++ and costs a fifth of
+a Python custom op's; under torch.compile, export and AOTInductor, and for what aten's op or its
+backward can't be told, through `attnreg::_varlen_attn`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg import aten, scope
+from attnreg import varlen_op as op
+from attnreg.dispatch import bounds, wants_gradient
+from attnreg.errors import InvalidInputError
+from attnreg.state import state
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+
+
+class AuxRequest(NamedTuple):
+    """What `varlen_attn` returns beside its output.
+
+    Attributes:
+        lse: the log-sum-exp of the scaled scores, (H, T_q) float32, natural log; not differentiable.
+    """
+
+    lse: bool = False
+
+
+_flash_forward = torch.ops.aten._flash_attention_forward.default
+_FLASH_ARGUMENTS = frozenset(argument.name for argument in _flash_forward._schema.arguments)
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: AuxRequest | None = None,
+    *,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention over packed sequences of different lengths.
+
+    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
+    Differentiable in query, key and value. Rows past the last offset give output 0 and gradient 0;
+    so does a row that sees no key.
+
+    Args:
+        query: (T_q, H, D), the sequences one after the other.
+        key: (T_k, H_k, D), or (pages, page size, H_k, D) with a `block_table`.
+        value: as key, with any head dim D_v that the backend takes.
+        cu_seq_q: int32 (B + 1,), where each sequence of the query begins, and the end of the last.
+        cu_seq_k: the same for key and value; None with a `block_table`.
+        max_q: the longest sequence of the query, in tokens (larger is allowed).
+        max_k: the same for the key.
+        is_causal: whether to hide later keys, aligned bottom-right; the same as `window_size=(-1, 0)`.
+        return_aux: `AuxRequest(lse=True)` to have the LSE returned, too.
+        scale: factor on the scores; one over the root of D unless given.
+        window_size: (left, right), how many keys each row sees on either side; -1 for all.
+        enable_gqa: allow H to be a multiple of H_k.
+        seqused_k: int32 (B,), how many keys of each sequence count.
+        block_table: int32 (B, pages per sequence), the pages of a paged key-value cache.
+        num_splits: into how many pieces to split the keys; the kernel chooses unless given.
+        backend: run on this backend or not at all.
+
+    Returns:
+        The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other; says what was got and expected.
+        UnsupportedInputError: no backend can run the call, or `backend` can't; with every reason.
+        UnknownBackendError: there is no such `backend`.
+        BackendUnavailableError: that `backend` can't load here.
+    """
+    if not enable_gqa and query.shape[-2] != key.shape[-2]:
+        raise InvalidInputError(
+            f"heads: got {query.shape[-2]} for query and {key.shape[-2]} for key, "
+            "expected as many (or enable_gqa=True)"
+        )
+    window = _window(window_size, is_causal)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (
+            tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
+            for tensor in (query, key, value)
+        )
+    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
+        out, lse, _ = op.forward(
+            *arguments, scale, list(window), seqused_k, block_table, num_splits, backend or ""
+        )
+    else:
+        out, lse = _eager(arguments, scale, window, seqused_k, block_table, num_splits, backend)
+    return (out, lse.detach()) if return_aux is not None and return_aux.lse else out
+
+
+def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `varlen_attn` into `out`, (T_q, H, D_v), for inference; returns what that returns.
+
+    Raises:
+        InvalidInputError: `out` has another shape, dtype or device than the result, or autograd
+            would have to record the call.
+    """
+    result = varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
+    computed = result[0] if isinstance(result, tuple) else result
+    if computed.requires_grad or out.requires_grad:
+        raise InvalidInputError(
+            "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)"
+        )
+    for what in ("shape", "dtype", "device"):
+        got, expected = getattr(out, what), getattr(computed, what)
+        if got != expected:
+            raise InvalidInputError(f"out: got {what} {got}, expected {expected}")
+    out.copy_(computed)
+    return (out, result[1]) if isinstance(result, tuple) else out
+
+
+def _window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
+    left, right = (-1, -1) if window_size is None else _pair(window_size)
+    return left, 0 if is_causal else right
+
+
+def _pair(window_size: Sequence[int]) -> tuple[int, int]:
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise InvalidInputError(
+            f"window_size: got {tuple(window_size)}, expected (left, right), each -1 or more"
+        )
+    return window_size[0], window_size[1]
+
+
+def _beyond_aten(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> bool:
+    """Whether aten's op can't take the call: an older torch's, a backward that misses an argument."""
+    if seqused_k is not None or block_table is not None:
+        if wants_gradient(query, key, value):
+            return True
+    if (block_table is not None or num_splits is not None) and "block_table" not in _FLASH_ARGUMENTS:
+        return True
+    return query.is_cuda and bool(aten.shadowed_by())
+
+
+def _eager(
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int],
+    scale: float | None,
+    window: tuple[int, int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    optional = {} if seqused_k is None else {"seqused_k": seqused_k}
+    if block_table is not None:
+        optional["block_table"] = block_table
+    if num_splits is not None:
+        optional["num_splits"] = num_splits  # type: ignore[assignment]
+    aten.ensure()
+    token = None
+    if backend is not None:
+        token = scope.enter(scope.exclusive(backend))
+    elif scope.current() is None and not state().active:
+        token = scope.enter(scope.OWN)
+    try:
+        result = _flash_forward(
+            *arguments,
+            0.0,
+            False,
+            False,
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            **optional,
+        )
+    finally:
+        if token is not None:
+            scope.leave(token)
+    return result[0], result[1]

@@ -1,0 +1,125 @@
+"""`attnreg::_varlen_attn`: `varlen_attn` as one opaque op with a fake, a backward and FLOP formulas.
+
+torch.compile keeps it in the graph, where the backend is chosen when it runs; unlike aten's own ops
+Inductor's C++ wrapper and AOTInductor can't pass it by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg import dispatch, scope
+from attnreg.backend import Call
+
+__all__ = ["backward", "forward"]
+
+
+@torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
+    pin = scope.exclusive(backend) if backend else scope.current()
+    call = _call(
+        query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, num_splits
+    )
+    out, lse = dispatch.forward(query, key, value, call, pin)
+    return out, lse.float(), scope.stamp(pin, query.device).zero_()
+
+
+@forward.register_fake
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    out = query.new_empty((tokens, heads, value.shape[-1]))
+    return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.uint64)
+
+
+@torch.library.custom_op("attnreg::_varlen_attn_backward", mutates_args=())
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pin: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, contiguous and in their shapes."""
+    call = _call(query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, None)
+    return dispatch.backward(grad_out, query, key, value, out, lse, call, scope.read_stamp(pin))
+
+
+@backward.register_fake
+def _backward_fake(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _call(
+    query: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> Call:
+    return Call(
+        dispatch.scale_of(query, scale),
+        max_q,
+        max_k,
+        dispatch.bounds((window_size[0], window_size[1]), False, max_q, max_k),
+        cu_seq_q,
+        cu_seq_k,
+        seqused_k,
+        block_table,
+        num_splits=num_splits,
+        deterministic=dispatch.wants_deterministic(),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table = inputs[
+        :11
+    ]
+    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    ctx.numbers = (max_q, max_k, scale, window_size)
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+    grads = backward(grad_out, *tensors, cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
+    return (*grads, *(None,) * 10)
+
+
+forward.register_autograd(_gradient, setup_context=_save)
