@@ -43,15 +43,22 @@ def offer() -> None:
 class _TorchHandle:
     """What torch's registry keeps while "attnreg" is its active implementation."""
 
-    def remove(self) -> None:
-        """Give torch its own kernels back."""
-        from attnreg import api
+    def __init__(self, installed_before: bool) -> None:
+        self._installed_before = installed_before
 
-        api.uninstall()
+    def remove(self) -> None:
+        """Leave things as `activate_flash_attention_impl` found them."""
+        from attnreg import api, policy
+
+        if self._installed_before:
+            policy.activate(False)
+        else:
+            api.uninstall()
 
 
 def _activated_by_torch() -> _TorchHandle:
-    from attnreg import api
+    from attnreg import api, aten
 
+    before = aten.installed()
     api.install()
-    return _TorchHandle()
+    return _TorchHandle(before)

@@ -69,14 +69,19 @@ def prepare(
     """Return the plan for a call in the contract's layout, after checking it."""
     now = state()
     needs_backward = direction == "backward" or wants_gradient(query, key, value)
+    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     look_up = (
         direction, needs_backward, native, pin, call.deterministic,
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
         call.max_q, call.max_k, call.window, call.dropout, call.num_splits,
-        _kind(call.cu_seqlens_q), _kind(call.cu_seqlens_k), _kind(call.seqused_k),
-        _kind(call.block_table), _kind(call.attn_bias), _kind(call.alibi_slopes),
+        None if offsets_q is None else (offsets_q.shape, offsets_q.dtype, offsets_q.device),
+        None if offsets_k is None else (offsets_k.shape, offsets_k.dtype, offsets_k.device),
+        call.seqused_k is not None and _kind(call.seqused_k),
+        call.block_table is not None and _kind(call.block_table),
+        call.attn_bias is not None and _kind(call.attn_bias),
+        call.alibi_slopes is not None and _kind(call.alibi_slopes),
     )  # fmt: skip
     found = now.plans.get(look_up)
     if found is None:
@@ -84,16 +89,18 @@ def prepare(
         spec = spec_of(query, key, value, call, needs_backward)
         leading = pin.preference if pin is not None else None
         found = make_plan(now, look_up, spec, direction, native, leading)
-    check_scale(call.scale)
-    if direction == "forward" and call.cu_seqlens_q is not None and query.device.type == "cpu":
-        check_offsets(query, key, call)
-    if direction == "backward" and pin is not None and pin.no_gradient:
+    if direction == "forward":
+        check_scale(call.scale)
+        if offsets_q is not None and query.is_cpu:
+            check_offsets(query, key, call)
+    elif pin is not None and pin.no_gradient:
         raise UnsupportedInputError(pin.no_gradient)
     return found
 
 
-def _kind(tensor: Tensor | None) -> tuple[object, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """Return what the checks and capabilities read of a further tensor."""
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:

@@ -28,9 +28,6 @@ __all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of"]
 
 log = logging.getLogger("attnreg")
 
-# Training on ragged batches meets new lengths at every step; past this many the plans start anew.
-MOST_PLANS = 4096
-
 
 class Native(NamedTuple):
     """The kernel that torch was about to run when a router took the call.
@@ -84,9 +81,7 @@ def make_plan(
         _settle(spec, "backward", entries, policy, native)
     decision, kernel = _settle(spec, direction, entries, policy, native)
     made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, _counters(decision))
-    if len(now.plans) >= MOST_PLANS:
-        now.plans.clear()
-    now.plans[look_up] = made
+    now.keep(look_up, made)
     return made
 
 

@@ -140,11 +140,11 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
 ALIGNED, GUARD = 4, 13
 
 
-def stamp(pin: Pin | None, device: torch.device) -> Tensor:
+def stamp(pin: Pin | None, beside: Tensor) -> Tensor:
     """Return a uint64 scalar that carries a pin, for the aten op outputs that are free to."""
     if pin is None:
-        return torch.empty((), dtype=torch.uint64, device=device)
-    base = torch.empty(ALIGNED * pin.number + 1 + GUARD, dtype=torch.uint64, device=device)
+        return beside.new_empty((), dtype=torch.uint64)
+    base = beside.new_empty(ALIGNED * pin.number + 1 + GUARD, dtype=torch.uint64)
     return base.as_strided((), (), ALIGNED * pin.number)
 
 

@@ -11,10 +11,14 @@ from attnreg.selection import Policy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attnreg.counters import Counter
     from attnreg.discovery import Entry
     from attnreg.planning import Plan
 
 __all__ = ["State", "state"]
+
+# Training on ragged batches meets new lengths at every step; past this many the plans start anew.
+MOST_PLANS = 4096
 
 
 class State:
@@ -24,15 +28,17 @@ class State:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
         plans: the decisions made so far; they go with the state, so none outlives a change.
+        passes: counters of those, by a shorter key, that leave a call to torch's own kernel.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
-    __slots__ = ("_error", "_policy", "active", "entries", "generation", "plans")
+    __slots__ = ("_error", "_policy", "active", "entries", "generation", "passes", "plans")
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
+        self.passes: dict[tuple[object, ...], tuple[Counter, ...]] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -40,6 +46,18 @@ class State:
             self._policy = policy.current()
         except AttnregError as error:
             self._error = error
+
+    def keep(self, look_up: tuple[object, ...], plan: Plan) -> None:
+        """Keep a plan under what its call is looked up by."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans[look_up] = plan
+
+    def remember(self, known_as: tuple[object, ...], plan: Plan) -> None:
+        """Keep a plan that leaves its call to torch's own kernel under a shorter key."""
+        if len(self.passes) >= MOST_PLANS:
+            self.passes.clear()
+        self.passes[known_as] = plan.counters
 
     @property
     def policy(self) -> Policy:

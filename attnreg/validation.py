@@ -7,7 +7,7 @@ is made. `check_offsets` reads values, which costs nothing on a CPU and would co
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,22 +99,54 @@ def check_offsets(query: Tensor, key: Tensor, call: Call) -> None:
         InvalidInputError: they don't start at 0, decrease, end past the last token, or a sequence
             is longer than `max_q` or `max_k` says.
     """
-    paged = call.block_table is not None
-    packed = ((call.cu_seqlens_q, query, call.max_q, "q"), (call.cu_seqlens_k, key, call.max_k, "k"))
-    for offsets, tensor, longest, side in packed:
-        if offsets is None or (paged and side == "k"):
-            continue
-        values = offsets.tolist()
-        if values[0] != 0:
-            raise _wrong(f"cu_seq_{side}", f"first offset {values[0]}", "0")
-        if sorted(values) != values:
-            at = next(i for i in range(1, len(values)) if values[i] < values[i - 1])
-            raise _wrong(f"cu_seq_{side}", f"{values[at]} after {values[at - 1]} at {at}", "no decrease")
-        if values[-1] > tensor.shape[0]:
-            raise _wrong(f"cu_seq_{side}", f"last offset {values[-1]}", f"at most {tensor.shape[0]} tokens")
-        most = max((end - start for start, end in pairwise(values)), default=0)
-        if most > longest:
-            raise _wrong(f"max_{side}", str(longest), f"at least {most}, the longest sequence")
+    global _checked
+    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
+    facts = (len(query), len(key), call.max_q, call.max_k)
+    # The layers of a model share their offsets; `_version` counts what was written into a tensor.
+    last_q, last_k, version, last_facts = _checked
+    if (
+        last_q is offsets_q
+        and last_k is offsets_k
+        and last_facts == facts
+        and version
+        and version == _versions(call)
+    ):
+        return
+    if offsets_q is not None:
+        _check_values(offsets_q.tolist(), facts[0], call.max_q, "q")
+    if offsets_k is not None and call.block_table is None:
+        _check_values(offsets_k.tolist(), facts[1], call.max_k, "k")
+    _checked = (offsets_q, offsets_k, _versions(call), facts)
+
+
+_checked: tuple[Tensor | None, Tensor | None, tuple[int, int] | None, tuple[int, ...]] = (
+    None,
+    None,
+    None,
+    (),
+)
+
+
+def _versions(call: Call) -> tuple[int, int] | None:
+    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if offsets_q is None or offsets_k is None or offsets_q.is_inference() or offsets_k.is_inference():
+        return None
+    return offsets_q._version, offsets_k._version
+
+
+def _check_values(offsets: list[int], tokens: int, longest: int, side: str) -> None:
+    if offsets[0] != 0:
+        raise _wrong(f"cu_seq_{side}", f"first offset {offsets[0]}", "0")
+    if sorted(offsets) != offsets:
+        at = next(i for i in range(1, len(offsets)) if offsets[i] < offsets[i - 1])
+        raise _wrong(f"cu_seq_{side}", f"{offsets[at]} after {offsets[at - 1]} at index {at}", "no decrease")
+    if offsets[-1] > tokens:
+        raise _wrong(
+            f"cu_seq_{side}", f"last offset {offsets[-1]}", f"at most {tokens}, the tokens there are"
+        )
+    most = max(map(operator.sub, offsets[1:], offsets), default=0)
+    if most > longest:
+        raise _wrong(f"max_{side}", str(longest), f"at least {most}, the longest sequence")
 
 
 def check_scale(scale: float) -> None:

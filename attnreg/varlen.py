@@ -7,13 +7,13 @@ backward can't be told, through `attnreg::_varlen_attn`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnreg import aten, scope
 from attnreg import varlen_op as op
-from attnreg.dispatch import bounds, wants_gradient
+from attnreg.dispatch import wants_gradient
 from attnreg.errors import InvalidInputError
 from attnreg.state import state
 
@@ -97,19 +97,20 @@ def varlen_attn(
             "expected as many (or enable_gqa=True)"
         )
     window = _window(window_size, is_causal)
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        query, key, value = (
-            tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
-            for tensor in (query, key, value)
-        )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _autocast(query, key, value)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
         out, lse, _ = op.forward(
             *arguments, scale, list(window), seqused_k, block_table, num_splits, backend or ""
         )
     else:
-        out, lse = _eager(arguments, scale, window, seqused_k, block_table, num_splits, backend)
+        optional = {} if seqused_k is None else {"seqused_k": seqused_k}
+        if block_table is not None:
+            optional["block_table"] = block_table
+        if num_splits is not None:
+            optional["num_splits"] = num_splits  # type: ignore[assignment]
+        out, lse = _eager(arguments, scale, window, optional, backend)
     return (out, lse.detach()) if return_aux is not None and return_aux.lse else out
 
 
@@ -134,6 +135,12 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     return (out, result[1]) if isinstance(result, tuple) else out
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
 def _window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
     left, right = (-1, -1) if window_size is None else _pair(window_size)
     return left, 0 if is_causal else right
@@ -155,30 +162,21 @@ def _beyond_aten(
     block_table: Tensor | None,
     num_splits: int | None,
 ) -> bool:
-    """Whether aten's op can't take the call: an older torch's, a backward that misses an argument."""
-    if seqused_k is not None or block_table is not None:
-        if wants_gradient(query, key, value):
-            return True
+    """Whether aten's op can't take the call, so that it costs the custom op's Python autograd."""
+    if (seqused_k is not None or block_table is not None) and wants_gradient(query, key, value):
+        return True  # aten's backward receives neither
     if (block_table is not None or num_splits is not None) and "block_table" not in _FLASH_ARGUMENTS:
-        return True
-    return query.is_cuda and bool(aten.shadowed_by())
+        return True  # torch 2.11
+    return not aten.usable() or (query.is_cuda and bool(aten.shadowed_by()))
 
 
 def _eager(
     arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int],
     scale: float | None,
     window: tuple[int, int],
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
+    optional: dict[str, Any],
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    optional = {} if seqused_k is None else {"seqused_k": seqused_k}
-    if block_table is not None:
-        optional["block_table"] = block_table
-    if num_splits is not None:
-        optional["num_splits"] = num_splits  # type: ignore[assignment]
-    aten.ensure()
     token = None
     if backend is not None:
         token = scope.enter(scope.exclusive(backend))
@@ -186,15 +184,9 @@ def _eager(
         token = scope.enter(scope.OWN)
     try:
         result = _flash_forward(
-            *arguments,
-            0.0,
-            False,
-            False,
-            scale=scale,
-            window_size_left=window[0],
-            window_size_right=window[1],
-            **optional,
-        )
+            *arguments, 0.0, False, False,
+            scale=scale, window_size_left=window[0], window_size_right=window[1], **optional,
+        )  # fmt: skip
     finally:
         if token is not None:
             scope.leave(token)

@@ -39,7 +39,7 @@ def forward(
         query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, num_splits
     )
     out, lse = dispatch.forward(query, key, value, call, pin)
-    return out, lse.float(), scope.stamp(pin, query.device).zero_()
+    return out, lse.float(), scope.stamp(pin, query).zero_()
 
 
 @forward.register_fake

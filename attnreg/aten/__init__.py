@@ -20,7 +20,7 @@ from attnreg.aten import cpu, cudnn, flash, sdpa
 from attnreg.aten.routing import Route, router
 from attnreg.errors import RegistrationError
 
-__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by"]
+__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by", "usable"]
 
 log = logging.getLogger("attnreg")
 
@@ -29,11 +29,27 @@ ROUTES: tuple[Route, ...] = (*flash.ROUTES, *sdpa.ROUTES, *cudnn.ROUTES, *cpu.RO
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
+_kept_out = False
 
 
 def installed() -> bool:
     """Whether the routers are registered."""
     return _library is not None
+
+
+def usable() -> bool:
+    """Whether `varlen_attn` may go through aten's op; registers the routers when first asked.
+
+    Not after `uninstall`, which promised that they stay out, nor where they can't be installed.
+    """
+    global _kept_out
+    if _library is None and not _kept_out:
+        try:
+            ensure()
+        except RegistrationError as error:
+            _kept_out = True
+            log.warning("varlen_attn goes through its own op: %s", error)
+    return not _kept_out
 
 
 def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
@@ -46,8 +62,9 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
         RegistrationError: torch lacks an op, declares it in another way, or somebody else has
             overridden it; every op is as it was.
     """
-    global _library
+    global _library, _kept_out
     with _lock:
+        _kept_out = False
         if _library is not None:
             return
         _make_way()
@@ -67,8 +84,9 @@ def restore() -> None:
 
     Not while another thread calls attention: torch can't unregister a kernel that is in use.
     """
-    global _library
+    global _library, _kept_out
     with _lock:
+        _kept_out = True
         if _library is not None:
             _library._destroy()  # type: ignore[no-untyped-call]
             _library = None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnreg import scope
+from attnreg import counters, scope
 from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Route, Turn, like
+from attnreg.aten.routing import Quick, Route, Turn, like
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.planning import Native
 
@@ -27,26 +27,24 @@ def _forward(asked: SdpaCpuForward, turn: Turn) -> tuple[Tensor, Tensor]:
     if asked.dropout_p > 0.0:
         return turn.untouched("dropout_p")  # type: ignore[no-any-return]
     plan = plan_for("forward", asked, turn, turn.pin, asked.attn_mask, top_left=True)
-
-    def kernel() -> tuple[Tensor, Tensor]:
+    if plan.original:
+        out, lse = turn.torch(plan)
+    else:
         out, lse = plan.kernel(*contract(asked, asked.attn_mask, True, None))
+        counters.count(plan.counters)
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
-        return like(out.transpose(1, 2), asked.query), lse.transpose(1, 2).contiguous().transpose(1, 2)
-
-    out, lse = turn.run(plan, kernel)
+        out, lse = like(out.transpose(1, 2), asked.query), lse.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse if turn.pin is None else scope.restamp(lse, turn.pin)
 
 
 def _backward(asked: SdpaCpuBackward, turn: Turn) -> Any:
     plan = plan_for("backward", asked, turn, turn.pin, asked.attn_mask, top_left=True)
-
-    def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        return gradients(plan, contract(asked, asked.attn_mask, True, None), asked, asked.logsumexp)
-
-    return turn.run(plan, kernel)
+    if plan.original:
+        return turn.torch(plan)
+    return gradients(plan, contract(asked, asked.attn_mask, True, None), asked, asked.logsumexp)
 
 
 ROUTES = (
-    Route(OP, ("CPU",), SdpaCpuForward, _forward, CPU),
-    Route(OP + "_backward", ("CPU",), SdpaCpuBackward, _backward, CPU, "logsumexp"),
+    Route(OP, ("CPU",), SdpaCpuForward, _forward, CPU, quick=Quick(0, slice(3, 5))),
+    Route(OP + "_backward", ("CPU",), SdpaCpuBackward, _backward, CPU, "logsumexp", Quick(1, slice(6, 8), 5)),
 )

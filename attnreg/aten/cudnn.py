@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnreg import scope
+from attnreg import counters, scope
 from attnreg.aten.routing import Route, Turn, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.aten.sdpa import CUDNN, cudnn_dense_backward, cudnn_dense_forward
@@ -26,23 +26,24 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
         return cudnn_dense_forward(asked, turn)
     if asked.return_debug_mask or asked.attn_bias is not None or _top_left(asked):
         return turn.untouched("a varlen call with a debug mask, a bias or a mask aligned top-left")
-    query, device, dropout = asked.query, asked.query.device, asked.dropout_p
-    rng_state = new_rng_state(device) if dropout > 0.0 else None
+    query, dropout = asked.query, asked.dropout_p
+    rng_state = new_rng_state(query.device) if dropout > 0.0 else None
     call = _call(asked, seqused_k=asked.seqused_k, block_table=asked.block_table, rng_state=rng_state)
     plan = prepare("forward", query, asked.key, asked.value, call, turn.pin, turn.native)
 
-    def kernel() -> tuple[Any, ...]:
+    if plan.original:
+        result = turn.torch(plan)
+    else:
         out, lse = plan.kernel(query, asked.key, asked.value, call)
+        counters.count(plan.counters)
         lse = lse.t().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse
-        seed = rng_state if rng_state is not None else torch.empty(2, dtype=torch.uint64, device=device)
-        offset = torch.empty((), dtype=torch.uint64, device=device)
-        return out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, offset, None
-
-    result = turn.run(plan, kernel)
+        seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)
+        offset = query.new_empty((), dtype=torch.uint64)
+        result = out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, offset, None
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if pin is None:
         return result
-    offset = scope.stamp(pin, device) if result[7] is None else scope.restamp(result[7], pin)
+    offset = scope.stamp(pin, asked.query) if result[7] is None else scope.restamp(result[7], pin)
     return (*result[:7], offset, *result[8:])
 
 
@@ -56,7 +57,11 @@ def _backward(asked: CudnnBackward, turn: Turn) -> Any:
     inputs = (asked.query, asked.key, asked.value)
     plan = prepare("backward", *inputs, call, tied(turn, asked.dropout_p), turn.native)
     lse = asked.logsumexp.squeeze(-1).t() if asked.logsumexp.dim() == 3 else asked.logsumexp
-    return turn.run(plan, lambda: plan.kernel(asked.grad_out, *inputs, asked.out, lse, call))
+    if plan.original:
+        return turn.torch(plan)
+    grads = plan.kernel(asked.grad_out, *inputs, asked.out, lse, call)
+    counters.count(plan.counters)
+    return grads
 
 
 def _call(asked: CudnnForward | CudnnBackward, **rest: Any) -> Call:

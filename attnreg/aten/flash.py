@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import scope
+from attnreg import counters, scope
 from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
@@ -28,78 +28,75 @@ FA2 = Native("FA2", judged=True)
 FORWARD_ONLY = ("seqused_k", "block_table", "alibi_slopes")
 
 
-def _forward(asked: FlashForward, turn: Turn) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(asked: FlashForward, turn: Turn) -> Any:
     if asked.return_debug_mask:
-        return turn.untouched("return_debug_mask")  # type: ignore[no-any-return]
-    query, device, dropout = asked.query, asked.query.device, asked.dropout_p
+        return turn.untouched("return_debug_mask")
+    query, key, value, dropout = asked.query, asked.key, asked.value, asked.dropout_p
     call = _call(
-        asked,
-        seqused_k=asked.seqused_k,
-        block_table=asked.block_table,
-        alibi_slopes=asked.alibi_slopes,
-        num_splits=asked.num_splits,
-        rng_state=new_rng_state(device) if dropout > 0.0 else None,
-    )
-    plan = prepare("forward", query, asked.key, asked.value, call, turn.pin, turn.native)
-    result = turn.run(plan, lambda: plan.kernel(query, asked.key, asked.value, call))
+        asked, asked.seqused_k, asked.block_table, asked.alibi_slopes,
+        new_rng_state(query.device) if dropout > 0.0 else None, asked.num_splits,
+    )  # fmt: skip
+    plan = prepare("forward", query, key, value, call, turn.pin, turn.native)
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
-        out, lse, rng_state, unused, debug_mask = result
-        return out, lse, rng_state, unused if pin is None else scope.stamp(pin, device), debug_mask
-    out, lse = result
+        out, lse, rng_state, unused, debug_mask = turn.torch(plan)
+        return out, lse, rng_state, unused if pin is None else scope.stamp(pin, query), debug_mask
+    out, lse = plan.kernel(query, key, value, call)
+    counters.count(plan.counters)
     rng_state = call.rng_state
     if rng_state is None:
-        rng_state = torch.empty(2, dtype=torch.uint64, device=device)
-    lse = lse.float() if turn.torch is None else _swap_infinity(lse, -torch.inf)
-    return like(out, query), lse, rng_state, scope.stamp(pin, device), query.new_empty(0)
+        rng_state = query.new_empty(2, dtype=torch.uint64)
+    lse = lse.float() if turn.original is None else _swap_infinity(lse, -torch.inf)
+    return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
 
 
 def _forward_inplace(asked: FlashForwardInplace, turn: Turn) -> Tensor:
-    # Torch's kernel for this op has other results than the one `_forward` would call for it.
-    out, lse, *_ = _forward(FlashForward(*asked[1:]), Turn(turn.op, None, None, turn.pin))
+    # The results of torch's kernel for this op aren't those that `_forward` expects of an original.
+    out, lse, *_ = _forward(FlashForward(*asked[1:]), turn._replace(original=None, native=None))
     asked.out.copy_(out)
-    return lse
+    return lse  # type: ignore[no-any-return]
 
 
 def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
-    call = _call(
-        asked,
-        rng_state=asked.rng_state if asked.dropout_p > 0.0 else None,
-        deterministic=wants_deterministic(),
-    )
-    inputs = (asked.query, asked.key, asked.value)
-    plan = prepare("backward", *inputs, call, tied(turn, asked.dropout_p), turn.native)
-
-    def kernel() -> Any:
-        lse = asked.logsumexp if turn.torch is None else _swap_infinity(asked.logsumexp, torch.inf)
-        return plan.kernel(asked.grad_out, *inputs, asked.out, lse, call)
-
-    grads = turn.run(plan, kernel)
-    return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
+    query, key, value, dropout = asked.query, asked.key, asked.value, asked.dropout_p
+    call = _call(asked, None, None, None, asked.rng_state if dropout > 0.0 else None, None)
+    plan = prepare("backward", query, key, value, call, tied(turn, dropout), turn.native)
+    if plan.original:
+        return turn.torch(plan)  # type: ignore[no-any-return]
+    lse = asked.logsumexp if turn.original is None else _swap_infinity(asked.logsumexp, torch.inf)
+    grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
+    counters.count(plan.counters)
+    return like(grads[0], query), like(grads[1], key), like(grads[2], value)
 
 
-def _call(asked: FlashForward | FlashBackward, **rest: Any) -> Call:
-    dense = asked.cum_seq_q is None
-    max_q, max_k = (asked.query.shape[1], asked.key.shape[1]) if dense else (asked.max_q, asked.max_k)
+def _call(
+    asked: FlashForward | FlashBackward,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    num_splits: int | None,
+) -> Call:
+    max_q, max_k, scale = asked.max_q, asked.max_k, asked.scale
+    if asked.cum_seq_q is None:
+        max_q, max_k = asked.query.shape[1], asked.key.shape[1]
     left, right = asked.window_size_left, asked.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)
     return Call(
-        scale_of(asked.query, asked.scale),
-        max_q,
-        max_k,
-        bounds(window, asked.is_causal, max_q, max_k),
-        asked.cum_seq_q,
-        asked.cum_seq_k,
-        dropout=asked.dropout_p,
-        **rest,
-    )
+        scale_of(asked.query, None) if scale is None else scale,
+        max_q, max_k, bounds(window, asked.is_causal, max_q, max_k),
+        asked.cum_seq_q, asked.cum_seq_k, seqused_k, block_table, None, alibi_slopes,
+        asked.dropout_p, rng_state, num_splits, wants_deterministic(),
+    )  # fmt: skip
 
 
 def _no_gradient(asked: FlashForward) -> str:
     """Return why aten's backward of this call would be wrong, or an empty string."""
-    dropped = [name for name in FORWARD_ONLY if getattr(asked, name) is not None]
-    if not dropped or not wants_gradient(asked.query, asked.key, asked.value):
+    if asked.seqused_k is None and asked.block_table is None and asked.alibi_slopes is None:
         return ""
+    if not wants_gradient(asked.query, asked.key, asked.value):
+        return ""
+    dropped = [name for name in FORWARD_ONLY if getattr(asked, name) is not None]
     return (
         f"{' and '.join(dropped)}: aten::_flash_attention_backward doesn't receive it, so its gradients "
         "would be wrong; call attnreg.varlen_attn, whose backward does"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from attnreg import counters
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, scale_of, wants_deterministic, wants_gradient
 from attnreg.planning import Plan, make_plan, spec_of
@@ -88,7 +89,7 @@ def contract(asked: Any, bias: Tensor | None, top_left: bool, rng_state: Tensor 
 
 
 def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a backend's backward; returns gradients in (B, H, S, D)."""
+    """Run a backend's backward and count it; returns gradients in (B, H, S, D)."""
     grads = plan.kernel(
         asked.grad_out.transpose(1, 2),
         inputs.query,
@@ -98,6 +99,7 @@ def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Te
         lse,
         inputs.call,
     )
+    counters.count(plan.counters)
     grad_q, grad_k, grad_v = (grad.transpose(1, 2) for grad in grads)
     unseen = asked.key.shape[2] - grad_k.shape[2]
     if unseen:  # keys that a top-left causal mask hides from every query

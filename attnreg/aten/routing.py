@@ -6,7 +6,6 @@ and the results back; everything that all ops share is here.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +22,21 @@ if TYPE_CHECKING:
 
     from attnreg.planning import Native, Plan
 
-__all__ = ["Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
+__all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
+
+
+class Quick(NamedTuple):
+    """Where an op's arguments say enough to know a call again that torch's own kernel ran before.
+
+    Attributes:
+        query: the place of the query; key and value come next.
+        flags: the places of the plain values that capabilities read.
+        carrier: the place of a backward's carrier; 0 in a forward.
+    """
+
+    query: int
+    flags: slice
+    carrier: int = 0
 
 
 class Turn(NamedTuple):
@@ -31,15 +44,28 @@ class Turn(NamedTuple):
 
     Attributes:
         op: the op's name, for messages.
-        torch: runs torch's own kernel on the very same arguments; None where torch has none.
+        original: torch's own kernel of the op; None where torch has none.
+        args, kwargs: the op's arguments as they came.
         native: the backend that kernel belongs to; None where torch has none.
         pin: the choice that holds for this call alone.
+        known_as: how to know the call again; None where that takes more than a `Quick`.
     """
 
     op: str
-    torch: Callable[[], Any] | None
+    original: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     native: Native | None
     pin: scope.Pin | None
+    known_as: tuple[Any, ...] | None = None
+
+    def torch(self, plan: Plan) -> Any:
+        """Run torch's own kernel on the very same arguments, because the plan says so; counts it."""
+        result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
+        counters.count(plan.counters)
+        if self.known_as is not None:
+            state().remember(self.known_as, plan)
+        return result
 
     def untouched(self, why: str) -> Any:
         """Run torch's own kernel on a call that only it understands.
@@ -47,15 +73,9 @@ class Turn(NamedTuple):
         Raises:
             UnsupportedInputError: torch has none for this device.
         """
-        if self.torch is None:
+        if self.original is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
-        return self.torch()
-
-    def run(self, plan: Plan, kernel: Callable[[], Any]) -> Any:
-        """Run `kernel`, or torch's own where the plan says so, and count it."""
-        result = self.torch() if plan.original and self.torch is not None else kernel()
-        counters.count(plan.counters)
-        return result
+        return self.original(*self.args, **self.kwargs)
 
 
 class Route(NamedTuple):
@@ -68,6 +88,7 @@ class Route(NamedTuple):
         serve: what answers a call.
         native: the backend that torch's own kernel of this op belongs to.
         carrier: in a backward, the argument through which the forward's choice comes.
+        quick: how to know a call again without taking its arguments apart.
         since: the torch that brought it; older ones go without.
     """
 
@@ -77,6 +98,7 @@ class Route(NamedTuple):
     serve: Callable[[Any, Turn], Any]
     native: Native
     carrier: str = ""
+    quick: Quick | None = None
     since: str = "2.11"
 
 
@@ -85,25 +107,43 @@ def router(
 ) -> Callable[..., Any]:
     """Return the function to register for a route; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
-    op, arguments, serve, carrier = route.op, route.arguments, route.serve, route.carrier
+    op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
+    at, flags, carried_at = quick or Quick(0, slice(0))
+    # Names of this function are found faster than attributes of modules; this is every call's way.
+    current, read_stamp, count = scope.current, scope.read_stamp, counters.count
+    grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
+    capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        pin = None
-        if not carrier:
-            pin = scope.current()
-            if pin is None and original is not None and not state().active:
-                return original(*args, **kwargs)
-        own = functools.partial(original, *args, **kwargs) if original is not None else None
+        now, known_as = state(), None
+        if quick is not None and not kwargs and original is not None:
+            pin = read_stamp(args[carried_at]) if carrier else current()
+            if pin is None:
+                if not now.active:
+                    return original(*args)
+                query, key, value = args[at], args[at + 1], args[at + 2]
+                known_as = (
+                    op, query.shape, key.shape, value.shape, query.dtype, query.device, args[flags],
+                    grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+                    deterministic(), query.is_cuda and capturing(),
+                )  # fmt: skip
+                if (ran := now.passes.get(known_as)) is not None:
+                    result = original(*args)
+                    count(ran)
+                    return result
         if unknown and not unknown.isdisjoint(kwargs):
-            return Turn(op, own, native, pin).untouched(f"unknown argument {sorted(unknown & set(kwargs))}")
+            return Turn(op, original, args, kwargs, native, None).untouched(_told(unknown, kwargs))
         asked = arguments(*args, **kwargs)
-        if carrier:
-            pin = scope.read_stamp(getattr(asked, carrier))
-            if pin is None and original is not None and not state().active:
-                return original(*args, **kwargs)
-        return serve(asked, Turn(op, own, native, pin))
+        pin = read_stamp(getattr(asked, carrier)) if carrier else current()
+        if pin is None and original is not None and not now.active:
+            return original(*args, **kwargs)
+        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as))
 
     return routed
+
+
+def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:
+    return f"argument {', '.join(sorted(unknown & set(kwargs)))} is of a newer torch than attnreg knows"
 
 
 def new_rng_state(device: torch.device) -> Tensor:
@@ -116,7 +156,7 @@ def like(result: Tensor, model: Tensor) -> Tensor:
 
     torch.compile asserts them. The first two tests spare the usual layouts the work.
     """
-    if result.shape != model.shape or result.stride() == model.stride():
+    if result.stride() == model.stride() or result.shape != model.shape:
         return result
     expected = torch.empty_like(model)
     return result if result.stride() == expected.stride() else expected.copy_(result)

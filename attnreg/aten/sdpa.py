@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import scope
+from attnreg import counters, scope
 from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, SdpaCudnnForward, SdpaFlashBackward, SdpaFlashForward
 from attnreg.planning import Native
 
@@ -38,34 +38,32 @@ def cudnn_dense_forward(asked: Any, turn: Turn) -> Any:
 
 
 def _forward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[Any, ...]:
-    device, dropout = asked.query.device, asked.dropout_p
+    query, dropout = asked.query, asked.dropout_p
     plan = plan_for("forward", asked, turn, turn.pin, bias, top_left=cudnn)
-    rng_state = new_rng_state(device) if dropout > 0.0 and not plan.original else None
-
-    def kernel() -> tuple[Any, ...]:
-        inputs = contract(asked, bias, cudnn, rng_state)
-        out, lse = plan.kernel(*inputs)
-        out = like(out.transpose(1, 2), asked.query)
-        seed, offset = _random_state(inputs.call.rng_state, device, cudnn)
-        lse, debug_mask = (lse.unsqueeze(-1), None) if cudnn else (lse, asked.query.new_empty(0))
-        return out, lse, None, None, asked.query.shape[2], asked.key.shape[2], seed, offset, debug_mask
-
-    result = turn.run(plan, kernel)
+    if plan.original:
+        result = turn.torch(plan)
+    else:
+        rng_state = new_rng_state(query.device) if dropout > 0.0 else None
+        out, lse = plan.kernel(*contract(asked, bias, cudnn, rng_state))
+        counters.count(plan.counters)
+        lse, debug_mask = (lse.unsqueeze(-1), None) if cudnn else (lse, query.new_empty(0))
+        lengths = query.shape[2], asked.key.shape[2]
+        random_state = _random_state(rng_state, query, cudnn)
+        result = like(out.transpose(1, 2), query), lse, None, None, *lengths, *random_state, debug_mask
     pin = passed_on(turn.pin, plan, dropout)
     if pin is None:
         return result  # type: ignore[no-any-return]
-    offset = scope.stamp(pin, device) if result[7] is None else scope.restamp(result[7], pin)
+    offset = scope.stamp(pin, query) if result[7] is None else scope.restamp(result[7], pin)
     return (*result[:7], offset, *result[8:])
 
 
-def _random_state(rng_state: Tensor | None, device: torch.device, cudnn: bool) -> tuple[Tensor, Tensor]:
+def _random_state(rng_state: Tensor | None, query: Tensor, cudnn: bool) -> tuple[Tensor, Tensor]:
     """Return the seed and offset outputs: both in the first of the flash op, one each of cuDNN's."""
+    drawn = query.new_empty(2, dtype=torch.uint64) if rng_state is None else rng_state
     if cudnn:
-        pair = torch.empty(2, dtype=torch.int64, device=device)
-        pair = pair if rng_state is None else rng_state.view(torch.int64)
-        return pair[0].clone(), pair[1].clone()
-    seed = torch.empty(2, dtype=torch.uint64, device=device) if rng_state is None else rng_state
-    return seed, torch.empty((), dtype=torch.uint64, device=device)
+        seed, offset = drawn.view(torch.int64)
+        return seed.clone(), offset.clone()
+    return drawn, query.new_empty((), dtype=torch.uint64)
 
 
 def _drawn(asked: Any, cudnn: bool) -> Tensor | None:
@@ -89,19 +87,20 @@ def cudnn_dense_backward(asked: CudnnBackward, turn: Turn) -> tuple[Tensor, ...]
 def _backward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[Tensor, ...]:
     plan = plan_for("backward", asked, turn, tied(turn, asked.dropout_p), bias, top_left=cudnn)
 
-    def kernel() -> tuple[Tensor, ...]:
-        lse = asked.logsumexp.squeeze(-1) if cudnn else asked.logsumexp
-        grads = gradients(plan, contract(asked, bias, cudnn, _drawn(asked, cudnn)), asked, lse)
-        inputs = (asked.query, asked.key, asked.value)
-        return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
-
-    return turn.run(plan, kernel)  # type: ignore[no-any-return]
+    if plan.original:
+        return turn.torch(plan)  # type: ignore[no-any-return]
+    lse = asked.logsumexp.squeeze(-1) if cudnn else asked.logsumexp
+    grads = gradients(plan, contract(asked, bias, cudnn, _drawn(asked, cudnn)), asked, lse)
+    inputs = (asked.query, asked.key, asked.value)
+    return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
 
 
 _SDPA = "_scaled_dot_product_{}_attention"
 
 ROUTES = (
-    Route(_SDPA.format("flash"), ("CUDA",), SdpaFlashForward, _flash_forward, FLASH),
+    Route(
+        _SDPA.format("flash"), ("CUDA",), SdpaFlashForward, _flash_forward, FLASH, quick=Quick(0, slice(3, 6))
+    ),
     Route(
         _SDPA.format("flash") + "_backward",
         ("CUDA",),
@@ -109,6 +108,7 @@ ROUTES = (
         _flash_backward,
         FLASH,
         "philox_offset",
+        Quick(1, slice(10, 12), 13),
     ),
     Route(_SDPA.format("cudnn"), ("CUDA",), SdpaCudnnForward, cudnn_dense_forward, CUDNN),
     Route(

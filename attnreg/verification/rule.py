@@ -1,0 +1,152 @@
+"""The accuracy rule, and holding kernels to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg.spec import Device
+from attnreg.verification.inputs import inputs
+from attnreg.verification.oracle import Results, attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from attnreg.backend import Backend, Kernels
+    from attnreg.capabilities import Capabilities
+    from attnreg.spec import AttentionSpec
+    from attnreg.verification.cases import Case
+
+__all__ = ["Error", "Outcome", "measure", "verify"]
+
+FACTOR = 2.0
+
+# Relative and absolute, those that torch.testing.assert_close uses by default.
+TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
+
+# Where a gradient is 0 by cancellation, as with one visible key, rounding it costs nothing; but the
+# kernel has come there through float32.
+LEAST = FACTOR * TOLERANCES[torch.float32][1]
+
+
+class Error(NamedTuple):
+    """The largest error of one tensor, against float64.
+
+    Attributes:
+        kernel: that of the kernel; infinite where it has NaN or another shape.
+        math: that of plain PyTorch operations in the inputs' dtype.
+        atol: what rounding the result costs by itself.
+    """
+
+    kernel: float
+    math: float
+    atol: float
+
+    @property
+    def allowed(self) -> float:
+        """The most that passes."""
+        return FACTOR * self.math + self.atol
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel is right."""
+        return self.kernel <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of plain PyTorch's; infinite where that has none."""
+        if self.kernel == 0.0:
+            return 0.0
+        return self.kernel / self.math if self.math else torch.inf
+
+    def __str__(self) -> str:
+        sign = "<=" if self.passed else ">"
+        return f"{self.kernel:.3g} {sign} {FACTOR:g} * {self.math:.3g} + {self.atol:.3g}"
+
+
+class Outcome(NamedTuple):
+    """What became of a case: errors by tensor name, and why what wasn't run wasn't."""
+
+    case: Case
+    errors: dict[str, Error]
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was run is right."""
+        return not self.failure and all(error.passed for error in self.errors.values())
+
+
+def measure(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, Error]:
+    """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward."""
+    given = inputs(case, device, seed)
+    q, k, v, grad_out, call = given
+    with torch.no_grad():
+        out, lse = kernels.forward(q, k, v, call)
+        grads = kernels.backward(grad_out, q, k, v, out, lse, call) if kernels.backward else ()
+    truth = attention(case, given, torch.float64)
+    plain = attention(case, given, q.dtype)
+    return {
+        name: Error(
+            _distance(got, getattr(truth, name)),
+            _distance(getattr(plain, name), getattr(truth, name)),
+            _rounding(getattr(truth, name), q.dtype),
+        )
+        for name, got in zip(Results._fields, (out, lse, *grads), strict=False)
+    }
+
+
+def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:
+    """Hold a backend to some cases; what it says that it can't run is not run."""
+    kernels, device = backend.load(), torch.device(device)
+    place = _described(device)
+    for case in cases:
+        spec = case.spec(place)
+        against = _reasons(backend, backend.forward, spec)
+        if against:
+            yield Outcome(case, {}, against)
+            continue
+        against = _reasons(backend, backend.backward, spec)
+        runnable = kernels._replace(backward=None) if against else kernels
+        try:
+            yield Outcome(case, measure(runnable, case, device), against)
+        except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
+            yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
+
+
+def _reasons(backend: Backend, offered: Capabilities | None, spec: AttentionSpec) -> tuple[str, ...]:
+    if offered is None:
+        return ("has no backward",)
+    return offered.unsupported(spec) or (backend.refuses(spec) if backend.refuses else ())
+
+
+def _distance(got: Tensor, truth: Tensor) -> float:
+    if got.shape != truth.shape:
+        return torch.inf
+    got = got.to(torch.float64)
+    apart = (got - truth).abs().masked_fill(got == truth, 0.0)  # -inf is where it should be
+    return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if apart.numel() else 0.0
+
+
+def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
+    finite = truth[truth.isfinite()]
+    if not finite.numel():
+        return 0.0
+    if dtype in TOLERANCES:
+        relative, absolute = TOLERANCES[dtype]
+        return FACTOR * (absolute + relative * float(finite.abs().amax()))
+    rounded = finite.to(dtype)
+    return max(LEAST, FACTOR * float((rounded + 0.3 - 0.3 - rounded).abs().amax()))
+
+
+def _described(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type, index=device.index)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return Device(device.type, capability, device.index, name)

@@ -1,0 +1,153 @@
+"""Fixtures that every test shares: a registry as it is in a fresh process, and fake backends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import attnreg
+from attnreg import _registry, aten, counters, policy, scope
+from attnreg.backends import math as math_backend
+from attnreg.state import state
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backends", default="", help="comma list of backends that must be there: a missing one fails"
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry(monkeypatch):
+    """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
+    for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
+        monkeypatch.delenv(name)
+    for name, value in (("_sources", None), ("_unreadable", None), ("_active", False)):
+        monkeypatch.setattr(policy, name, value)
+    monkeypatch.setattr(_registry, "_entries", None)
+    monkeypatch.setattr(_registry, "_registrations", ())
+    monkeypatch.setattr(counters, "_fallbacks", {})
+    _registry.changed()
+    attnreg.reset_stats()
+    level = logging.getLogger("attnreg").level
+    yield
+    logging.getLogger("attnreg").setLevel(level)
+    assert scope.current() is None, "the test left a use_backend scope open"
+    _registry.changed()
+
+
+@pytest.fixture
+def routers():
+    """Install the routers for a test and take them out again."""
+    was_installed = aten.installed()
+    aten.ensure()
+    yield
+    if not was_installed:
+        aten.restore()
+        aten._kept_out = False
+
+
+@dataclass
+class Recorder:
+    """A backend that runs the reference and keeps what it was called with."""
+
+    backend: attnreg.Backend | None = None
+    forwards: list = field(default_factory=list)
+    backwards: list = field(default_factory=list)
+
+    def forward(self, q, k, v, call):
+        self.forwards.append((q, k, v, call))
+        return math_backend.BACKEND.load().forward(q, k, v, call)
+
+    def backward(self, *arguments):
+        self.backwards.append(arguments)
+        return math_backend.BACKEND.load().backward(*arguments)
+
+
+EVERYTHING = {
+    "devices": ("cpu",),
+    "dtypes": ("float16", "bfloat16", "float32", "float64"),
+    "head_dim_v": attnreg.Range(0, 4096),
+    "page_size": attnreg.Range(1, 4096),
+    "varlen": True,
+    "gqa": True,
+    "causal": True,
+    "window": True,
+    "dropout": True,
+    "bias": True,
+    "alibi": True,
+    "seqused_k": True,
+    "num_splits": True,
+    "deterministic": True,
+    "capture": True,
+}
+
+
+@pytest.fixture
+def fake():
+    """Make a fake backend: `fake("name", causal=False, ...)`; runs the reference, records its calls."""
+
+    def make(name="fake", *, backward=True, load=None, **limits):
+        recorder = Recorder()
+        options = {
+            key: limits.pop(key)
+            for key in ("unavailable", "version", "refuses", "install", "priority", "experimental")
+            if key in limits
+        }
+        capabilities = attnreg.Capabilities(**{**EVERYTHING, **limits})
+        kernels = attnreg.Kernels(recorder.forward, recorder.backward if backward else None)
+        recorder.backend = attnreg.Backend(
+            name=name,
+            forward=capabilities,
+            backward=capabilities if backward else None,
+            load=load or (lambda: kernels),
+            **options,
+        )
+        return recorder
+
+    return make
+
+
+@pytest.fixture
+def ran():
+    """Return what ran since the last call: backend name to (forward, backward) counts."""
+
+    def read():
+        calls = attnreg.stats().calls
+        attnreg.reset_stats()
+        return {name: (n["forward"], n["backward"]) for name, n in calls.items()}
+
+    return read
+
+
+@pytest.fixture
+def packed():
+    """Make packed inputs: query, key, value that need gradients, and int32 offsets."""
+
+    def make(lengths_q, lengths_k=None, heads=4, heads_k=None, dim=16, dtype=torch.float32, grad=True, seed=0):
+        lengths_k = lengths_q if lengths_k is None else lengths_k
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(lengths, count):
+            return torch.randn(sum(lengths), count, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+        query, key, value = (
+            tokens(lengths_q, heads),
+            tokens(lengths_k, heads_k or heads),
+            tokens(lengths_k, heads_k or heads),
+        )
+        offsets = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
+        inputs = [tensor.requires_grad_(grad) for tensor in (query, key, value)]
+        return (*inputs, *offsets, max(lengths_q, default=0), max(lengths_k, default=0))
+
+    return make
+
+
+@pytest.fixture
+def current_state():
+    """Return the function that gives the state decisions are made from."""
+    return state
