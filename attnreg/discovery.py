@@ -97,7 +97,8 @@ class Entry:
                 against = tuple(self.backend.refuses(spec))
         except Exception as error:  # noqa: BLE001 - a backend's own check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
-        missing = self.unavailable()
+        # What is missing here needn't be missing on the machine that is being asked about.
+        missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         return (missing, *against) if missing else against
 
     def version(self) -> str:

@@ -24,7 +24,7 @@ from attnreg.state import state
 from attnreg.validation import check
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -143,7 +143,16 @@ def _explained(spec: AttentionSpec, pin: scope.Pin | None, notes: tuple[str, ...
     now = state()
     policy = now.policy.led_by(pin.preference if pin is not None else None)
     forward, backward = (_decision(spec, direction, now.entries, policy) for direction in DIRECTIONS)
-    return Explanation(spec, forward, backward if spec.needs_backward else None, (*notes, *_front_notes()))
+    notes = (*notes, *_front_notes(), *_assumptions(spec, forward, now.entries))
+    return Explanation(spec, forward, backward if spec.needs_backward else None, notes)
+
+
+def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what an answer about another machine takes for granted of it."""
+    if spec.device.simulated:
+        for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
+            if entry.unavailable():
+                yield f"takes for granted that {entry.name} loads there; here it {entry.unavailable()}"
 
 
 def _decision(

@@ -180,7 +180,7 @@ def _settle(
 
 
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
-    if entry is None or entry.name.casefold() in policy.disabled:
+    if entry is None or entry.name.casefold() in policy.disabled or spec.device.simulated:
         return
     serves = entry.backend is None or spec.device.type in entry.backend.devices
     if serves and entry.unavailable():

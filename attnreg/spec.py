@@ -37,18 +37,20 @@ class Device:
     """A device as selection sees it: its type and, for CUDA, its compute capability.
 
     `capability` is None where it isn't known ("cuda" on a machine without a GPU) or means nothing.
+    A `simulated` device is one that `explain` asks about from a machine that needn't have it.
     """
 
     type: str
     capability: tuple[int, int] | None = None
     index: int | None = None
     name: str = ""
+    simulated: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Device:
         """Read `"cpu"`, `"cuda"`, `"cuda:1"` or a simulated GPU such as `"sm_90"`."""
         if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text.strip().lower()):
-            return cls("cuda", (int(arch[1]), int(arch[2])), name=f"simulated {text.strip()}")
+            return cls("cuda", (int(arch[1]), int(arch[2])), simulated=True)
         if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", text.strip().lower()):
             return cls(plain[1], index=None if plain[2] is None else int(plain[2]))
         raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'")
@@ -65,7 +67,8 @@ class Device:
 
     def __str__(self) -> str:
         place = self.type if self.index is None else f"{self.type}:{self.index}"
-        details = ", ".join(part for part in (self.name, self.arch) if part)
+        arch = f"simulated {self.arch}" if self.simulated else self.arch
+        details = ", ".join(part for part in (self.name, arch) if part)
         return f"{place} ({details})" if details else place
 
 

@@ -101,37 +101,31 @@ def check_offsets(query: Tensor, key: Tensor, call: Call) -> None:
     """
     global _checked
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
-    facts = (len(query), len(key), call.max_q, call.max_k)
-    # The layers of a model share their offsets; `_version` counts what was written into a tensor.
-    last_q, last_k, version, last_facts = _checked
-    if (
-        last_q is offsets_q
-        and last_k is offsets_k
-        and last_facts == facts
-        and version
-        and version == _versions(call)
-    ):
+    if offsets_q is None:
         return
-    if offsets_q is not None:
-        _check_values(offsets_q.tolist(), facts[0], call.max_q, "q")
-    if offsets_k is not None and call.block_table is None:
-        _check_values(offsets_k.tolist(), facts[1], call.max_k, "k")
-    _checked = (offsets_q, offsets_k, _versions(call), facts)
+    now = (len(query), len(key), call.max_q, call.max_k, _version(offsets_q))
+    last_q, last_k, last = _checked
+    if last_q is offsets_q and last_k is offsets_k and last == now and now[-1] >= 0:
+        return
+    _check_values(offsets_q.tolist(), len(query), call.max_q, "q")
+    shared = offsets_k is offsets_q and len(key) == len(query) and call.max_k == call.max_q
+    if offsets_k is not None and call.block_table is None and not shared:
+        _check_values(offsets_k.tolist(), len(key), call.max_k, "k")
+        now = (*now[:-1], -1)
+    _checked = (offsets_q, offsets_k, now)
 
 
-_checked: tuple[Tensor | None, Tensor | None, tuple[int, int] | None, tuple[int, ...]] = (
-    None,
-    None,
-    None,
-    (),
-)
+# The layers of a model share their offsets, so what was checked last is what comes next. Only where
+# query and key share them, too: that is self-attention, and one version to compare.
+_checked: tuple[Tensor | None, Tensor | None, tuple[int, ...]] = (None, None, ())
 
 
-def _versions(call: Call) -> tuple[int, int] | None:
-    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if offsets_q is None or offsets_k is None or offsets_q.is_inference() or offsets_k.is_inference():
-        return None
-    return offsets_q._version, offsets_k._version
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; -1 for an inference tensor, which doesn't count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def _check_values(offsets: list[int], tokens: int, longest: int, side: str) -> None:

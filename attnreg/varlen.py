@@ -180,7 +180,7 @@ def _eager(
     token = None
     if backend is not None:
         token = scope.enter(scope.exclusive(backend))
-    elif scope.current() is None and not state().active:
+    elif scope.current() is None and (arguments[0].is_cuda or not state().active):
         token = scope.enter(scope.OWN)
     try:
         result = _flash_forward(

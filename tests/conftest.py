@@ -128,7 +128,9 @@ def ran():
 def packed():
     """Make packed inputs: query, key, value that need gradients, and int32 offsets."""
 
-    def make(lengths_q, lengths_k=None, heads=4, heads_k=None, dim=16, dtype=torch.float32, grad=True, seed=0):
+    def make(
+        lengths_q, lengths_k=None, heads=4, heads_k=None, dim=16, dtype=torch.float32, grad=True, seed=0
+    ):
         lengths_k = lengths_q if lengths_k is None else lengths_k
         generator = torch.Generator().manual_seed(seed)
 

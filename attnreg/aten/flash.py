@@ -36,7 +36,10 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         asked, asked.seqused_k, asked.block_table, asked.alibi_slopes,
         new_rng_state(query.device) if dropout > 0.0 else None, asked.num_splits,
     )  # fmt: skip
-    plan = prepare("forward", query, key, value, call, turn.pin, turn.native)
+    # Torch's kernel is as good as the FA2 backend for torch's own front; attnreg's promises more of the
+    # rows past the last offset.
+    native = turn.native if turn.pin is None else None
+    plan = prepare("forward", query, key, value, call, turn.pin, native)
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
         out, lse, rng_state, unused, debug_mask = turn.torch(plan)
@@ -60,7 +63,8 @@ def _forward_inplace(asked: FlashForwardInplace, turn: Turn) -> Tensor:
 def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     query, key, value, dropout = asked.query, asked.key, asked.value, asked.dropout_p
     call = _call(asked, None, None, None, asked.rng_state if dropout > 0.0 else None, None)
-    plan = prepare("backward", query, key, value, call, tied(turn, dropout), turn.native)
+    native = turn.native if turn.pin is None else None
+    plan = prepare("backward", query, key, value, call, tied(turn, dropout), native)
     if plan.original:
         return turn.torch(plan)  # type: ignore[no-any-return]
     lse = asked.logsumexp if turn.original is None else _swap_infinity(asked.logsumexp, torch.inf)

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.backends._cpu_tiles import cut
+from attnreg.backends._cpu_mask import Mask
+from attnreg.backends._cpu_tiles import Part, Strip, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backends._cpu_flash import Flash
-    from attnreg.backends._cpu_tiles import Strip
 
-__all__ = ["backward", "band_mask", "forward"]
+__all__ = ["backward", "forward"]
 
 Window = tuple[int, int]
 Partial = tuple["Tensor", "Tensor"]
 
 
 def forward(
-    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, mask: Tensor | None = None
+    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, mask: Mask
 ) -> Partial:
-    """Return the output in the dtype of the query, and the LSE. With a `mask` the window is open."""
-    strips = cut(q.size(1), k.size(1), window)
+    """Return the output in the dtype of the query, and the LSE."""
+    strips = _strips(q, k, window, mask)
     done = [_strip_forward(flash, q, k, v, scale, strip, mask) for strip in strips]
     if blind := strips[0].row if strips else q.size(1):
         shape = (q.size(0), blind, q.size(2))
@@ -53,13 +53,13 @@ def backward(
     lse: Tensor,
     scale: float,
     window: Window,
-    mask: Tensor | None = None,
+    mask: Mask,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, in their dtype."""
-    strips = cut(q.size(1), k.size(1), window)
+    strips = _strips(q, k, window, mask)
     if len(strips) == 1 and (strips[0].rows, strips[0].parts[0].keys) == (q.size(1), k.size(1)):
-        causal = strips[0].parts[0].causal
-        grads = flash.backward(grad_out, q, k, v, out, lse, scale, causal, mask)
+        whole = mask._replace(band=strips[0].parts[0].band)
+        grads = flash.backward(grad_out, q, k, v, out, lse, scale, whole)
         return tuple(grad.to(q.dtype) for grad in grads)
     totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
     for strip in strips:
@@ -67,22 +67,25 @@ def backward(
     return tuple(total.to(q.dtype) for total in totals)
 
 
-def band_mask(like: Tensor, rows: int, keys: int, band: tuple[int, int]) -> Tensor:
-    """Return a mask (rows, keys) of 0 where `low <= key - row <= high` and -inf elsewhere."""
-    distance = torch.arange(keys, device=like.device) - torch.arange(rows, device=like.device)[:, None]
-    seen = (distance >= band[0]) & (distance <= band[1])
-    return torch.zeros(rows, keys, device=like.device).masked_fill_(~seen, -inf)
+def _strips(q: Tensor, k: Tensor, window: Window, mask: Mask) -> tuple[Strip, ...]:
+    """Return the strips of a call; a bias is a tensor of all scores, and nothing is won by cutting."""
+    if mask.bias is None or not k.size(1):
+        return cut(q.size(1), k.size(1), window)
+    shift = k.size(1) - q.size(1)
+    low = shift - window[0] if window[0] >= 0 else -q.size(1)
+    high = shift + window[1] if window[1] >= 0 else k.size(1)
+    band = None if window == (-1, -1) else (low, high)
+    return (Strip(0, q.size(1), (Part(0, k.size(1), band),)),)
 
 
 def _strip_forward(
-    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, strip: Strip, mask: Tensor | None
+    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, strip: Strip, mask: Mask
 ) -> Partial:
     rows = _take(q, strip.row, strip.rows, strip)
     partials: list[Partial] = []
     for part in strip.parts:
         keys, values = (_take(x, part.key, part.keys, strip) for x in (k, v))
-        part_mask = mask if part.band is None else band_mask(q, strip.rows, part.keys, part.band)
-        partials.append(flash.forward(rows, keys, values, scale, part.causal, part_mask))
+        partials.append(flash.forward(rows, keys, values, scale, mask._replace(band=part.band)))
     out, lse = functools.reduce(_merged, partials)
     batch = (q.size(0), strip.count * strip.rows)
     return out.to(q.dtype).reshape(*batch, *out.shape[2:]), lse.reshape(*batch, -1)
@@ -96,16 +99,15 @@ def _merged(first: Partial, second: Partial) -> Partial:
 def _add_strip(
     totals: list[Tensor],
     flash: Flash,
-    of_rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Tensor, Tensor],
+    of_rows: tuple[Tensor, ...],
+    of_keys: tuple[Tensor, ...],
     scale: float,
     strip: Strip,
 ) -> None:
     grad_out, q, out, lse = (_take(x, strip.row, strip.rows, strip) for x in of_rows)
     for part in strip.parts:
         k, v = (_take(x, part.key, part.keys, strip) for x in of_keys)
-        mask = None if part.band is None else band_mask(q, strip.rows, part.keys, part.band)
-        grads = flash.backward(grad_out, q, k, v, out, lse, scale, part.causal, mask)
+        grads = flash.backward(grad_out, q, k, v, out, lse, scale, Mask(part.band))
         for total, start, grad in zip(totals, (strip.row, part.key, part.key), grads, strict=True):
             _add(total, grad, start, strip)
 

@@ -32,14 +32,10 @@ class Visible(NamedTuple):
 
 
 class Part(NamedTuple):
-    """`keys` keys from `key` on: all visible, causal from the first row on, or in a band.
-
-    In a `band` (low, high) row i of the strip sees key j of the part if low <= j - i <= high.
-    """
+    """`keys` keys from `key` on, all of them visible or those in a `band`, as in `Mask`."""
 
     key: int
     keys: int
-    causal: bool = False
     band: tuple[int, int] | None = None
 
 
@@ -87,7 +83,7 @@ def _stairs(rows: int, keys: int, right: int) -> list[Strip]:
     """Cut a mask without a left bound: keys that all rows see, a causal square, rows that see all."""
     square = rows - right
     before = (Part(0, keys - square),) if keys > square else ()
-    strips = [Strip(0, square, (*before, Part(keys - square, square, causal=True)))]
+    strips = [Strip(0, square, (*before, Part(keys - square, square, band=(1 - square, 0))))]
     return [*strips, Strip(square, right, (Part(0, keys),))] if right else strips
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attnreg.backends import _cpu_dense as dense
+from attnreg.backends._cpu_mask import Mask
 from attnreg.backends._cpu_tiles import CAUSAL, OPEN, visible
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Group(NamedTuple):
     rows: Side
     keys: Side
     window: tuple[int, int]
-    mask: Tensor | None
+    mask: Mask
 
 
 class Plan(NamedTuple):
@@ -203,10 +204,8 @@ def _near(sequences: list[Sequence], limit: float) -> Iterable[list[Sequence]]:
 def _group(sequences: list[Sequence]) -> Group:
     rows, keys = _side([s.rows for s in sequences]), _side([s.keys for s in sequences])
     window = sequences[0].window
-    mask = None
-    if keys.valid is not None and window == OPEN:
-        mask = torch.zeros(keys.valid.shape, device="cpu").masked_fill_(~keys.valid, -inf)[:, None, None]
-    return Group(rows, keys, window, mask)
+    # Under a causal mask no real row sees the padding behind it.
+    return Group(rows, keys, window, Mask(real=keys.valid if window == OPEN else None))
 
 
 def _side(spans: list[Span]) -> Side:

@@ -17,39 +17,41 @@ if TYPE_CHECKING:
 
     from attnreg.demo.layout import Layout
 
-__all__ = ["ByteTransformer"]
+__all__ = ["HEADS", "HEAD_DIM", "LAYERS", "ByteTransformer"]
+
+LAYERS, HEADS, HEAD_DIM = 2, 4, 32
+WIDTH = HEADS * HEAD_DIM
 
 
 class Block(nn.Module):
     """Attention, then a multilayer perceptron, each on normalised input and added to it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.before_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.before_attention = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
 
     def forward(self, hidden: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return what the next block reads."""
-        qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, self.heads, -1))
+        qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, HEADS, HEAD_DIM))
         hidden = hidden + self.out(attend(*qkv.unbind(-3)).flatten(-2))
         return hidden + self.perceptron(hidden)
 
 
 class ByteTransformer(nn.Module):
-    """Predicts from the bytes of a document so far the next one."""
+    """Predicts from the bytes of a document so far the next one; `context` is the most that it reads."""
 
-    def __init__(self, context: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, context: int) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.logits = nn.Linear(width, 256, bias=False)
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(context, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.logits = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, batch: Layout) -> Tensor:
         """Return the mean cross entropy per byte of text, in nats."""

@@ -1,0 +1,53 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each sets up .venv by itself, once.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint test test-slow test-gpu demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+venv: $(READY) ## set up .venv, as every other target does when it has to
+
+# The pinned list goes in alone and first: pip would build the package with whatever versions it
+# finds. With all of it there, the second install resolves nothing and downloads nothing.
+$(READY): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "attnreg needs Python 3.11 or later, got $(PYTHON): make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up .venv: once, a few hundred megabytes"
+	@"$(PYTHON)" -m venv .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement constraints.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-build-isolation --editable '.[plots]'
+	@touch $@
+
+lint: $(READY) ## ruff (rules and format) and mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+test: $(READY) ## every test that needs no GPU and no minutes
+	$(PY) -m pytest
+
+test-slow: $(READY) ## the tests that take minutes
+	$(PY) -m pytest -m slow
+
+test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math makes a missing one fail, not skip
+	$(PY) -m pytest -m gpu $(if $(BACKENDS),--backends=$(BACKENDS))
+
+demo: $(READY) ## train on real text, packed and padded, and compare
+	@$(PY) -m attnreg demo
+
+bench: $(READY) ## list the benchmarks; NAME=cpu runs benchmarks/cpu.py
+ifdef NAME
+	@$(PY) -m benchmarks.$(NAME)
+else
+	@for file in benchmarks/[a-z]*.py; do echo "make bench NAME=$$(basename "$$file" .py)"; done
+endif
+
+clean: ## remove .venv, caches and outputs
+	rm -rf .venv build dist demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

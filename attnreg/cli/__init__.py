@@ -1,0 +1,100 @@
+"""The command line: `attnreg` and `python -m attnreg`.
+
+A command is a function in a file of its own, both of its name. The files import neither torch nor
+rich at the top, so that `--help` answers at once. Exit codes: 0; 1 nothing can run, or a backend is
+wrong; 2 usage; 130 and 141 for Ctrl-C and a closed pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.main import get_command
+
+from attnreg import __version__
+from attnreg.cli.failures import reported
+from attnreg.errors import AttnregError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["app", "main"]
+
+COMMANDS = ("info", "explain", "verify", "run", "config-schema", "demo")
+
+# Plain help: boxes drawn by rich are lost on a pipe and cost the import.
+app = typer.Typer(
+    name="attnreg",
+    help="One registry for all the attention kernels of this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line of this process; `attnreg run` has the program start after it is done."""
+    programs: list[Callable[[], None]] = []
+    try:
+        with _dying_with_its_reader():
+            get_command(app).main(obj=programs)
+    except SystemExit:
+        if not programs:
+            raise
+    # Out here nothing of the command line stands between the program and its exceptions.
+    programs[0]()
+
+
+@contextlib.contextmanager
+def _dying_with_its_reader() -> Iterator[None]:
+    """End quietly, as any other tool, when nobody reads the output any more."""
+    if not hasattr(signal, "SIGPIPE"):
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"attnreg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return a command's function; one that says what is wrong if its file can't be imported."""
+    module = name.replace("-", "_")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"attnreg.cli.{module}"), module)
+    except ImportError as error:
+        cause = error
+
+        def broken() -> NoReturn:
+            raise AttnregError(f"{name} can't be loaded: {cause}") from cause
+
+        broken.__doc__ = f"Can't be loaded: {cause}."
+        return broken
+    return found
+
+
+for _name in COMMANDS:
+    # What follows the first positional argument belongs to the program that `run` is to start.
+    app.command(_name, context_settings={"allow_interspersed_args": False})(reported(_function(_name)))

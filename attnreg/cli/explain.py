@@ -1,0 +1,144 @@
+"""`attnreg explain`: which backend would run a call, on this machine or on a simulated device."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnreg.cli.output import AsJson, print_json
+from attnreg.cli.parsing import device_of, dtype_name, names, numbers
+from attnreg.cli.torch_first import import_torch
+
+if TYPE_CHECKING:
+    from attnreg.explanation import Explanation
+    from attnreg.spec import AttentionSpec
+
+__all__ = ["explain"]
+
+NOTHING_RUNS = 1
+
+Query = Annotated[
+    str,
+    typer.Option(
+        "--q", metavar="B,S,H,D", help="Batch, length, heads and head dim (varlen: longest length)."
+    ),
+]
+Key = Annotated[
+    str, typer.Option("--kv", metavar="B,S,H,D", help="The same of key and value; as the query unless given.")
+]
+Where = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU that isn't there.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="bf16, fp16, fp32, fp64, or torch's own name.")]
+Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
+Window = Annotated[
+    str, typer.Option("--window", metavar="L,R", help="Keys seen before and after, -1 for all of them.")
+]
+Backward = Annotated[bool, typer.Option("--backward", help="Gradients are needed.")]
+Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
+Tokens = Annotated[int, typer.Option(help="Packed tokens; batch x longest unless given.")]
+ValueDim = Annotated[int | None, typer.Option(help="Head dim of the value, if it is another.")]
+Dropout = Annotated[float, typer.Option("--dropout", help="Probability of dropping a weight.")]
+Bias = Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")]
+Alibi = Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")]
+Paged = Annotated[
+    int | None, typer.Option("--paged", metavar="N", min=1, help="Key-value cache in pages of N tokens.")
+]
+SequsedK = Annotated[bool, typer.Option("--seqused-k", help="With a count of keys for each sequence.")]
+NumSplits = Annotated[int | None, typer.Option("--num-splits", help="Split the keys into so many pieces.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are on.")]
+Capture = Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")]
+Only = Annotated[str, typer.Option("--backend", help="As backend= on the call: obeyed or refused.")]
+Prefer = Annotated[
+    list[str], typer.Option("--prefer", help="As use_backend(...): names by comma, or repeated.")
+]
+
+
+def explain(
+    q: Query,
+    kv: Key = "",
+    device: Where = "",
+    dtype: Dtype = "bf16",
+    causal: Causal = False,
+    window: Window = "-1,-1",
+    backward: Backward = False,
+    varlen: Varlen = False,
+    tokens_q: Tokens = -1,
+    tokens_k: Tokens = -1,
+    head_dim_v: ValueDim = None,
+    dropout: Dropout = 0.0,
+    bias: Bias = False,
+    alibi: Alibi = False,
+    paged: Paged = None,
+    seqused_k: SequsedK = False,
+    num_splits: NumSplits = None,
+    deterministic: Deterministic = False,
+    capture: Capture = False,
+    backend: Only = "",
+    prefer: Prefer = [],  # noqa: B006 - typer makes a new list for each call
+    as_json: AsJson = False,
+) -> None:
+    """Say which backend would run a call, who decided, and every reason against every other."""
+    import_torch()
+    spec = _spec(
+        q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
+        tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
+        num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
+    )  # fmt: skip
+    found = _explained(spec, backend, names(prefer))
+    if as_json:
+        print_json({"runs": found.runs, "backend": found.backend, "source": found.source, **found.to_dict()})
+    else:
+        typer.echo(str(found))
+    if not found.runs:
+        raise typer.Exit(NOTHING_RUNS)
+
+
+def _spec(
+    q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
+) -> "AttentionSpec":
+    from attnreg.dispatch import bounds
+    from attnreg.errors import InvalidInputError
+    from attnreg.spec import AttentionSpec
+
+    batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
+    batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")
+    if (batch, head_dim) != (batch_k, head_dim_k):
+        raise InvalidInputError(
+            f"--kv: got batch {batch_k} and head dim {head_dim_k}, expected those of --q, "
+            f"{batch} and {head_dim}"
+        )
+    left, right = numbers("--window", window, "left,right")
+    return AttentionSpec(
+        device=device_of("--device", device),
+        dtype=dtype_name("--dtype", dtype),
+        batch=batch,
+        max_q=max_q,
+        max_k=max_k,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        window=bounds((left, right), causal, max_q, max_k),
+        **facts,
+    )
+
+
+def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> "Explanation":
+    """Explain a call as if it came with `backend=` or inside `use_backend`.
+
+    Those two load their backends; here they needn't be loadable, so that a call for another machine
+    is explained with all its reasons.
+    """
+    from attnreg import _registry, explanation, scope
+    from attnreg.selection import Preference
+
+    asked = (only,) if only else preferred
+    found = tuple(_registry.find(name).name for name in asked)
+    if not found:
+        return explanation.explain(spec)
+    source = f"{'--backend' if only else '--prefer'} {','.join(found)}"
+    token = scope.enter(scope.pin(Preference(source, found, exclusive=bool(only))))
+    try:
+        return explanation.explain(spec)
+    finally:
+        scope.leave(token)

@@ -1,0 +1,150 @@
+"""What this machine has and what is in force, as plain data: `info` prints it, as text or as JSON.
+
+Everything that may be broken here is what somebody runs `info` for, so nothing in it raises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from attnreg import _registry, aten, environment, planning, policy
+from attnreg.cli import torch_facts
+from attnreg.errors import AttnregError, BackendUnavailableError
+from attnreg.selection import Policy, select
+from attnreg.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnreg.discovery import Entry
+    from attnreg.spec import Device
+
+__all__ = ["inventory"]
+
+UNTRIED = "hasn't run on the hardware that it is written for"
+
+
+def inventory() -> dict[str, Any]:
+    """Return devices, backends, settings, routers, and what torch itself would do."""
+    asked, problem = _policy()
+    backends = [_backend(entry, asked) for entry in _registry.entries().values()]
+    return {
+        "versions": torch_facts.versions(),
+        "devices": [
+            facts | _order(planning.device_of(device), asked) for device, facts in torch_facts.devices()
+        ],
+        "backends": backends,
+        "settings": {
+            "variables": list(_variables()),
+            "in_force": list(_in_force(asked)),
+            "problem": problem,
+        },
+        "routers": {
+            "installed": aten.installed(),
+            "serving": policy.is_active(),
+            "shadowed_by": aten.shadowed_by(),
+            "untouched_programs": torch_facts.untouched_programs(),
+        },
+        "torch": torch_facts.own_choice(),
+    }
+
+
+def _policy() -> tuple[Policy, str]:
+    """Return what was asked for, or nothing and why it can't be read."""
+    try:
+        return policy.current(), ""
+    except AttnregError as error:
+        return Policy(), str(error)
+
+
+def _backend(entry: Entry, asked: Policy) -> dict[str, Any]:
+    state, reason = _state(entry, asked)
+    return {
+        "name": entry.name,
+        "version": entry.version(),
+        "state": state,
+        "reason": reason,
+        "origin": entry.origin,
+        "devices": list(entry.backend.devices) if entry.backend is not None else [],
+    }
+
+
+def _state(entry: Entry, asked: Policy) -> tuple[str, str]:
+    """Return how a backend is, after really loading it: a probe alone may be too hopeful."""
+    if by := asked.disabled.get(entry.name.casefold()):
+        return "disabled", f"by {by}"
+    try:
+        entry.kernels()
+    except BackendUnavailableError:
+        state = "can't load" if entry.cause is None else "broken"
+        return state, entry.unavailable().removeprefix("can't load here: ").removeprefix("failed to load: ")
+    if entry.backend is not None and entry.backend.experimental:
+        return "experimental", UNTRIED
+    return "ready", ""
+
+
+def _order(device: Device, asked: Policy) -> dict[str, Any]:
+    """Return who can serve a device, the most preferred first with the source, and what is in the way."""
+    entries = _registry.entries()
+    # Selection wants a call; the order doesn't depend on what it asks.
+    spec = AttentionSpec(
+        device=device, dtype="float32", batch=1, max_q=1, max_k=1,
+        heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
+    )  # fmt: skip
+    problem = ""
+    try:
+        planning.decide(spec, "forward", entries, asked)
+    except BackendUnavailableError as error:
+        problem = f"{error}; attention on this device is refused"
+    sources = {
+        name.casefold(): preference.source
+        for preference in reversed(asked.preferences)
+        if preference.governs(device)
+        for name in preference.names
+    }
+    default = f"default order for {device.keys[0]}"
+    order = [
+        {"backend": name, "source": sources.get(name.casefold(), default)}
+        for name in select(spec, "forward", entries, asked).order
+        if name.casefold() not in asked.disabled and _serves(entries[name.casefold()], device)
+    ]
+    return {"order": order, "problem": problem}
+
+
+def _serves(entry: Entry, device: Device) -> bool:
+    return entry.backend is not None and device.type in entry.backend.devices and not entry.unavailable()
+
+
+def _variables() -> Iterator[dict[str, str | None]]:
+    """Yield every variable of attnreg's, and those that are set though attnreg knows none of the name."""
+    unknown = [name for name in os.environ if name.upper().startswith(environment.PREFIX)]
+    for name in dict.fromkeys([*environment.VARIABLES, *sorted(unknown)]):
+        known = environment.VARIABLES.get(name)
+        purpose = known.description if known else "unknown to attnreg"
+        yield {"name": name, "value": os.environ.get(name), "purpose": purpose}
+
+
+def _in_force(asked: Policy) -> Iterator[dict[str, str]]:
+    """Yield what was set, the strongest first."""
+    for preference in asked.preferences:
+        where = f" on {', '.join(preference.devices)}" if preference.devices else ""
+        yield _setting(f"prefer{where}", ", ".join(preference.names), preference.source)
+    for name, source in asked.disabled.items():
+        yield _setting("disabled", _registry.find(name).name, source)
+    if asked.strict:
+        yield _setting("strict", "true", asked.strict)
+    try:
+        loaded = policy.sources().loaded
+    except AttnregError:
+        return
+    for one in loaded:
+        for key in ("log_level", "tuned"):
+            if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
+                yield _setting(key, str(value), one.describe((key,)))
+        if one.source is not None:
+            yield _setting("settings file", str(one.source), "read")
+
+
+def _setting(name: str, value: str, source: str) -> dict[str, str]:
+    return {"setting": name, "value": value, "source": source}

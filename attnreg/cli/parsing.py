@@ -1,0 +1,85 @@
+"""From the text of an option to its value, or an error that says what was got and what was wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnreg.errors import InvalidInputError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from attnreg.spec import Device
+
+__all__ = ["device_of", "dtype_name", "names", "numbers", "torch_device"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
+    """Read as many whole numbers as `meaning` has words between its commas."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != meaning.count(",") + 1:
+        raise InvalidInputError(f"{option}: got {text!r}, expected whole numbers: {meaning}")
+    return found
+
+
+def names(values: Iterable[str]) -> tuple[str, ...]:
+    """Read an option that is repeated, takes a comma list, or both."""
+    found = [name.strip() for value in values for name in value.split(",")]
+    return tuple(dict.fromkeys(name for name in found if name))
+
+
+def dtype_name(option: str, text: str) -> str:
+    """Read a floating-point dtype by any usual name, and return torch's."""
+    import torch
+
+    from attnreg.spec import canonical_dtype
+
+    name = canonical_dtype(text)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(
+            f"{option}: got {text!r}, expected a floating-point dtype: {', '.join(DTYPES)}, ..."
+            f"{did_you_mean(name, DTYPES)}"
+        )
+    return name
+
+
+def device_of(option: str, text: str) -> Device:
+    """Read a device for selection: one of this machine, or the architecture of a simulated GPU.
+
+    Without a text it is this machine's GPU, else its CPU.
+    """
+    from attnreg import planning
+    from attnreg.spec import Device
+
+    parsed = Device.parse(text) if text else None
+    if parsed is not None and parsed.capability is not None:
+        return parsed
+    return planning.device_of(torch_device(option, text))
+
+
+def torch_device(option: str, text: str) -> torch.device:
+    """Read a device that torch knows; without a text this machine's GPU, else its CPU."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not text:
+        return torch.device("cuda:0" if gpus else "cpu")
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise InvalidInputError(
+            f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device of torch's"
+        ) from None
+    if found.type == "cuda" and gpus:
+        found = torch.device("cuda", found.index or 0)
+        if found.index >= gpus:
+            raise InvalidInputError(f"{option}: got {text!r}, expected cuda:0 to cuda:{gpus - 1}")
+    return found

@@ -1,0 +1,96 @@
+"""What PyTorch says of this machine and of itself, as plain data. Nothing here raises."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import _registry as torch_registry
+
+from attnreg import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["devices", "own_choice", "untouched_programs", "versions"]
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that a bug report needs."""
+    return {
+        "attnreg": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": str(torch.backends.cudnn.version() or "") or None,  # type: ignore[no-untyped-call]
+        "gpu_trouble": _gpu_trouble(),
+    }
+
+
+def _gpu_trouble() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    return "torch finds none" if built else "this torch is built without CUDA"
+
+
+def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
+    """Yield the CPU and every CUDA GPU, each with what is known of it."""
+    cpu = (
+        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    )
+    yield torch.device("cpu"), {"device": "cpu", "name": cpu, "compute_capability": None}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        found = torch.cuda.get_device_properties(device)
+        facts = {
+            "device": str(device),
+            "name": f"{found.name}, {found.total_memory / 2**30:.0f} GiB",
+            "compute_capability": f"{found.major}.{found.minor}",
+        }
+        yield device, facts
+
+
+def own_choice() -> dict[str, Any]:
+    """Return what `F.scaled_dot_product_attention` goes by where attnreg serves nothing."""
+    # On CUDA torch settles its order at the first choice it makes; until then it reports another.
+    chosen = {str(device): _chosen(device) for device, _ in devices()}
+    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
+    return {
+        "chooses": chosen,
+        "priority": [_short(SDPBackend(number).name) for number in order],
+        "enabled": {
+            name.removeprefix("mem_"): bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+            for name in ("flash", "mem_efficient", "cudnn", "math")
+        },
+        "flash_implementation": torch_registry.current_flash_attention_impl(),
+        "flash_implementations": torch_registry.list_flash_attention_impls(),
+    }
+
+
+def _chosen(device: torch.device) -> str:
+    """Return the kernel torch picks for an ordinary call: bfloat16, 8 heads of 128, causal."""
+    try:
+        query = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device=device)
+        return _short(SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name)
+    except Exception as error:  # noqa: BLE001 - a GPU that others have filled is no reason to fail
+        return f"{type(error).__name__}: {error}"
+
+
+def _short(name: str) -> str:
+    return name.removesuffix("_ATTENTION").lower()
+
+
+def untouched_programs() -> str:
+    """Return why a program that imports only torch isn't served, or an empty string."""
+    if not entry_points(group="torch.backends", name="attnreg"):
+        return "attnreg isn't installed as a package, so torch doesn't know it"
+    if os.environ.get(AUTOLOAD, "1") != "1":
+        return f"{AUTOLOAD}={os.environ[AUTOLOAD]} keeps torch from loading it"
+    return ""

@@ -1,0 +1,78 @@
+"""One picture of a `Result`: the losses, the documents' lengths, and the speed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from attnreg.demo.train import LAYOUTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from attnreg.demo.result import Result
+
+__all__ = ["draw"]
+
+# Blue and orange of Okabe and Ito's palette: apart for every kind of colour vision, and in grey.
+COLOURS = {"packed": "#0072B2", "padded": "#E69F00"}
+INK, FAINT = "#333333", "#D9D9D9"
+BINS = [2**power for power in range(12)]
+
+_thousands = FuncFormatter(lambda number, _: f"{number:,.0f}")
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the picture as a PNG, 1800 x 660 pixels."""
+    figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
+    losses, lengths, speed = figure.subplots(1, 3, width_ratios=(5, 4, 3))
+    _losses(losses, result)
+    _lengths(lengths, result)
+    _speed(speed, result)
+    figure.get_layout_engine().set(wspace=0.06, w_pad=0.12, h_pad=0.12)
+    figure.savefig(path)
+
+
+def _losses(axes: Axes, result: Result) -> None:
+    _titled(axes, f"Losses at most {result.largest_difference:.0e} apart", "step", "loss, nats per byte")
+    steps = range(1, len(result.steps) + 1)
+    packed, padded = ([step.loss[name] for step in result.steps] for name in LAYOUTS)
+    # Rings around the line: where the two agree, a second line would hide the first.
+    axes.plot(steps, padded, "o", label="padded", color=COLOURS["padded"], fillstyle="none", markersize=7)
+    axes.plot(steps, packed, label="packed", color=COLOURS["packed"], linewidth=1.8)
+    axes.legend(frameon=False, labelcolor=INK)
+
+
+def _lengths(axes: Axes, result: Result) -> None:
+    _titled(axes, f"Padded to the longest, {result.padding:.0%} is padding", "bytes of text", "documents")
+    axes.hist(result.lengths, bins=BINS, color=COLOURS["packed"], rwidth=0.92)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.set_xticks(BINS[::2])
+
+
+def _speed(axes: Axes, result: Result) -> None:
+    _titled(axes, f"Packed: {result.speedup:.1f} times the speed", "bytes of text per second", "")
+    names = list(LAYOUTS)[::-1]
+    values = [result.throughput(name) for name in names]
+    bars = axes.barh(names, values, height=0.55, color=[COLOURS[name] for name in names])
+    axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
+    axes.set_xlim(0, max(values) * 1.25)
+    axes.xaxis.set_major_locator(axes.xaxis.get_major_locator())
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.tick_params(axis="y", length=0)
+
+
+def _titled(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=12, pad=12)
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.tick_params(colors=INK)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)

@@ -1,0 +1,78 @@
+"""Attention as it is defined, in float64 and with autograd: what the tests hold results to."""
+
+import torch
+
+
+def attention(query, key, value, *, window=(-1, -1), scale=None, bias=None, top_left=False):
+    """Return output (S_q, H, D_v) and LSE (H, S_q) of one sequence; a window is aligned bottom-right."""
+    (len_q, heads, dim), (len_k, heads_k, _) = query.shape, key.shape
+    key, value = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (dim**-0.5 if scale is None else scale)
+    shift = 0 if top_left else len_k - len_q
+    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - shift
+    visible = torch.ones(1, len_q, len_k, dtype=torch.bool)
+    if window[0] >= 0:
+        visible = visible & (distance >= -window[0])
+    if window[1] >= 0:
+        visible = visible & (distance <= window[1])
+    if bias is not None and bias.dtype == torch.bool:
+        visible = visible & bias
+    elif bias is not None:
+        scores = scores + bias
+        visible = visible & (bias > -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    blind = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(~visible, 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, value), scores.logsumexp(-1)
+
+
+def dense(query, key, value, bias=None, **options):
+    """Return output (B, H, S_q, D_v) and LSE (B, H, S_q) of tensors (B, H, S, D)."""
+    rows = []
+    for index in range(query.shape[0]):
+        each = (x[index].double().transpose(0, 1) for x in (query, key, value))
+        part = None if bias is None else bias.expand(len(query), -1, -1, -1)[index]
+        rows.append(attention(*each, bias=part, **options))
+    return torch.stack([out.transpose(0, 1) for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+
+def varlen(query, key, value, offsets_q, offsets_k, *, used=None, **options):
+    """Return output (T, H, D_v) and LSE (H, T) of packed tensors; rows of no sequence are 0 and -inf."""
+    query, key, value = (x.double() for x in (query, key, value))
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    lse = query.new_full((query.shape[1], query.shape[0]), -torch.inf)
+    starts, ends = (offsets_q.tolist(), offsets_k.tolist()), (offsets_q[1:].tolist(), offsets_k[1:].tolist())
+    for index, (q0, k0, q1, k1) in enumerate(zip(*starts, *ends, strict=False)):
+        stop = k1 if used is None else k0 + int(used[index])
+        if q0 == q1 or k0 == stop:
+            continue
+        part, part_lse = attention(query[q0:q1], key[k0:stop], value[k0:stop], **options)
+        out = torch.cat((out[:q0], part, out[q1:]))
+        lse = torch.cat((lse[:, :q0], part_lse, lse[:, q1:]), dim=1)
+    return out, lse
+
+
+# How far from float64 a result may be: relative to itself, and in units of its largest element.
+TOLERANCES = {
+    torch.float64: (1e-7, 1e-9),
+    torch.float32: (1e-5, 5e-6),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (1.6e-2, 1.6e-2),
+}
+
+
+def assert_near(got, expected, dtype=None):
+    """Check values and shape against float64, at the precision of a dtype: that of `got` unless given."""
+    relative, absolute = TOLERANCES[dtype or got.dtype]
+    expected = expected.detach()
+    finite = expected[expected.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    torch.testing.assert_close(
+        got.detach().double(), expected, rtol=relative, atol=absolute * max(1.0, largest), equal_nan=False
+    )
+
+
+def gradients(out, inputs, grad_out):
+    """Return the float64 gradients of inputs that were made doubles by the truth itself."""
+    grads = torch.autograd.grad(out, inputs, grad_out.double(), materialize_grads=True)
+    return [grad.double() for grad in grads]
