@@ -50,8 +50,8 @@ class Capabilities:
 
     The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; a given number of splits; whether it is `deterministic`, and whether it can
-    be recorded in a CUDA graph (`capture`).
+    slopes; `seqused_k`; a given number of splits; a scale of 0 or below (`any_scale`); whether it is
+    `deterministic`, and whether it can be recorded in a CUDA graph (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type; the message names it.
@@ -73,6 +73,7 @@ class Capabilities:
     alibi: bool = False
     seqused_k: bool = False
     num_splits: bool = False
+    any_scale: bool = False
     deterministic: bool = False
     capture: bool = False
 
@@ -125,6 +126,7 @@ class Capabilities:
             (spec.dropout > 0.0, self.dropout, f"dropout_p must be 0, got {spec.dropout}"),
             (spec.bias, self.bias, "attn_bias must be None, got a tensor"),
             (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
+            (not spec.positive_scale, self.any_scale, "scale must be above 0"),
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
             (
                 spec.num_splits is not None,

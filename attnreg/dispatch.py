@@ -75,7 +75,7 @@ def prepare(
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
-        call.max_q, call.max_k, call.window, call.dropout, call.num_splits,
+        call.max_q, call.max_k, call.window, call.dropout, call.num_splits, call.scale > 0.0,
         None if offsets_q is None else (offsets_q.shape, offsets_q.dtype, offsets_q.device),
         None if offsets_k is None else (offsets_k.shape, offsets_k.dtype, offsets_k.device),
         call.seqused_k is not None and _kind(call.seqused_k),

@@ -125,6 +125,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         seqused_k=call.seqused_k is not None,
         page_size=key.shape[1] if paged else None,
         num_splits=call.num_splits,
+        positive_scale=call.scale > 0.0,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),

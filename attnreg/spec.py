@@ -104,6 +104,7 @@ class AttentionSpec:
     seqused_k: bool = False
     page_size: int | None = None
     num_splits: int | None = None
+    positive_scale: bool = True
     needs_backward: bool = False
     deterministic: bool = False
     capturing: bool = False
@@ -156,6 +157,7 @@ class AttentionSpec:
             "seqused_k": self.seqused_k,
             f"pages of {self.page_size}": self.page_size is not None,
             f"num_splits {self.num_splits}": self.num_splits is not None,
+            "scale 0 or below": not self.positive_scale,
             "needs grad": self.needs_backward,
             "deterministic": self.deterministic,
             "in a CUDA graph": self.capturing,

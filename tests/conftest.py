@@ -82,6 +82,7 @@ EVERYTHING = {
     "alibi": True,
     "seqused_k": True,
     "num_splits": True,
+    "any_scale": True,
     "deterministic": True,
     "capture": True,
 }

@@ -71,8 +71,3 @@ def assert_near(got, expected, dtype=None):
         got.detach().double(), expected, rtol=relative, atol=absolute * max(1.0, largest), equal_nan=False
     )
 
-
-def gradients(out, inputs, grad_out):
-    """Return the float64 gradients of inputs that were made doubles by the truth itself."""
-    grads = torch.autograd.grad(out, inputs, grad_out.double(), materialize_grads=True)
-    return [grad.double() for grad in grads]

@@ -49,6 +49,7 @@ def plan_for(
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
         query.shape, key.shape, value.shape, query.dtype, query.device,
         asked.dropout_p, asked.is_causal, None if bias is None else bias.shape,
+        asked.scale is None or asked.scale > 0.0,
     )  # fmt: skip
     found = now.plans.get(look_up)
     if found is None:

@@ -89,6 +89,7 @@ class Route(NamedTuple):
         native: the backend that torch's own kernel of this op belongs to.
         carrier: in a backward, the argument through which the forward's choice comes.
         quick: how to know a call again without taking its arguments apart.
+        calls_ops: whether torch's own kernel calls other ops that are routed, too.
         since: the torch that brought it; older ones go without.
     """
 
@@ -99,6 +100,7 @@ class Route(NamedTuple):
     native: Native
     carrier: str = ""
     quick: Quick | None = None
+    calls_ops: bool = False
     since: str = "2.11"
 
 
@@ -107,6 +109,8 @@ def router(
 ) -> Callable[..., Any]:
     """Return the function to register for a route; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
+    if original is not None and route.calls_ops:
+        original = _undisturbed(original)
     op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
     at, flags, carried_at = quick or Quick(0, slice(0))
     # Names of this function are found faster than attributes of modules; this is every call's way.
@@ -115,9 +119,11 @@ def router(
     capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        now, known_as = state(), None
+        now, known_as, scoped = state(), None, current()
+        if scoped is scope.INSIDE_TORCH and original is not None:
+            return original(*args, **kwargs)
         if quick is not None and not kwargs and original is not None:
-            pin = read_stamp(args[carried_at]) if carrier else current()
+            pin = read_stamp(args[carried_at]) if carrier else scoped
             if pin is None:
                 if not now.active:
                     return original(*args)
@@ -134,12 +140,25 @@ def router(
         if unknown and not unknown.isdisjoint(kwargs):
             return Turn(op, original, args, kwargs, native, None).untouched(_told(unknown, kwargs))
         asked = arguments(*args, **kwargs)
-        pin = read_stamp(getattr(asked, carrier)) if carrier else current()
+        pin = read_stamp(getattr(asked, carrier)) if carrier else scoped
         if pin is None and original is not None and not now.active:
             return original(*args, **kwargs)
         return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as))
 
     return routed
+
+
+def _undisturbed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's kernel so that the ops it calls aren't taken for calls of their own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = scope.enter(scope.INSIDE_TORCH)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scope.leave(token)
+
+    return run
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:

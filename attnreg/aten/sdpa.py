@@ -95,28 +95,23 @@ def _backward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple
     return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
 
 
-_SDPA = "_scaled_dot_product_{}_attention"
+SDPA_FLASH = "_scaled_dot_product_flash_attention"
+SDPA_CUDNN = "_scaled_dot_product_cudnn_attention"
+
+
+def _route(
+    op: str, arguments: Any, serve: Any, native: Native, carrier: str = "", quick: Quick | None = None
+) -> Route:
+    # Torch's own kernels of these ops call `_flash_attention_*` and `_cudnn_attention_*`.
+    return Route(op, ("CUDA",), arguments, serve, native, carrier, quick, calls_ops=True)
+
 
 ROUTES = (
-    Route(
-        _SDPA.format("flash"), ("CUDA",), SdpaFlashForward, _flash_forward, FLASH, quick=Quick(0, slice(3, 6))
+    _route(SDPA_FLASH, SdpaFlashForward, _flash_forward, FLASH, quick=Quick(0, slice(3, 6))),
+    _route(
+        SDPA_FLASH + "_backward", SdpaFlashBackward, _flash_backward, FLASH, "philox_offset",
+        quick=Quick(1, slice(10, 12), 13),
     ),
-    Route(
-        _SDPA.format("flash") + "_backward",
-        ("CUDA",),
-        SdpaFlashBackward,
-        _flash_backward,
-        FLASH,
-        "philox_offset",
-        Quick(1, slice(10, 12), 13),
-    ),
-    Route(_SDPA.format("cudnn"), ("CUDA",), SdpaCudnnForward, cudnn_dense_forward, CUDNN),
-    Route(
-        _SDPA.format("cudnn") + "_backward",
-        ("CUDA",),
-        CudnnBackward,
-        cudnn_dense_backward,
-        CUDNN,
-        "philox_offset",
-    ),
-)
+    _route(SDPA_CUDNN, SdpaCudnnForward, cudnn_dense_forward, CUDNN),
+    _route(SDPA_CUDNN + "_backward", CudnnBackward, cudnn_dense_backward, CUDNN, "philox_offset"),
+)  # fmt: skip

@@ -50,12 +50,17 @@ def _unavailable() -> str | None:
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    if (
-        spec.varlen
-        and max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim >= 2**31
-    ):
-        return (f"tensors must have fewer than 2**31 elements, got {spec.tokens_q} query tokens",)
-    return ()
+    reasons = []
+    left, right = spec.window
+    if left >= 0 and right < 0 and spec.max_k < spec.max_q - 1:
+        # The kernel takes an open right bound for one of max_k, which then hides keys.
+        reasons.append(
+            f"window {spec.window} must not meet more queries than keys, got {spec.max_q} and {spec.max_k}"
+        )
+    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
+    if spec.varlen and largest >= 2**31:
+        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
+    return tuple(reasons)
 
 
 def _load() -> Kernels:

@@ -46,6 +46,7 @@ EVERYTHING = Capabilities(
     alibi=True,
     seqused_k=True,
     num_splits=True,
+    any_scale=True,
     deterministic=True,
     capture=True,
 )

@@ -6,7 +6,10 @@ __all__ = ["config_schema"]
 
 
 def config_schema() -> None:
-    """Print the JSON schema of a settings file, for editors that complete and check it."""
+    """Print the JSON schema of settings files.
+
+    Editors complete and check a file with it.
+    """
     from attnreg import config
 
     print_json(config.schema())

@@ -26,30 +26,40 @@ Key = Annotated[
     str, typer.Option("--kv", metavar="B,S,H,D", help="The same of key and value; as the query unless given.")
 ]
 Where = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU that isn't there.")
+    str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90; else this machine's.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="bf16, fp16, fp32, fp64, or torch's own name.")]
+Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64, or torch's name.")]
 Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
 Window = Annotated[
-    str, typer.Option("--window", metavar="L,R", help="Keys seen before and after, -1 for all of them.")
+    str,
+    typer.Option("--window", metavar="L,R", show_default=False, help="Keys seen before and after; -1: all."),
 ]
 Backward = Annotated[bool, typer.Option("--backward", help="Gradients are needed.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
-Tokens = Annotated[int, typer.Option(help="Packed tokens; batch x longest unless given.")]
-ValueDim = Annotated[int | None, typer.Option(help="Head dim of the value, if it is another.")]
-Dropout = Annotated[float, typer.Option("--dropout", help="Probability of dropping a weight.")]
+Tokens = Annotated[
+    int, typer.Option(metavar="N", show_default=False, help="Packed tokens; batch x longest unless given.")
+]
+ValueDim = Annotated[int | None, typer.Option(metavar="N", help="Head dim of the value, if it is another.")]
+Dropout = Annotated[
+    float, typer.Option("--dropout", metavar="P", show_default=False, help="Probability of dropping.")
+]
 Bias = Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")]
 Alibi = Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")]
 Paged = Annotated[
     int | None, typer.Option("--paged", metavar="N", min=1, help="Key-value cache in pages of N tokens.")
 ]
 SequsedK = Annotated[bool, typer.Option("--seqused-k", help="With a count of keys for each sequence.")]
-NumSplits = Annotated[int | None, typer.Option("--num-splits", help="Split the keys into so many pieces.")]
+NumSplits = Annotated[
+    int | None, typer.Option("--num-splits", metavar="N", help="Split the keys into so many pieces.")
+]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are on.")]
 Capture = Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")]
-Only = Annotated[str, typer.Option("--backend", help="As backend= on the call: obeyed or refused.")]
+Only = Annotated[
+    str, typer.Option("--backend", metavar="NAME", help="As backend= on the call: obeyed or refused.")
+]
 Prefer = Annotated[
-    list[str], typer.Option("--prefer", help="As use_backend(...): names by comma, or repeated.")
+    list[str],
+    typer.Option("--prefer", metavar="NAME", help="As use_backend(...): names by comma, or repeated."),
 ]
 
 
@@ -77,7 +87,11 @@ def explain(
     prefer: Prefer = [],  # noqa: B006 - typer makes a new list for each call
     as_json: AsJson = False,
 ) -> None:
-    """Say which backend would run a call, who decided, and every reason against every other."""
+    """Say which backend runs a call, and why.
+
+    Every other backend is listed with every reason against it. Nothing is run, so the call may be
+    one for a GPU that isn't there.
+    """
     import_torch()
     spec = _spec(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,

@@ -13,7 +13,7 @@ from attnreg.errors import AttnregError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["reported"]
+__all__ = ["INTERRUPTED", "reported"]
 
 USAGE = 2
 INTERRUPTED = 130

@@ -16,7 +16,10 @@ __all__ = ["info"]
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show devices, backends and settings, and what torch itself would do."""
+    """Show devices, backends and settings.
+
+    What is broken is a row among the others; so is what torch would do by itself.
+    """
     import_torch()
     # A provider that greets on import must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
@@ -91,7 +94,10 @@ def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
     yield "calls", "refused: see the problems above" if found["settings"]["problem"] else calls
     if routers["shadowed_by"]:
         yield "shadowed", f"torch.nn.attention has {routers['shadowed_by']!r} active above the routers"
-    yield "programs nobody touched", f"not served: {missed}" if missed else "served when a variable asks for it"
+    yield (
+        "programs nobody touched",
+        f"not served: {missed}" if missed else "served when a variable asks for it",
+    )
 
 
 def _torch(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":

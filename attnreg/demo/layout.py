@@ -69,8 +69,8 @@ def padded(documents: list[bytes], device: torch.device) -> Layout:
     mask = is_text[:, None, None, :] & (positions[:, None] >= positions)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
     return Layout(tokens, positions, targets, attend)
 

@@ -39,7 +39,8 @@ class Block(nn.Module):
         """Return what the next block reads."""
         qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, HEADS, HEAD_DIM))
         hidden = hidden + self.out(attend(*qkv.unbind(-3)).flatten(-2))
-        return hidden + self.perceptron(hidden)
+        out: Tensor = hidden + self.perceptron(hidden)
+        return out
 
 
 class ByteTransformer(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from attnreg.demo.train import LAYOUTS
@@ -28,12 +29,12 @@ _thousands = FuncFormatter(lambda number, _: f"{number:,.0f}")
 
 def draw(result: Result, path: Path) -> None:
     """Write the picture as a PNG, 1800 x 660 pixels."""
-    figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
+    spaced = ConstrainedLayoutEngine(wspace=0.06, w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(12, 4.4), dpi=150, layout=spaced)
     losses, lengths, speed = figure.subplots(1, 3, width_ratios=(5, 4, 3))
     _losses(losses, result)
     _lengths(lengths, result)
     _speed(speed, result)
-    figure.get_layout_engine().set(wspace=0.06, w_pad=0.12, h_pad=0.12)
     figure.savefig(path)
 
 

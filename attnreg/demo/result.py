@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import attnreg
 from attnreg.demo.model import HEAD_DIM, HEADS
-from attnreg.demo.train import LAYOUTS
 
 if TYPE_CHECKING:
     from attnreg import Explanation, Stats
@@ -70,21 +69,6 @@ class Result:
     def speedup(self) -> float:
         """How many times as fast the packed training was."""
         return self.throughput("packed") / self.throughput("padded")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, for JSON."""
-        return {
-            "steps": len(self.steps),
-            "documents": len(self.lengths),
-            "padding": self.padding,
-            "loss": {name: [step.loss[name] for step in self.steps] for name in LAYOUTS},
-            "largest_difference": self.largest_difference,
-            "tolerance": TOLERANCE,
-            "agrees": self.agrees,
-            "tokens_per_second": {name: self.throughput(name) for name in LAYOUTS},
-            "stats": self.ran.to_dict(),
-            "explanation": self.why.to_dict(),
-        }
 
 
 def explain_step(step: Step, device: torch.device) -> Explanation:

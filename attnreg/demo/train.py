@@ -42,9 +42,7 @@ class Step:
     seconds: dict[str, float]
 
 
-def train(
-    batches: Iterable[list[bytes]], context: int, device: torch.device, seed: int
-) -> Iterator[Step]:
+def train(batches: Iterable[list[bytes]], context: int, device: torch.device, seed: int) -> Iterator[Step]:
     """Yield a step per batch, from the same weights for both layouts."""
     torch.manual_seed(seed)
     model = ByteTransformer(context).to(device)

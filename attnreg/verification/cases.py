@@ -95,5 +95,6 @@ class Case:
             alibi=self.alibi,
             seqused_k=self.seqused_k is not None,
             page_size=self.page_size,
+            positive_scale=self.scale is None or self.scale > 0.0,
             needs_backward=needs_backward,
         )

@@ -1,0 +1,46 @@
+"""Running a program in this process as `python` would have run it in one of its own."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["run_module", "run_script"]
+
+
+def run_script(name: str, arguments: list[str]) -> None:
+    """Run a file as `python name arguments` does."""
+    path = Path(name).absolute()
+    sys.argv = [name, *arguments]
+    if pkgutil.get_importer(str(path)) is not None:  # a folder or an archive with a __main__.py
+        _lead_path(str(path))
+        runpy.run_path(name, run_name="__main__")
+        return
+    _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    # `runpy.run_path` would give the module its path as typed, which is wrong after a chdir, and
+    # would take it away before the program's threads and exit handlers are done with it.
+    main = ModuleType("__main__")
+    main.__file__, main.__builtins__ = str(path), builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec")
+    exec(code, main.__dict__)  # noqa: S102 - running somebody's program is what this is for
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module as `python -m name arguments` does."""
+    _lead_path(str(Path.cwd()))
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _lead_path(folder: str) -> None:
+    """Put the program's folder where Python had put that of the command line."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
