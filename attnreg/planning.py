@@ -11,6 +11,7 @@ import torch
 from attnreg import counters
 from attnreg.discovery import Entry
 from attnreg.errors import BackendUnavailableError
+from attnreg.examination import examined
 from attnreg.render import fallback_line, refuse
 from attnreg.selection import Decision, Policy, Preference, select
 from attnreg.spec import AttentionSpec, Device
@@ -66,7 +67,7 @@ def make_plan(
     native: Native | None = None,
     leading: Preference | None = None,
 ) -> Plan:
-    """Decide about a spec, load the kernel, and keep the plan under `look_up`.
+    """Decide about a spec, load the kernel, and keep the plan under `look_up` once it has proved itself.
 
     Raises:
         UnsupportedInputError: no backend can run it, or none may.
@@ -81,8 +82,12 @@ def make_plan(
         _settle(spec, "backward", entries, policy, native)
     decision, kernel = _settle(spec, direction, entries, policy, native)
     made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, _counters(decision))
-    now.keep(look_up, made)
-    return made
+    if made.original:
+        now.keep(look_up, made)
+        return made
+    return made._replace(
+        kernel=examined(made.kernel, direction, made.backend, lambda: now.keep(look_up, made))
+    )
 
 
 def decide(

@@ -66,6 +66,7 @@ def sources() -> Sources:
         if _sources is None:
             try:
                 _sources = _checked(_read(Sources()))
+                _take_effect(_sources)
             except AttnregError as error:
                 _unreadable = error
                 raise
@@ -133,9 +134,18 @@ def _apply(fresh: Sources) -> None:
     with _registry.lock:
         _sources, _unreadable = checked, None
         _registry.changed()
-    for loaded in reversed(checked.loaded):
+    _take_effect(checked)
+
+
+def _take_effect(now: Sources) -> None:
+    for loaded in reversed(now.loaded):
         if "log_level" in loaded.settings.model_fields_set:
             log.setLevel(loaded.settings.log_level.upper())
+        if loaded.settings.tuned is not None:
+            log.warning(
+                "%s: measured tables are not read by this version of attnreg; the default order decides",
+                loaded.describe(("tuned",)),
+            )
 
 
 def _read(before: Sources) -> Sources:
