@@ -6,6 +6,7 @@ torch's registry the name "attnreg", and imports nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -16,21 +17,26 @@ __all__ = ["activate", "offer"]
 def activate() -> None:
     """Install the routers if the environment asks for something; never an error of `import torch`."""
     offer()
-    if not any(name.startswith("ATTNREG_") and value.strip() for name, value in os.environ.items()):
+    # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
+    if not any(name.upper().startswith("ATTNREG_") and value.strip() for name, value in os.environ.items()):
         return
     from attnreg import aten, policy
-    from attnreg.errors import AttnregError
+    from attnreg.errors import ConfigError
 
     try:
         aten.ensure()
         policy.current()
-    except AttnregError as error:
-        warnings.warn(
-            f"attnreg: {error}\nEvery attention call that this would have governed will raise it.",
-            stacklevel=2,
-        )
+    except ConfigError as error:
+        _warn(f"attnreg: {error}\nEvery attention call that this would have governed will raise it.")
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
-        warnings.warn(f"attnreg is not active: {type(error).__name__}: {error}", stacklevel=2)
+        _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:  # an error by the program's own filter, but not one of `import torch`
+        logging.getLogger("attnreg").warning("%s", text)
 
 
 def offer() -> None:
@@ -43,22 +49,22 @@ def offer() -> None:
 class _TorchHandle:
     """What torch's registry keeps while "attnreg" is its active implementation."""
 
-    def __init__(self, installed_before: bool) -> None:
+    def __init__(self, installed_before: bool, active_before: bool) -> None:
         self._installed_before = installed_before
+        self._active_before = active_before
 
     def remove(self) -> None:
-        """Leave things as `activate_flash_attention_impl` found them."""
-        from attnreg import api, policy
+        """Leave things as `activate_flash_attention_impl` found them, but for what was registered since."""
+        from attnreg import aten, policy
 
-        if self._installed_before:
-            policy.activate(False)
-        else:
-            api.uninstall()
+        policy.activate(self._active_before)
+        if not self._installed_before and not policy.is_active():
+            aten.restore()
 
 
 def _activated_by_torch() -> _TorchHandle:
-    from attnreg import api, aten
+    from attnreg import aten, policy
 
-    before = aten.installed()
-    api.install()
-    return _TorchHandle(before)
+    installed_before = aten.installed()
+    aten.ensure()
+    return _TorchHandle(installed_before, policy.activate(True))

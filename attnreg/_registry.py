@@ -8,12 +8,12 @@ keeps it for as long as the generation is the same object.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.discovery import Entry, discover
 from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
+from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,23 +34,25 @@ __all__ = [
 
 log = logging.getLogger("attnreg")
 
-lock = threading.RLock()
+lock = open_after_fork(threading.RLock())
 generation: object = object()
 
 _entries: dict[str, Entry] | None = None
+_discovering = False
 _registrations: tuple[Registration, ...] = ()
-
-if hasattr(os, "register_at_fork"):
-    # A thread of the parent may hold the lock; in the child it would never be released.
-    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Registration(NamedTuple):
-    """One `register_backend`: the backend's name and the settings keys of the devices it leads."""
+    """One `register_backend`: the backend and the settings keys of the devices it leads."""
 
-    name: str
+    entry: Entry
     devices: tuple[str, ...]
     token: object
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self.entry.name
 
 
 def changed() -> None:
@@ -60,12 +62,25 @@ def changed() -> None:
 
 
 def entries() -> Mapping[str, Entry]:
-    """Return every known backend by its name in lower case; discovers them on the first call."""
-    global _entries
+    """Return every known backend by its name in lower case; discovers them on the first call.
+
+    Raises:
+        RegistrationError: a backend's module asks while it is itself being discovered.
+    """
+    global _entries, _discovering
     if _entries is None:
         with lock:
+            if _discovering:
+                raise RegistrationError(
+                    "backends are being discovered: a module that declares one can't use the registry "
+                    "while it is imported"
+                )
             if _entries is None:
-                _entries = _by_name(discover())
+                _discovering = True
+                try:
+                    _entries = _by_name(discover())
+                finally:
+                    _discovering = False
     return _entries
 
 
@@ -99,9 +114,9 @@ def add(backend: Backend, origin: str) -> Entry:
         if present is not None:
             raise RegistrationError(
                 f"a backend named {present.name!r} is there already ({present.origin}); "
-                f"got another from {origin}, expected a name of its own"
+                f"got another, {origin}, expected a name of its own"
             )
-        entry = Entry(backend.name, origin, backend)
+        entry = Entry(backend.name, origin, backend, own=True)
         known[backend.name.casefold()] = entry
         _entries = known
         changed()
@@ -109,11 +124,12 @@ def add(backend: Backend, origin: str) -> Entry:
 
 
 def discard(entry: Entry) -> None:
-    """Drop a backend that `add` took in; no change if it isn't there."""
+    """Drop a backend that `add` took in; no change if it is registered or isn't there."""
     global _entries
     with lock:
-        if _entries is not None and _entries.get(entry.name.casefold()) is entry:
-            _entries = {name: other for name, other in _entries.items() if other is not entry}
+        registered = any(registration.entry is entry for registration in _registrations)
+        if entry.own and not registered and entries().get(entry.name.casefold()) is entry:
+            _entries = {name: other for name, other in entries().items() if other is not entry}
             changed()
 
 
@@ -122,11 +138,19 @@ def registrations() -> tuple[Registration, ...]:
     return _registrations
 
 
-def prefer(name: str, devices: tuple[str, ...]) -> Registration:
-    """Put a backend first for some devices."""
-    global _registrations
+def prefer(entry: Entry, devices: tuple[str, ...]) -> Registration:
+    """Put a backend first for some devices.
+
+    Raises:
+        RegistrationError: it was dropped by another thread, and a third has taken its name.
+    """
+    global _entries, _registrations
     with lock:
-        registration = Registration(name, devices, object())
+        present = entries().get(entry.name.casefold(), entry)
+        if present is not entry:
+            raise RegistrationError(f"a backend named {entry.name!r} is there already ({present.origin})")
+        _entries = {**entries(), entry.name.casefold(): entry}
+        registration = Registration(entry, devices, object())
         _registrations = (registration, *_registrations)
         changed()
         return registration

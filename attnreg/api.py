@@ -39,10 +39,9 @@ class Handle:
     A context manager, too: the registration ends with the `with` block.
     """
 
-    def __init__(self, registration: _registry.Registration | None, entry: Entry, added: bool) -> None:
+    def __init__(self, registration: _registry.Registration | None, entry: Entry) -> None:
         self._registration = registration
         self._entry = entry
-        self._added = added
 
     @property
     def backend(self) -> str:
@@ -52,13 +51,13 @@ class Handle:
     def remove(self) -> None:
         """Take the registration back; the first call does, later ones do nothing.
 
-        With the last registration gone the routers pass every call to torch's own kernel.
+        With the last registration gone the routers pass every call to torch's own kernel. A backend
+        of the program's own goes with its last registration.
         """
         registration, self._registration = self._registration, None
         if registration is not None:
             _registry.forget(registration)
-            if self._added and all(other.name != self.backend for other in _registry.registrations()):
-                _registry.discard(self._entry)
+        _registry.discard(self._entry)
 
     def __enter__(self) -> Self:
         return self
@@ -95,26 +94,26 @@ def register_backend(
     Raises:
         UnknownBackendError: there is no such backend; lists the known ones and the nearest.
         BackendUnavailableError: it can't load here; says why and what to install.
-        RegistrationError: another backend has its name, or it serves none of `devices`.
+        RegistrationError: another backend has its name, it doesn't serve one of `devices`, or the
+            routers can't be installed.
 
     Whatever was active before an error stays active.
     """
     policy.sources()  # settings that can't be read are an error here, before anything changes
-    added = isinstance(backend, Backend) and backend.name.casefold() not in _registry.entries()
+    known = _registry.entries().values()
     entry = _registry.add(backend, _caller()) if isinstance(backend, Backend) else _registry.find(backend)
     try:
         led = _devices(entry, devices)
-        _load(entry, required)
+        if not _loads(entry, required):
+            return Handle(None, entry)
         aten.ensure()
     except BaseException:
-        if added:
+        if entry not in known:
             _registry.discard(entry)
         raise
-    if entry.unavailable():
-        return Handle(None, entry, added)
     if source := policy.current().disabled.get(entry.name.casefold()):
         log.warning("%s is registered, but it is disabled by %s and won't run", entry.name, source)
-    return Handle(_registry.prefer(entry.name, led), entry, added)
+    return Handle(_registry.prefer(entry, led), entry)
 
 
 def list_backends() -> list[str]:
@@ -130,21 +129,31 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 
     Raises:
         ConfigError: the file can't be read, or something is wrong: file, line, key, what was got
-            and what was expected. Whatever was in force stays so.
+            and what was expected.
+        RegistrationError: the routers can't be installed.
+
+    Whatever was in force before an error stays so.
     """
-    policy.configure(path_or_settings)
-    aten.ensure()
+    with _registry.lock:
+        fresh = policy.changed_by(path_or_settings)
+        aten.ensure()
+        policy.apply(fresh)
 
 
 def reload() -> None:
     """Read the environment variables and the settings files again.
 
     Raises:
-        ConfigError: something in them is wrong; what was in force stays so.
+        ConfigError: something in them is wrong.
+        RegistrationError: the routers can't be installed.
+
+    Whatever was in force before an error stays so.
     """
-    policy.reload()
-    if policy.is_active():
-        aten.ensure()
+    with _registry.lock:
+        fresh = policy.reread()
+        if policy.serves(fresh):
+            aten.ensure()
+        policy.apply(fresh)
 
 
 def install() -> None:
@@ -174,22 +183,29 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     if devices is None:
         return serves
     named = tuple(Device.parse(device) for device in ((devices,) if isinstance(devices, str) else devices))
-    foreign = sorted({device.type for device in named} - set(serves))
-    if foreign and entry.backend is not None:
+    single = sorted(str(device) for device in named if device.index is not None)
+    if single:
         raise RegistrationError(
-            f"devices: got {', '.join(foreign)}, expected some of {', '.join(serves)}, "
+            f"devices: got {', '.join(single)}, expected a kind of device ('cuda', 'sm_90'), not one of it"
+        )
+    foreign = sorted({device.type for device in named} - set(serves))
+    if (foreign or not named) and entry.backend is not None:
+        raise RegistrationError(
+            f"devices: got {', '.join(foreign) or 'none'}, expected some of {', '.join(serves)}, "
             f"which {entry.name} serves"
         )
     return tuple(device.keys[0] for device in named)
 
 
-def _load(entry: Entry, required: bool) -> None:
+def _loads(entry: Entry, required: bool) -> bool:
     try:
         entry.kernels()
     except BackendUnavailableError as error:
         if required:
             raise
         log.warning("%s; going on without it", error)
+        return False
+    return True
 
 
 def _caller() -> str:

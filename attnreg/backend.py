@@ -17,7 +17,7 @@ both to one backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.capabilities import Capabilities
@@ -129,18 +129,32 @@ class Backend:
     experimental: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip() or "," in self.name:
-            raise RegistrationError(f"Backend.name: got {self.name!r}, expected a name without a comma")
-        for field, kind, optional in (("forward", Capabilities, False), ("backward", Capabilities, True)):
-            value = getattr(self, field)
-            if not (isinstance(value, kind) or (optional and value is None)):
-                raise RegistrationError(f"Backend.{field}: got {value!r}, expected Capabilities")
-        for field in ("load", "unavailable", "version"):
-            if not callable(getattr(self, field)):
-                raise RegistrationError(f"Backend.{field}: got {getattr(self, field)!r}, expected a function")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if problem := _badly_typed(field.name, value):
+                raise RegistrationError(f"Backend.{field.name}: got {value!r}, expected {problem}")
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device types that it serves in either direction."""
         both = self.forward.devices + (self.backward.devices if self.backward else ())
         return tuple(dict.fromkeys(both))
+
+
+def _badly_typed(name: str, value: object) -> str:
+    """Return what the field should have been, or an empty string."""
+    if name == "name":
+        named = isinstance(value, str) and value and value == value.strip() and "," not in value
+        return "" if named else "a name without commas and outer spaces"
+    if value is None and name in ("backward", "refuses"):
+        return ""
+    if name in ("load", "unavailable", "version", "refuses"):
+        return "" if callable(value) else "a function"
+    kind, expected = {
+        "forward": (Capabilities, "Capabilities"),
+        "backward": (Capabilities, "Capabilities or None"),
+        "install": (str, "a string"),
+        "priority": (int, "a whole number"),
+        "experimental": (bool, "True or False"),
+    }[name]
+    return "" if isinstance(value, kind) else expected

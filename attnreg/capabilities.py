@@ -152,8 +152,12 @@ def _badly_typed(name: str, value: object) -> str:
         return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
     if name in ("head_dim", "head_dim_v", "page_size"):
         optional = value is None and name != "head_dim"
-        return "" if optional or isinstance(value, Range) else "a Range"
+        return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
     return "" if isinstance(value, bool) else "True or False"
+
+
+def _is_range(value: object) -> bool:
+    return isinstance(value, Range) and all(isinstance(number, int) for number in value) and value.step > 0
 
 
 def _is_version_range(value: object) -> bool:

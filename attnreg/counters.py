@@ -6,10 +6,11 @@ decision is made.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
+
+from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
     from attnreg.discovery import Direction
@@ -25,22 +26,27 @@ __all__ = [
     "stats",
 ]
 
-_lock = threading.Lock()
+# Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
+MOST_FALLBACKS = 1000
+FURTHER = ("*", "(further reasons)")
+
+_lock = open_after_fork(threading.Lock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
 
-if hasattr(os, "register_at_fork"):
-    # A thread of the parent may be counting; in the child nobody would release the lock.
-    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
-
 
 class Counter:
-    """A number that only `count` and `reset_stats` change."""
+    """A number that only `count` and `reset_stats` change.
 
-    __slots__ = ("value",)
+    Attributes:
+        level: how severe the log line was that told of what is counted; 0 if none did.
+    """
+
+    __slots__ = ("level", "value")
 
     def __init__(self) -> None:
         self.value = 0
+        self.level = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,8 @@ class Stats:
 
     Attributes:
         calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
-        fallbacks: backends that would have come first but couldn't run a call, with the reason.
+        fallbacks: backends that would have come first but couldn't run a call, with the reason; what
+            goes beyond a thousand rows is counted in one more, of the backend "*".
     """
 
     calls: dict[str, dict[str, int]]
@@ -75,11 +82,13 @@ def call_counter(backend: str, direction: Direction) -> Counter:
         return _calls.setdefault((backend, direction), Counter())
 
 
-def fallback_counter(backend: str, reason: str) -> tuple[Counter, bool]:
-    """Return the counter of one fallback, and whether it is new."""
+def fallback_counter(backend: str, reason: str, level: int) -> tuple[Counter, bool]:
+    """Return the counter of one fallback, and whether to log it: once, and again if it gets more severe."""
     with _lock:
-        new = (backend, reason) not in _fallbacks
-        return _fallbacks.setdefault((backend, reason), Counter()), new
+        full = len(_fallbacks) >= MOST_FALLBACKS and (backend, reason) not in _fallbacks
+        counter = _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
+        told, counter.level = counter.level, max(counter.level, level)
+        return counter, level > told
 
 
 def count(counters: tuple[Counter, ...]) -> None:

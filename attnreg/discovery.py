@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attnreg import backends
 from attnreg.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, RegistrationError
+from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ GROUP = "attnreg.backends"
 
 Direction = Literal["forward", "backward"]
 
+# One for all: two backends that load each other's packages can't wait for each other.
+_loading = open_after_fork(threading.RLock())
+
 
 class Entry:
     """A backend as the registry keeps it: where it came from and whether it loads here.
@@ -37,22 +41,28 @@ class Entry:
         origin: where it came from, in words.
         backend: what it declares; None where it is broken.
         cause: the exception that broke it, or that its loading raised.
+        own: whether the program brought it, so that it goes with its last registration.
     """
 
     def __init__(
-        self, name: str, origin: str, backend: Backend | None = None, cause: BaseException | None = None
+        self,
+        name: str,
+        origin: str,
+        backend: Backend | None = None,
+        cause: BaseException | None = None,
+        own: bool = False,
     ) -> None:
         self.name = name
         self.origin = origin
         self.backend = backend
         self.cause = cause
+        self.own = own
         self._kernels: Kernels | None = None
         self._missing: str | None = None
-        self._lock = threading.RLock()
 
     def unavailable(self) -> str:
         """Return why it can't load here, or an empty string; imports no kernel package."""
-        with self._lock:
+        with _loading:
             if self.cause is not None:
                 return f"failed to load: {type(self.cause).__name__}: {self.cause}"
             if self._missing is None and self.backend is not None:
@@ -65,7 +75,7 @@ class Entry:
         Raises:
             BackendUnavailableError: it can't load here; says why and what to install.
         """
-        with self._lock:
+        with _loading:
             if self._kernels is None and not self.unavailable() and self.backend is not None:
                 self._kernels = self._load(self.backend)
             if self._kernels is None:
@@ -94,7 +104,7 @@ class Entry:
         try:
             against = offered.unsupported(spec)
             if not against and self.backend.refuses is not None:
-                against = tuple(self.backend.refuses(spec))
+                against = _reasons(self.backend.refuses(spec))
         except Exception as error:  # noqa: BLE001 - a backend's own check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
         # What is missing here needn't be missing on the machine that is being asked about.
@@ -104,7 +114,8 @@ class Entry:
     def version(self) -> str:
         """Return the provider's version, or an empty string where it has none or can't say."""
         try:
-            return (self.backend.version() if self.backend else None) or ""
+            found = self.backend.version() if self.backend else None
+            return str(found) if found else ""
         except Exception:  # noqa: BLE001 - the version is a courtesy
             return ""
 
@@ -129,6 +140,12 @@ class Entry:
         return kernels
 
 
+def _reasons(told: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(told, str):  # each of its letters would become a reason
+        raise TypeError(f"refuses() returned {told!r}, expected a tuple of reasons")
+    return tuple(told)
+
+
 def discover() -> list[Entry]:
     """Return every backend that this installation has, broken ones included."""
     return [*_builtin(), *_plugins()]
@@ -142,7 +159,8 @@ def _builtin() -> Iterator[Entry]:
 
 
 def _plugins() -> Iterator[Entry]:
-    for point in entry_points(group=GROUP):
+    # Sorted, because which of two backends of one name comes first mustn't be the file system's choice.
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
         yield _entry(point.name, f"entry point {point.value}{package}", point.load)
 

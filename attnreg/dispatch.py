@@ -14,7 +14,7 @@ from attnreg import counters, scope
 from attnreg.errors import UnsupportedInputError
 from attnreg.planning import Native, Plan, make_plan, spec_of
 from attnreg.state import state
-from attnreg.validation import check, check_offsets, check_scale
+from attnreg.validation import check, check_scale, check_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def prepare(
     if direction == "forward":
         check_scale(call.scale)
         if offsets_q is not None and query.is_cpu:
-            check_offsets(query, key, call)
+            check_values(query, key, call)
     elif pin is not None and pin.no_gradient:
         raise UnsupportedInputError(pin.no_gradient)
     return found

@@ -64,10 +64,7 @@ def _differences(results: Any, expected: dict[str, Tensor]) -> Iterator[str]:
         yield f"got {got}, expected the tuple ({', '.join(expected)})"
         return
     for result, (name, model) in zip(results, expected.items(), strict=True):
-        got = (
-            (tuple(result.shape), result.dtype)
-            if isinstance(result, torch.Tensor)
-            else (result, type(result))
-        )
-        if got != (tuple(model.shape), model.dtype):
-            yield f"{name}: got {got[0]} {got[1]}, expected {tuple(model.shape)} {model.dtype}"
+        tensor = isinstance(result, torch.Tensor)
+        shape, dtype = (tuple(result.shape), result.dtype) if tensor else (result, type(result))
+        if (shape, dtype) != (tuple(model.shape), model.dtype):
+            yield f"{name}: got {shape} {dtype}, expected {tuple(model.shape)} {model.dtype}"

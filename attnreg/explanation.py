@@ -6,34 +6,26 @@ Takes a spec, for hardware that needn't be there, or the arguments of the call i
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.attention import SDPBackend
-
-from attnreg import aten, scope
-from attnreg.backend import Call
-from attnreg.discovery import Direction
-from attnreg.dispatch import bounds, scale_of, wants_deterministic, wants_gradient
+from attnreg import _registry, aten, scope
+from attnreg.asked import Asked, dense, packed
 from attnreg.errors import BackendUnavailableError, InvalidInputError
-from attnreg.planning import decide, spec_of
+from attnreg.planning import decide, standing_in
 from attnreg.render import decision_table
-from attnreg.selection import Decision, select
+from attnreg.selection import Decision, Preference, select, tied_to
 from attnreg.spec import AttentionSpec
 from attnreg.state import state
-from attnreg.validation import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from attnreg.discovery import Entry
+    from attnreg.discovery import Direction, Entry
     from attnreg.selection import Policy
 
 __all__ = ["Explanation", "explain"]
-
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""
-        return asdict(self)
+        return {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
 
     def __str__(self) -> str:
         decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
@@ -95,7 +87,7 @@ def explain(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
@@ -109,42 +101,58 @@ def explain(
 
     Raises:
         InvalidInputError: the arguments contradict each other.
+        UnknownBackendError: there is no such `backend`.
         ConfigError: the environment or a settings file can't be read.
     """
-    pin = scope.exclusive(backend) if backend is not None else scope.current()
+    leading = _leading(backend)
     if isinstance(query, AttentionSpec):
-        return _explained(query, pin, ())
+        return _explained(Asked(query), leading)
     if key is None or value is None:
         raise InvalidInputError(
             "explain: got a query alone, expected query, key and value, or an AttentionSpec"
         )
-    if cu_seq_q is None and query.dim() != 4:
+    if cu_seq_q is not None:
+        asked = packed(
+            query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), is_causal, window_size, scale,
+            attn_mask, dropout_p, seqused_k, block_table, num_splits,
+        )  # fmt: skip
+        return _explained(asked, leading)
+    further = {
+        "window_size": window_size is not None and tuple(window_size) != (-1, -1),
+        "seqused_k": seqused_k is not None,
+        "block_table": block_table is not None,
+        "num_splits": num_splits is not None,
+    }
+    if any(further.values()):
+        named = ", ".join(name for name, given in further.items() if given)
         raise InvalidInputError(
-            f"query: got shape {tuple(query.shape)}, expected (batch, heads, length, head_dim), "
-            "or (tokens, heads, head_dim) with cu_seq_q"
+            f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
         )
-    notes: tuple[str, ...] = ()
-    grad = wants_gradient(query, key, value)
-    if cu_seq_q is None:
-        notes = _selector_notes((query, key, value, attn_mask, dropout_p, is_causal), scale, enable_gqa)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        max_q, max_k = query.shape[1], key.shape[1]
-    left, right = window_size
-    call = Call(
-        scale_of(query, scale), max_q, max_k, bounds((left, right), is_causal, max_q, max_k),
-        cu_seq_q, cu_seq_k, seqused_k, block_table, attn_mask, None, dropout_p, None, num_splits,
-        wants_deterministic(),
-    )  # fmt: skip
-    check(query, key, value, call)
-    return _explained(spec_of(query, key, value, call, grad), pin, notes)
+    asked = dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(asked, leading)
 
 
-def _explained(spec: AttentionSpec, pin: scope.Pin | None, notes: tuple[str, ...]) -> Explanation:
-    now = state()
-    policy = now.policy.led_by(pin.preference if pin is not None else None)
-    forward, backward = (_decision(spec, direction, now.entries, policy) for direction in DIRECTIONS)
-    notes = (*notes, *_front_notes(), *_assumptions(spec, forward, now.entries))
-    return Explanation(spec, forward, backward if spec.needs_backward else None, notes)
+def _leading(backend: str | None) -> Preference | None:
+    """Return what `backend=` or an open `use_backend` asks; the backend needn't load here."""
+    if backend is not None:
+        name = _registry.find(backend).name
+        return Preference(f"backend={name!r}", (name,), exclusive=True)
+    pin = scope.current()
+    return pin.preference if pin is not None else None
+
+
+def _explained(asked: Asked, leading: Preference | None) -> Explanation:
+    now, spec = state(), asked.spec
+    entries = standing_in(asked.native, now.entries)
+    policy = now.policy.led_by(leading)
+    native = asked.native.name if asked.native is not None else ""
+    forward, backward = _decision(spec, "forward", entries, policy, native), None
+    if spec.needs_backward:
+        if spec.dropout > 0.0 and forward.backend is not None:
+            policy = policy.led_by(tied_to(forward.backend))
+        backward = _decision(spec, "backward", entries, policy, native)
+    notes = (*asked.notes, *_front_notes(), *_assumptions(spec, forward, entries))
+    return Explanation(spec, forward, backward, notes)
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
@@ -156,12 +164,13 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
 
 
 def _decision(
-    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy
+    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str
 ) -> Decision:
     try:
-        return decide(spec, direction, entries, policy)
+        return decide(spec, direction, entries, policy, native)
     except BackendUnavailableError as error:
-        return replace(select(spec, direction, entries, policy), backend=None, refusal=str(error))
+        decision = select(spec, direction, entries, policy, native)
+        return replace(decision, backend=None, refusal=str(error))
 
 
 def _front_notes() -> tuple[str, ...]:
@@ -174,14 +183,3 @@ def _front_notes() -> tuple[str, ...]:
             "on CUDA go there; restore_flash_attention_impl() gives them back"
         )
     return tuple(notes)
-
-
-def _selector_notes(arguments: tuple[Any, ...], scale: float | None, enable_gqa: bool) -> tuple[str, ...]:
-    """Say if torch's own selector sends a call elsewhere than to the ops that attnreg routes."""
-    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
-    if choice in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        return ()
-    return (
-        f"F.scaled_dot_product_attention sends this call to torch's {choice.name.lower()} kernel before "
-        "attnreg sees it",
-    )

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.errors import RegistrationError
+from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["capture", "kernel"]
+__all__ = ["capture", "check_not_overridden", "kernel"]
 
-_lock = threading.Lock()
+_lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 
 
@@ -31,7 +32,7 @@ def capture(op: str, key: str) -> Callable[..., Any] | None:
     been registered over it.
 
     Raises:
-        RegistrationError: torch is older than 2.9 and can't hand out kernels.
+        RegistrationError: torch is older than 2.9 and can't hand out kernels, or somebody overrides the op.
     """
     with _lock:
         if (op, key) not in _captured:
@@ -51,11 +52,29 @@ def kernel(op: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def check_not_overridden(op: str, key: str) -> None:
+    """Check that no Python code has registered a kernel of its own for `aten::op`; before routers are.
+
+    Raises:
+        RegistrationError: it has. Its kernel would be called in the place of torch's, and would be gone
+            as soon as its owner takes it out.
+    """
+    for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
+        # What Python registers has no C++ signature.
+        if line.startswith(f"{key}: ") and line.endswith(" :: (none) [ boxed ]"):
+            where = line.removeprefix(f"{key}: ").partition(" :: ")[0]
+            raise RegistrationError(
+                f"aten::{op} is overridden for {key} by other Python code, {where}; "
+                "remove that, or let attnreg register its routers first"
+            )
+
+
 def _get(op: str, key: str) -> Callable[..., Any] | None:
+    check_not_overridden(op, key)
     get_kernel = getattr(torch.library, "get_kernel", None)
-    if get_kernel is None:
+    if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
         raise RegistrationError(
-            f"torch.library.get_kernel is missing: attnreg needs torch 2.11 or newer, "
+            f"torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, "
             f"found {torch.__version__}"
         )
     try:

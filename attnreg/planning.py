@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attnreg.discovery import Direction
     from attnreg.state import State
 
-__all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of"]
+__all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of", "standing_in"]
 
 log = logging.getLogger("attnreg")
 
@@ -74,9 +74,7 @@ def make_plan(
         BackendUnavailableError: one that the settings ask for can't load here.
     """
     policy = now.policy.led_by(leading)
-    entries = dict(now.entries)
-    if native is not None and not (native.judged and native.name.casefold() in entries):
-        entries[native.name.casefold()] = _Original(native.name)
+    entries = standing_in(native, now.entries)
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients nobody can compute.
         _settle(spec, "backward", entries, policy, native)
@@ -104,6 +102,13 @@ def decide(
             for name in preference.names:
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
     return select(spec, direction, entries, policy, native)
+
+
+def standing_in(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the backends with torch's own kernel in place of the one whose name it goes by."""
+    if native is None or (native.judged and native.name.casefold() in entries):
+        return entries
+    return {**entries, native.name.casefold(): _Original(native.name)}
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
@@ -190,7 +195,7 @@ def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, sourc
         return
     serves = entry.backend is None or spec.device.type in entry.backend.devices
     if serves and entry.unavailable():
-        raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}")
+        raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause
 
 
 def _counters(decision: Decision) -> tuple[counters.Counter, ...]:
@@ -199,9 +204,9 @@ def _counters(decision: Decision) -> tuple[counters.Counter, ...]:
     found = [counters.call_counter(name, decision.direction)]
     for passed in decision.passed_over:
         reason = "; ".join(decision.rejected[passed])
-        counter, new = counters.fallback_counter(passed, reason)
+        level = logging.WARNING if passed in decision.asked_for else logging.INFO
+        counter, untold = counters.fallback_counter(passed, reason, level)
         found.append(counter)
-        if new:
-            level = logging.WARNING if passed in decision.asked_for else logging.INFO
+        if untold:
             log.log(level, "%s", fallback_line(passed, reason, name))
     return tuple(found)

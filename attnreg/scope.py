@@ -16,6 +16,7 @@ import torch
 
 from attnreg import _registry
 from attnreg.errors import InvalidInputError
+from attnreg.locks import open_after_fork
 from attnreg.selection import Preference
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Pin:
         return f"Pin({self.number}, {self.preference!r}, {self.no_gradient!r})"
 
 
-_lock = threading.Lock()
+_lock = open_after_fork(threading.Lock())
 _pins: list[Pin] = []
 _known: dict[tuple[Preference | None, str], Pin] = {}
 
@@ -82,6 +83,9 @@ INSIDE_TORCH = Pin(0, None)
 
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
 current = _current.get
+
+# What held before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
+_outer: ContextVar[tuple[Pin | None, ...]] = ContextVar("attnreg_outer_pins", default=())
 
 
 def exclusive(name: str, source: str = "") -> Pin:
@@ -128,13 +132,15 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
             entry.kernels()
         quoted = ", ".join(repr(entry.name) for entry in found)
         self._pin = pin(Preference(f"use_backend({quoted})", tuple(entry.name for entry in found)))
-        self._tokens: list[Token[Pin | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_current.set(self._pin))
+        _outer.set((*_outer.get(), current()))
+        _current.set(self._pin)
 
     def __exit__(self, *exc: object) -> None:
-        _current.reset(self._tokens.pop())
+        *further, before = _outer.get()
+        _outer.set(tuple(further))
+        _current.set(before)
 
 
 # A stamped tensor begins `ALIGNED * number` elements into its storage and is followed by `GUARD`

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnreg.discovery import Direction, Entry
     from attnreg.spec import AttentionSpec, Device
 
-__all__ = ["Decision", "Policy", "Preference", "select"]
+__all__ = ["Decision", "Policy", "Preference", "select", "tied_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Preference:
     def governs(self, device: Device) -> bool:
         """Whether it speaks about that device."""
         return self.devices is None or any(key in self.devices for key in device.keys)
+
+
+def tied_to(backend: str) -> Preference:
+    """Return what a forward with dropout asks for its backward: the one that knows its mask."""
+    return Preference("the forward's dropout mask", (backend,), exclusive=True)
 
 
 @dataclass(frozen=True, slots=True)

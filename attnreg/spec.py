@@ -82,7 +82,8 @@ class AttentionSpec:
     `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one.
 
     Raises:
-        InvalidInputError: a number is out of range, or `heads_q` isn't a multiple of `heads_k`.
+        InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, or the
+            device is no `Device`.
     """
 
     device: Device
@@ -110,7 +111,12 @@ class AttentionSpec:
     capturing: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, Device):
+            raise InvalidInputError(
+                f"device: got {self.device!r}, expected a Device, as Device.parse({str(self.device)!r}) gives"
+            )
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "window", tuple(self.window))
         if self.tokens_q < 0:
             object.__setattr__(self, "tokens_q", self.batch * self.max_q)
         if self.tokens_k < 0:
@@ -123,6 +129,8 @@ class AttentionSpec:
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
                 "expected the first to be a multiple of the second"
             )
+        if len(self.window) != 2 or min(self.window) < -1:
+            raise InvalidInputError(f"window: got {self.window}, expected (left, right), each -1 or more")
         if not 0.0 <= self.dropout <= 1.0:
             raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
 

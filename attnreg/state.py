@@ -68,7 +68,7 @@ class State:
                 that they would have governed, until they are mended and read again.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         return self._policy
 
 

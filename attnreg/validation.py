@@ -1,7 +1,7 @@
 """Checks of a call's tensors against the contract: an error that says what was got and expected.
 
 `check` reads shapes, dtypes and devices only, so it runs once per kind of call, when its decision
-is made. `check_offsets` reads values, which costs nothing on a CPU and would cost a sync elsewhere.
+is made. `check_values` reads values, which costs nothing on a CPU and would cost a sync elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["check", "check_offsets", "check_scale"]
+__all__ = ["check", "check_scale", "check_values"]
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
@@ -90,57 +90,67 @@ def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None
         raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{rank} dimension{'s' * (rank > 1)}")
 
 
-def check_offsets(query: Tensor, key: Tensor, call: Call) -> None:
-    """Check the values of a varlen call's offsets; for tensors whose values are at hand.
+def check_values(query: Tensor, key: Tensor, call: Call) -> None:
+    """Check the values of a varlen call's integers; for tensors whose values are at hand.
 
     Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
 
     Raises:
-        InvalidInputError: they don't start at 0, decrease, end past the last token, or a sequence
-            is longer than `max_q` or `max_k` says.
+        InvalidInputError: offsets don't start at 0, decrease or end past the last token; a sequence
+            is longer than `max_q` or `max_k`; `seqused_k` counts keys, or `block_table` names pages,
+            that aren't there.
     """
-    global _checked
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None:
         return
-    now = (len(query), len(key), call.max_q, call.max_k, _version(offsets_q))
-    last_q, last_k, last = _checked
-    if last_q is offsets_q and last_k is offsets_k and last == now and now[-1] >= 0:
+    lengths = _checked_lengths(offsets_q.tolist(), query.shape[0], call.max_q, "q")
+    if call.block_table is not None:
+        _check_pages(key, call)
         return
-    _check_values(offsets_q.tolist(), len(query), call.max_q, "q")
-    shared = offsets_k is offsets_q and len(key) == len(query) and call.max_k == call.max_q
-    if offsets_k is not None and call.block_table is None and not shared:
-        _check_values(offsets_k.tolist(), len(key), call.max_k, "k")
-        now = (*now[:-1], -1)
-    _checked = (offsets_q, offsets_k, now)
+    if offsets_k is None:
+        return
+    # In self-attention both sides are one, and were checked just now.
+    if offsets_k is not offsets_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
+        lengths = _checked_lengths(offsets_k.tolist(), key.shape[0], call.max_k, "k")
+    if call.seqused_k is not None:
+        _check_used(call.seqused_k.tolist(), lengths)
 
 
-# The layers of a model share their offsets, so what was checked last is what comes next. Only where
-# query and key share them, too: that is self-attention, and one version to compare.
-_checked: tuple[Tensor | None, Tensor | None, tuple[int, ...]] = (None, None, ())
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; -1 for an inference tensor, which doesn't count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def _check_values(offsets: list[int], tokens: int, longest: int, side: str) -> None:
+def _checked_lengths(offsets: list[int], tokens: int, longest: int, side: str) -> list[int]:
+    lengths = list(map(operator.sub, offsets[1:], offsets))
     if offsets[0] != 0:
         raise _wrong(f"cu_seq_{side}", f"first offset {offsets[0]}", "0")
-    if sorted(offsets) != offsets:
-        at = next(i for i in range(1, len(offsets)) if offsets[i] < offsets[i - 1])
+    if min(lengths, default=0) < 0:
+        at = next(i for i, length in enumerate(lengths, 1) if length < 0)
         raise _wrong(f"cu_seq_{side}", f"{offsets[at]} after {offsets[at - 1]} at index {at}", "no decrease")
     if offsets[-1] > tokens:
-        raise _wrong(
-            f"cu_seq_{side}", f"last offset {offsets[-1]}", f"at most {tokens}, the tokens there are"
-        )
-    most = max(map(operator.sub, offsets[1:], offsets), default=0)
-    if most > longest:
-        raise _wrong(f"max_{side}", str(longest), f"at least {most}, the longest sequence")
+        expected = f"at most {tokens}, the tokens there are"
+        raise _wrong(f"cu_seq_{side}", f"last offset {offsets[-1]}", expected)
+    if max(lengths, default=0) > longest:
+        raise _wrong(f"max_{side}", str(longest), f"at least {max(lengths)}, the longest sequence")
+    return lengths
+
+
+def _check_used(used: list[int], lengths: list[int]) -> None:
+    for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the keys there are")
+
+
+def _check_pages(key: Tensor, call: Call) -> None:
+    if call.block_table is None:
+        return
+    pages, size = key.shape[:2]
+    table = call.block_table.tolist()
+    capacity = [len(row) * size for row in table]
+    used = capacity if call.seqused_k is None else call.seqused_k.tolist()
+    _check_used(used, capacity)
+    if call.seqused_k is not None and max(used, default=0) > call.max_k:
+        raise _wrong("max_k", str(call.max_k), f"at least {max(used)}, the longest sequence")
+    for sequence, (row, count) in enumerate(zip(table, used, strict=True)):
+        for page in row[: -(-count // size) if size else 0]:
+            if not 0 <= page < pages:
+                raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
 
 
 def check_scale(scale: float) -> None:

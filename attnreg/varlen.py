@@ -13,9 +13,11 @@ import torch
 
 from attnreg import aten, scope
 from attnreg import varlen_op as op
+from attnreg.backend import Call
 from attnreg.dispatch import wants_gradient
 from attnreg.errors import InvalidInputError
 from attnreg.state import state
+from attnreg.validation import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,13 +93,22 @@ def varlen_attn(
         UnknownBackendError: there is no such `backend`.
         BackendUnavailableError: that `backend` can't load here.
     """
-    if not enable_gqa and query.shape[-2] != key.shape[-2]:
+    device = query.device
+    together = device == key.device == value.device == cu_seq_q.device
+    for tensor in (cu_seq_k, seqused_k, block_table):
+        together = together and (tensor is None or tensor.device == device)
+    if not together or query.dim() != 3:
+        # Before torch sees them: one tensor on "meta" sends it to a kernel that computes nothing.
+        check(
+            query, key, value, Call(1.0, max_q, max_k, (-1, -1), cu_seq_q, cu_seq_k, seqused_k, block_table)
+        )
+    if not enable_gqa and query.shape[-2:-1] != key.shape[-2:-1]:
         raise InvalidInputError(
             f"heads: got {query.shape[-2]} for query and {key.shape[-2]} for key, "
             "expected as many (or enable_gqa=True)"
         )
     window = _window(window_size, is_causal)
-    if torch.is_autocast_enabled(query.device.type):
+    if torch.is_autocast_enabled(device.type):
         query, key, value = _autocast(query, key, value)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):

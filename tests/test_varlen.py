@@ -26,6 +26,14 @@ CAUSAL = (-1, 0)
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=["aten", "op"])
 def front(request):
     """Run a test on both ways that a call can take: aten's op, and attnreg's own."""
@@ -157,9 +165,7 @@ TABLE = torch.tensor([[6, 2], [0, 0], [1, 3], [5, 4]], dtype=torch.int32)
 def paged(heads=4, grad=True):
     """Return a cache of pages, and the same keys and values packed, with a graph between them."""
     generator = torch.Generator().manual_seed(3)
-    cache = [
-        torch.randn(PAGES, PAGE, heads, 16, generator=generator).requires_grad_(grad) for _ in range(2)
-    ]
+    cache = [torch.randn(PAGES, PAGE, heads, 16, generator=generator).requires_grad_(grad) for _ in range(2)]
     packed_cache = [
         torch.cat([pool[TABLE[i].long()].flatten(0, 1)[: USED[i]] for i in range(4)]) for pool in cache
     ]
@@ -207,8 +213,9 @@ def test_the_signature_takes_what_every_torch_takes():
 
 def test_torchs_own_aux_request_is_as_good(packed):
     inputs = packed((3, 4))
-    out, lse = attnreg.varlen_attn(*inputs, return_aux=torch_varlen.AuxRequest(lse=True))
-    assert torch.equal(lse, attnreg.varlen_attn(*inputs, return_aux=attnreg.AuxRequest(lse=True))[1])
+    theirs = attnreg.varlen_attn(*inputs, return_aux=torch_varlen.AuxRequest(lse=True))
+    ours = attnreg.varlen_attn(*inputs, return_aux=attnreg.AuxRequest(lse=True))
+    assert all(map(torch.equal, theirs, ours))
     assert isinstance(attnreg.varlen_attn(*inputs, return_aux=attnreg.AuxRequest()), torch.Tensor)
 
 
@@ -261,8 +268,7 @@ def test_varlen_attn_out_writes_into_the_given_tensor(front, packed):
     out = torch.full_like(inputs[0], torch.nan)
     returned = attnreg.varlen_attn_out(out, *inputs, cu_q, cu_k, max_q, max_k, window_size=CAUSAL)
     assert returned is out
-    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
-    truth.assert_near(out, expected)
+    truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)[0])
     aux = attnreg.AuxRequest(lse=True)
     returned, lse = attnreg.varlen_attn_out(out, *inputs, cu_q, cu_k, max_q, max_k, return_aux=aux)
     assert returned is out
@@ -280,14 +286,17 @@ def test_varlen_attn_out_writes_through_strides(packed):
 
 
 OUT_ERRORS = {
-    "shape": (lambda q: q.new_empty(8, 4, 16), "out: got shape torch.Size([8, 4, 16]), expected torch.Size([7, 4, 16])"),
+    "shape": (
+        lambda q: q.new_empty(8, 4, 16),
+        "out: got shape torch.Size([8, 4, 16]), expected torch.Size([7, 4, 16])",
+    ),
     "dtype": (lambda q: q.double(), "out: got dtype torch.float64, expected torch.float32"),
     "device": (lambda q: q.to("meta"), "out: got device meta, expected cpu"),
     "gradient": (
         lambda q: torch.empty_like(q, requires_grad=True),
         "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("wrong", "message"), OUT_ERRORS.values(), ids=OUT_ERRORS)
@@ -322,19 +331,17 @@ def test_a_backend_asked_for_by_the_call_runs_both_directions(front, packed, fak
 
 
 def test_a_backend_asked_for_by_the_call_refuses_what_it_cannot_run(front, packed, fake, ran):
-    inputs = packed((3, 4))
+    inputs = packed((3, 4), grad=False)
     with attnreg.register_backend(fake("mine", causal=False, dtypes=("float16",)).backend):
         with pytest.raises(UnsupportedInputError) as error:
             attnreg.varlen_attn(*inputs, True, backend="mine")
         attnreg.varlen_attn(*inputs, True)
         assert list(ran()) != ["mine"]
     first, given, *rows = str(error.value).splitlines()
-    assert first == (
-        "no attention backend can run this forward on cpu: backend='mine' is obeyed or refused"
-    )
+    assert first == ("no attention backend can run this forward on cpu: backend='mine' is obeyed or refused")
     assert given.strip() == (
         "query (7, 4, 16) · key (7, 4, 16) · value (7, 4, 16) · float32 · varlen, 2 sequences up to 4 x 4 "
-        "· causal · needs grad"
+        "· causal"
     )
     text = [" ".join(row.split()) for row in rows]
     assert text[:2] == ["mine dtype must be float16, got float32", "is_causal must be False, got True"]
@@ -364,7 +371,7 @@ def test_a_forward_only_backend_leaves_the_backward_to_another(front, packed, fa
         out = attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, return_aux=attnreg.AuxRequest(lse=True))
         check_against_truth(inputs, out, *truth.varlen(*inputs, cu_q, cu_k))
         calls = ran()
-        with pytest.raises(UnsupportedInputError, match="backward: has no backward"):
+        with pytest.raises(UnsupportedInputError, match=r"half +has no backward"):
             attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, backend="half")
     assert calls["half"] == (1, 0)
     assert sum(backward for _, backward in calls.values()) == 1
@@ -458,11 +465,10 @@ def test_autocast_casts_as_it_does_for_scaled_dot_product_attention(front, packe
 def test_nothing_is_recorded_where_no_gradient_is_wanted(front, packed, fake, mode):
     recorder = fake("half", backward=False)
     inputs = packed((3, 4))
-    with attnreg.register_backend(recorder.backend):
-        with mode():
-            # A backend without a backward can be insisted on, as none is needed.
-            out = attnreg.varlen_attn(*inputs, backend="half")
-            again = attnreg.varlen_attn(*inputs, backend="half", seqused_k=integers(3, 4))
+    with attnreg.register_backend(recorder.backend), mode():
+        # A backend without a backward can be insisted on, as none is needed.
+        out = attnreg.varlen_attn(*inputs, backend="half")
+        again = attnreg.varlen_attn(*inputs, backend="half", seqused_k=integers(3, 4))
     assert not out.requires_grad
     truth.assert_near(out, truth.varlen(*inputs[:5])[0])
     assert torch.equal(out, again)
@@ -544,7 +550,7 @@ def test_a_double_backward_is_an_error(front, packed):
     inputs = packed((3, 4))
     out = attnreg.varlen_attn(*inputs)
     (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="not implemented|no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match=r"not implemented|no autograd formula was registered"):
         grad.sum().backward()
 
 
@@ -566,7 +572,9 @@ def test_any_strides_give_what_contiguous_tensors_do(front, packed, layout):
     *plain, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
     laid_out = [layout(x).requires_grad_() for x in plain]
     contiguous = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in laid_out]
-    assert any(x.stride() != y.stride() or x.storage_offset() for x, y in zip(laid_out, contiguous, strict=True))
+    assert any(
+        x.stride() != y.stride() or x.storage_offset() for x, y in zip(laid_out, contiguous, strict=True)
+    )
     out = attnreg.varlen_attn(*laid_out, cu_q, cu_k, max_q, max_k, window_size=CAUSAL)
     expected, _ = truth.varlen(*contiguous, cu_q, cu_k, window=CAUSAL)
     truth.assert_near(out, expected)
@@ -608,7 +616,8 @@ def test_rows_that_see_no_key_give_zeros_and_take_no_gradient(front, packed):
     assert torch.equal(out[:4], torch.zeros(4, 4, 16))
     assert torch.equal(lse[:, :4], torch.full((4, 4), -torch.inf))
     check_against_truth(inputs, (out, lse), *truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL))
-    assert torch.equal(torch.autograd.grad(attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, True).sum(), inputs[0])[0][:4], torch.zeros(4, 4, 16))  # fmt: skip
+    attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, True).sum().backward()
+    assert torch.equal(inputs[0].grad[:4], torch.zeros(4, 4, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -654,7 +663,14 @@ Q, K = torch.randn(7, 4, 16), torch.randn(7, 4, 16)
 CU = offsets(3, 4)
 GOOD = {"query": Q, "key": K, "value": K, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 4, "max_k": 4}
 POOL = torch.randn(4, 4, 4, 16)
-PAGED = {"key": POOL, "value": POOL, "cu_seq_k": None, "max_k": 8, "block_table": integers(0, 1, 2, 3).view(2, 2), "seqused_k": integers(5, 7)}  # fmt: skip
+PAGED = {
+    "key": POOL,
+    "value": POOL,
+    "cu_seq_k": None,
+    "max_k": 8,
+    "block_table": integers(0, 1, 2, 3).view(2, 2),
+    "seqused_k": integers(5, 7),
+}
 
 BAD = {
     "query of rank 2": (
@@ -815,6 +831,9 @@ BAD = {
 }
 
 
+
+# the fake of attnreg's op, before any check; the result is uninitialised memory. Ranks below 2 are an
+# IndexError, as varlen_attn reads shape[-2] first.
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(("wrong", "message"), BAD.values(), ids=BAD)
 def test_bad_input_is_an_error_and_changes_nothing(ran, wrong, message, grad):
@@ -849,6 +868,7 @@ BAD_VALUES = {
 }
 
 
+
 @pytest.mark.parametrize("wrong", BAD_VALUES.values(), ids=BAD_VALUES)
 def test_bad_numbers_of_keys_and_pages_are_an_error(wrong):
     with pytest.raises(InvalidInputError, match=r"^(seqused_k|block_table|max_k): got "):
@@ -864,7 +884,9 @@ def test_a_page_past_the_used_ones_may_be_anything(packed):
 
 
 def test_numpy_integers_are_integers(front):
-    out = attnreg.varlen_attn(Q, K, K, CU, CU, np.int64(4), np.int32(4), window_size=(np.int64(1), np.int64(0)))
+    out = attnreg.varlen_attn(
+        Q, K, K, CU, CU, np.int64(4), np.int32(4), window_size=(np.int64(1), np.int64(0))
+    )
     truth.assert_near(out, truth.varlen(Q, K, K, CU, CU, window=(1, 0))[0])
 
 
@@ -886,6 +908,7 @@ def test_key_offsets_changed_in_place_are_checked_again(front):
     cu_k[2] = 9
     with pytest.raises(InvalidInputError, match="cu_seq_k: got last offset 9, expected at most 7"):
         attnreg.varlen_attn(Q, K, K, cu_q, cu_k, 4, 4)
+
 
 
 @pytest.mark.parametrize("write", ["numpy", "data"])

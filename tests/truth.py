@@ -31,7 +31,7 @@ def dense(query, key, value, bias=None, **options):
     rows = []
     for index in range(query.shape[0]):
         each = (x[index].double().transpose(0, 1) for x in (query, key, value))
-        part = None if bias is None else bias.expand(len(query), -1, -1, -1)[index]
+        part = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])[index]
         rows.append(attention(*each, bias=part, **options))
     return torch.stack([out.transpose(0, 1) for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
@@ -39,7 +39,8 @@ def dense(query, key, value, bias=None, **options):
 def varlen(query, key, value, offsets_q, offsets_k, *, used=None, **options):
     """Return output (T, H, D_v) and LSE (H, T) of packed tensors; rows of no sequence are 0 and -inf."""
     query, key, value = (x.double() for x in (query, key, value))
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    # A sum of nothing is 0 and has a gradient, 0 as well: there may be no sequence to give one.
+    out = query.new_zeros(*query.shape[:2], value.shape[-1]) + sum(x[:0].sum() for x in (query, key, value))
     lse = query.new_full((query.shape[1], query.shape[0]), -torch.inf)
     starts, ends = (offsets_q.tolist(), offsets_k.tolist()), (offsets_q[1:].tolist(), offsets_k[1:].tolist())
     for index, (q0, k0, q1, k1) in enumerate(zip(*starts, *ends, strict=False)):
@@ -70,4 +71,3 @@ def assert_near(got, expected, dtype=None):
     torch.testing.assert_close(
         got.detach().double(), expected, rtol=relative, atol=absolute * max(1.0, largest), equal_nan=False
     )
-

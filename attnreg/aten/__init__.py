@@ -67,16 +67,24 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
         _kept_out = False
         if _library is not None:
             return
-        _make_way()
-        prepared = [made for route in routes for made in _prepared(route)]
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
+        above = shadowed_by()
+        if above:
+            torch_registry.restore_flash_attention_impl()
         try:
-            for op, key, function in prepared:
-                _register(library, op, key, function)
-        except Exception as error:
-            library._destroy()  # type: ignore[no-untyped-call]
-            raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
-        _library = library
+            _library = _registered(checked)
+        except BaseException:
+            if above:
+                torch_registry.activate_flash_attention_impl(above)
+            raise
+        if above:
+            log.warning(
+                "torch.nn.attention had %r active: attnreg has restored torch's own kernels, which it falls "
+                "back to, and chooses for each call from now on; register_backend(%r) asks it for that "
+                "backend",
+                above,
+                above,
+            )
 
 
 def restore() -> None:
@@ -98,31 +106,18 @@ def shadowed_by() -> str:
     return "" if name in (None, NAME) else str(name)
 
 
-def _make_way() -> None:
-    name = shadowed_by()
-    if name:
-        torch_registry.restore_flash_attention_impl()
-        log.warning(
-            "torch.nn.attention had %r active: attnreg has restored torch's own kernels, which it falls back "
-            "to, and chooses for each call from now on; register_backend(%r) asks it for that backend",
-            name,
-            name,
-        )
+def _is_present(route: Route) -> bool:
+    """Whether this torch has the op; one that is younger than this torch needn't be there."""
+    if hasattr(torch.ops.aten, route.op):
+        return True
+    if _version() < tuple(map(int, route.since.split("."))):
+        return False
+    raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
 
 
-def _prepared(route: Route) -> list[tuple[str, str, Any]]:
-    """Return the functions to register for a route, after checking it against this torch."""
-    packet = getattr(torch.ops.aten, route.op, None)
-    if packet is None:
-        if _version() < tuple(map(int, route.since.split("."))):
-            return []
-        raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
-    declared = packet.default._schema
-    unknown = _unknown_arguments(route, declared)
-    return [(route.op, key, router(route, native.capture(route.op, key), unknown)) for key in route.keys]
-
-
-def _unknown_arguments(route: Route, declared: Any) -> frozenset[str]:
+def _unknown_arguments(route: Route) -> frozenset[str]:
+    """Return the arguments that only a newer torch has, after checking that the others are as expected."""
+    declared = getattr(torch.ops.aten, route.op).default._schema
     known: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
     given = tuple(argument.name for argument in declared.arguments)
     positional = tuple(argument.name for argument in declared.arguments if not argument.kwarg_only)
@@ -132,6 +127,23 @@ def _unknown_arguments(route: Route, declared: Any) -> frozenset[str]:
             f"aten::{route.op} of torch {torch.__version__}: got {declared}, expected arguments {known}"
         )
     return frozenset(given) - frozenset(known)
+
+
+def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Library:
+    """Register the routers for some routes, all or none."""
+    places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
+    for route, key, _ in places:
+        native.check_not_overridden(route.op, key)
+    # All kernels are captured before the first router covers one.
+    routers = [router(route, native.capture(route.op, key), unknown) for route, key, unknown in places]
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for (route, key, _), function in zip(places, routers, strict=True):
+            _register(library, route.op, key, function)
+    except Exception as error:
+        library._destroy()  # type: ignore[no-untyped-call]
+        raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
+    return library
 
 
 def _register(library: torch.library.Library, op: str, key: str, function: Any) -> None:

@@ -41,7 +41,9 @@ def _backward(asked: SdpaCpuBackward, turn: Turn) -> Any:
     plan = plan_for("backward", asked, turn, turn.pin, asked.attn_mask, top_left=True)
     if plan.original:
         return turn.torch(plan)
-    return gradients(plan, contract(asked, asked.attn_mask, True, None), asked, asked.logsumexp)
+    grads = gradients(plan, contract(asked, asked.attn_mask, True, None), asked, asked.logsumexp)
+    # Torch lays these out by (B, S, H, D), whatever the layout of the inputs; torch.compile asserts it.
+    return tuple(grad.contiguous().transpose(1, 2) for grad in grads)
 
 
 ROUTES = (

@@ -90,7 +90,7 @@ def contract(asked: Any, bias: Tensor | None, top_left: bool, rng_state: Tensor 
 
 
 def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a backend's backward and count it; returns gradients in (B, H, S, D)."""
+    """Run a backend's backward and count it; returns the gradients in the contract's layout."""
     grads = plan.kernel(
         asked.grad_out.transpose(1, 2),
         inputs.query,
@@ -101,8 +101,8 @@ def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Te
         inputs.call,
     )
     counters.count(plan.counters)
-    grad_q, grad_k, grad_v = (grad.transpose(1, 2) for grad in grads)
-    unseen = asked.key.shape[2] - grad_k.shape[2]
+    grad_q, grad_k, grad_v = grads
+    unseen = asked.key.shape[2] - grad_k.shape[1]
     if unseen:  # keys that a top-left causal mask hides from every query
-        grad_k, grad_v = F.pad(grad_k, (0, 0, 0, unseen)), F.pad(grad_v, (0, 0, 0, unseen))
+        grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
     return grad_q, grad_k, grad_v

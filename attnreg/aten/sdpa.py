@@ -92,7 +92,7 @@ def _backward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple
     lse = asked.logsumexp.squeeze(-1) if cudnn else asked.logsumexp
     grads = gradients(plan, contract(asked, bias, cudnn, _drawn(asked, cudnn)), asked, lse)
     inputs = (asked.query, asked.key, asked.value)
-    return tuple(like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
+    return tuple(like(grad.transpose(1, 2), tensor) for grad, tensor in zip(grads, inputs, strict=True))
 
 
 SDPA_FLASH = "_scaled_dot_product_flash_attention"

@@ -6,7 +6,7 @@ What it does otherwise, found by running torch 2.13, and what is put right here:
 - A mask has to have the dtype of the query, and can't be boolean.
 - A row that sees no key gets LSE 0 from the forward; from an LSE of -inf the backward makes NaN.
 - An empty query or key ends the process by a division by zero: callers pass none.
-- Its half-precision products are no faster than float32, of short sequences up to ten times
+- Its half-precision products are no faster than float32, those of short sequences up to ten times
   slower, and its backward sums gradients in half precision: half types are computed in float32.
 """
 
@@ -18,43 +18,49 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg import native
-from attnreg.backends import _cpu_bfloat16 as bfloat16
-from attnreg.backends._cpu_mask import ALL_KEYS, Mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["Flash"]
+__all__ = ["Flash", "additive", "readable", "working_dtype"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
+Band = tuple[int, int]
+
 
 class Flash(NamedTuple):
-    """The two captured kernels, for tensors (B, S, H, D) that are never empty and LSE (B, S, H)."""
+    """The two captured kernels. Tensors are (B, H, S, D), never empty, LSE is (B, H, S).
+
+    In a `band` (low, high) row i sees key j if low <= j - i <= high. A `bias` is as `additive`
+    returns it.
+    """
 
     forward_kernel: Callable[..., Any]
     backward_kernel: Callable[..., Any]
-    bfloat16_products: bool
 
     @classmethod
     def captured(cls) -> Flash:
         """Return torch's own kernels, whatever router covers them."""
-        forward, backward = (native.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward"))
-        return cls(forward, backward, bfloat16.is_fast())
+        return cls(*(native.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward")))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask = ALL_KEYS
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        band: Band | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and LSE, both in the precision that they were computed in."""
-        dtype, causal = _working_dtype(q), mask.is_causal(q.size(1))
-        added = None if causal else mask.additive(q.size(1), k.size(1), dtype)
-        tensors = (_readable(x, dtype) for x in (q, k, v))
-        out, lse = self.forward_kernel(*tensors, 0.0, causal, attn_mask=added, scale=scale)
-        if mask.bias is not None and added is not None:
-            lse = lse.masked_fill((added == -inf).all(-1), -inf)
-        return out.transpose(1, 2), lse.transpose(1, 2)
+        """Return output and LSE."""
+        causal, mask = _mask(q, k, band, bias)
+        out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        if bias is not None and mask is not None:
+            lse = lse.masked_fill((mask == -inf).all(-1), -inf)
+        return out, lse
 
     def backward(
         self,
@@ -65,30 +71,54 @@ class Flash(NamedTuple):
         out: Tensor,
         lse: Tensor,
         scale: float,
-        mask: Mask = ALL_KEYS,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value, in the precision that was computed in.
+        band: Band | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value.
 
         `out` and `lse` may be those of more keys than are passed: the gradients are then these
-        keys' share. A row whose LSE is infinite takes and gives none.
+        keys' share.
         """
-        if self.bfloat16_products and bfloat16.takes(q, scale, mask):
-            return bfloat16.backward(grad_out, q, k, v, out, lse, scale, mask)
-        dtype, causal = _working_dtype(q), mask.is_causal(q.size(1))
-        added = None if causal else mask.additive(q.size(1), k.size(1), dtype)
-        tensors = (_readable(x, dtype) for x in (grad_out, q, k, v, out))
-        # exp(score - inf) is 0: the row drops out of every sum.
-        rows = lse.masked_fill(lse == -inf, inf).transpose(1, 2)
-        grads = self.backward_kernel(*tensors, rows, 0.0, causal, attn_mask=added, scale=scale)
-        return tuple(grad.transpose(1, 2) for grad in grads)
+        causal, mask = _mask(q, k, band, bias)
+        if bias is not None:
+            # exp(score - inf) is 0, and the row drops out of every sum.
+            lse = lse.masked_fill(lse == -inf, inf)
+        grads: tuple[Tensor, Tensor, Tensor] = self.backward_kernel(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return grads
 
 
-def _working_dtype(x: Tensor) -> torch.dtype:
+def working_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a call is computed in."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, H, S, D) as the kernel can read it."""
-    x = x.to(dtype)
+def readable(x: Tensor) -> Tensor:
+    """Return (B, S, H, D) as a (B, H, S, D) that the kernels can read."""
+    x = x.to(working_dtype(x))
     # Rows closer together than they are long (an expanded tensor) would be read by a slow product.
     return (x if x.stride(-1) == 1 and x.stride(1) >= x.size(-1) else x.contiguous()).transpose(1, 2)
+
+
+def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a bias as the kernels take it: four dimensions, added to the scores."""
+    if bias is None:
+        return None
+    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    if bias.dtype == torch.bool:
+        return torch.zeros_like(bias, dtype=dtype).masked_fill_(~bias, -inf)
+    return bias.to(dtype).contiguous()
+
+
+def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Return whether the kernel's own causal mask (aligned top-left) serves, else a mask."""
+    if band is None:
+        return False, bias
+    rows, keys = q.size(2), k.size(2)
+    if bias is None and band[0] <= 1 - rows and band[1] == 0:
+        return True, None
+    distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+    hidden = ((distance < band[0]) | (distance > band[1]))[None, None]
+    base = q.new_zeros(hidden.shape) if bias is None else bias
+    return False, base.masked_fill(hidden, -inf)

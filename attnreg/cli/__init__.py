@@ -60,8 +60,8 @@ def _dying_with_its_reader() -> Iterator[None]:
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
-        sys.stdout.flush()
     finally:
+        sys.stdout.flush()  # what is still in the buffer would otherwise fail when Python ends
         signal.signal(signal.SIGPIPE, before)
 
 

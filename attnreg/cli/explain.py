@@ -26,9 +26,14 @@ Key = Annotated[
     str, typer.Option("--kv", metavar="B,S,H,D", help="The same of key and value; as the query unless given.")
 ]
 Where = Annotated[
-    str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90; else this machine's.")
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90; else this machine's."
+    ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64, or torch's name.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16, fp32, fp64, or torch's name.")
+]
 Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
 Window = Annotated[
     str,
@@ -36,10 +41,19 @@ Window = Annotated[
 ]
 Backward = Annotated[bool, typer.Option("--backward", help="Gradients are needed.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
-Tokens = Annotated[
-    int, typer.Option(metavar="N", show_default=False, help="Packed tokens; batch x longest unless given.")
+TokensQ = Annotated[
+    int,
+    typer.Option(
+        "--tokens-q", metavar="N", show_default=False, help="Packed tokens; batch x longest unless given."
+    ),
 ]
-ValueDim = Annotated[int | None, typer.Option(metavar="N", help="Head dim of the value, if it is another.")]
+TokensK = Annotated[
+    int, typer.Option("--tokens-k", metavar="N", show_default=False, help="The same of key and value.")
+]
+ValueDim = Annotated[
+    int | None, typer.Option("--head-dim-v", metavar="N", help="Head dim of the value, if it is another.")
+]
+Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Factor on the scores.")]
 Dropout = Annotated[
     float, typer.Option("--dropout", metavar="P", show_default=False, help="Probability of dropping.")
 ]
@@ -72,9 +86,10 @@ def explain(
     window: Window = "-1,-1",
     backward: Backward = False,
     varlen: Varlen = False,
-    tokens_q: Tokens = -1,
-    tokens_k: Tokens = -1,
+    tokens_q: TokensQ = -1,
+    tokens_k: TokensK = -1,
     head_dim_v: ValueDim = None,
+    scale: Scale = None,
     dropout: Dropout = 0.0,
     bias: Bias = False,
     alibi: Alibi = False,
@@ -89,16 +104,19 @@ def explain(
 ) -> None:
     """Say which backend runs a call, and why.
 
-    Every other backend is listed with every reason against it. Nothing is run, so the call may be
-    one for a GPU that isn't there.
+    Every other backend is listed with every reason against it. Nothing is run.
     """
     import_torch()
     spec = _spec(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
+        positive_scale=scale is None or scale > 0.0,
     )  # fmt: skip
-    found = _explained(spec, backend, names(prefer))
+    _report(_explained(spec, backend, names(prefer)), as_json)
+
+
+def _report(found: "Explanation", as_json: bool) -> None:
     if as_json:
         print_json({"runs": found.runs, "backend": found.backend, "source": found.source, **found.to_dict()})
     else:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["run_module", "run_script"]
+__all__ = ["lead_path", "run_module", "run_script"]
 
 
 def run_script(name: str, arguments: list[str]) -> None:
@@ -19,10 +19,10 @@ def run_script(name: str, arguments: list[str]) -> None:
     path = Path(name).absolute()
     sys.argv = [name, *arguments]
     if pkgutil.get_importer(str(path)) is not None:  # a folder or an archive with a __main__.py
-        _lead_path(str(path))
-        runpy.run_path(name, run_name="__main__")
+        lead_path(str(path))
+        runpy.run_path(str(path), run_name="__main__")
         return
-    _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     # `runpy.run_path` would give the module its path as typed, which is wrong after a chdir, and
     # would take it away before the program's threads and exit handlers are done with it.
     main = ModuleType("__main__")
@@ -34,13 +34,12 @@ def run_script(name: str, arguments: list[str]) -> None:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """Run a module as `python -m name arguments` does."""
-    _lead_path(str(Path.cwd()))
+    """Run a module as `python -m name arguments` does, after `lead_path` with the current folder."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _lead_path(folder: str) -> None:
+def lead_path(folder: str) -> None:
     """Put the program's folder where Python had put that of the command line."""
     if not sys.flags.safe_path:
         sys.path[0] = folder

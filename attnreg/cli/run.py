@@ -11,6 +11,7 @@ import typer
 
 from attnreg.cli.output import console, heading, table
 from attnreg.cli.parsing import names
+from attnreg.cli.program import lead_path, run_module, run_script
 from attnreg.errors import InvalidInputError
 
 __all__ = ["run"]
@@ -47,8 +48,6 @@ def run(
     The options stand for ATTNREG_BACKEND and the other variables, for the program and for the
     processes that it starts.
     """
-    from attnreg.cli.program import run_module, run_script
-
     name, *arguments = program
     _check_there(name, as_module)
     given = {
@@ -60,14 +59,17 @@ def run(
     _activate({variable: value for variable, value in given.items() if value})
     if stats:
         atexit.register(_print_stats)
-    context.obj.append(functools.partial(run_module if as_module else run_script, name, arguments))
+    start = run_module if as_module else run_script
+    context.obj.append(functools.partial(start, name, arguments))
 
 
 def _check_there(name: str, as_module: bool) -> None:
-    # A package's parents would have to be imported to find it, so only the first name is looked up.
-    if as_module and importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
-    if not as_module and not Path(name).exists():
+    if as_module:
+        lead_path(str(Path.cwd()))
+        # To find a module inside a package would import the package, so only that is looked up.
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
+    elif not Path(name).exists():
         raise InvalidInputError(f"got {name!r}, expected a program; there is no such file")
 
 
@@ -89,10 +91,11 @@ def _print_stats() -> None:
     import attnreg
 
     counted, place = attnreg.stats(), console(stderr=True)
-    heading(place, "What ran")
-    calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
-    table(place, ("backend", "forward", "backward"), calls)
+    heading(place, "What ran" if counted.calls else "No attention call came through attnreg")
+    if counted.calls:
+        calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
+        table(place, ("backend", "forward", "backward"), calls, right=2)
     if counted.fallbacks:
-        heading(place, "What did not, and why")
+        heading(place, "What could not, and why")
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
         table(place, ("backend", "calls", "reason"), rows)

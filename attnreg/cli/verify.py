@@ -34,7 +34,7 @@ Backends = Annotated[
     ),
 ]
 Where = Annotated[
-    str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:1; the GPU where there is one.")
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; the GPU where there is one.")
 ]
 Dtypes = Annotated[
     list[str], typer.Option("--dtype", metavar="DTYPE", help="Only these; bf16 alone unless --full.")

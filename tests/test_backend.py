@@ -1,0 +1,134 @@
+"""Promises of the contract's own types: what a backend declares, and what its kernels are called with."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from attnreg import Backend, Call, Capabilities, Kernels, RegistrationError
+
+ON_CPU = Capabilities(devices=("cpu",), dtypes=("float32",))
+ON_BOTH = Capabilities(devices=("cuda", "cpu"), dtypes=("float32",))
+ON_CUDA = Capabilities(devices=("cuda",), dtypes=("float32",))
+
+
+def load():
+    return Kernels(forward=print)
+
+
+LEAST = {"name": "mine", "forward": ON_CPU, "load": load}
+
+
+def test_a_name_a_forward_and_a_load_function_make_a_backend():
+    backend = Backend(**LEAST)
+    assert (backend.name, backend.forward, backend.load) == ("mine", ON_CPU, load)
+    assert backend.backward is None
+    assert backend.refuses is None
+    assert (backend.unavailable(), backend.version()) == (None, None)
+    assert (backend.install, backend.priority, backend.experimental) == ("", 0, False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "devices"),
+    [
+        (ON_CPU, None, ("cpu",)),
+        (ON_CPU, ON_CPU, ("cpu",)),
+        (ON_CPU, ON_CUDA, ("cpu", "cuda")),
+        (ON_BOTH, ON_CPU, ("cuda", "cpu")),
+    ],
+)
+def test_a_backend_serves_the_devices_of_either_direction_each_once(forward, backward, devices):
+    assert Backend(**LEAST | {"forward": forward, "backward": backward}).devices == devices
+
+
+BAD = [
+    ("name", "", "a name without commas and outer spaces"),
+    ("name", "  ", "a name without commas and outer spaces"),
+    ("name", " mine", "a name without commas and outer spaces"),
+    ("name", "FA2,FA4", "a name without commas and outer spaces"),
+    ("name", None, "a name without commas and outer spaces"),
+    ("name", 4, "a name without commas and outer spaces"),
+    ("forward", None, "Capabilities"),
+    ("forward", {"devices": ("cpu",)}, "Capabilities"),
+    ("forward", Capabilities, "Capabilities"),
+    ("backward", True, "Capabilities or None"),
+    ("load", None, "a function"),
+    ("load", Kernels(print), "a function"),
+    ("unavailable", None, "a function"),
+    ("unavailable", "not here", "a function"),
+    ("version", "1.0", "a function"),
+    ("refuses", "never", "a function"),
+    ("install", None, "a string"),
+    ("install", ["pip", "install", "mine"], "a string"),
+    ("priority", "high", "a whole number"),
+    ("priority", None, "a whole number"),
+    ("priority", 1.5, "a whole number"),
+    ("experimental", "no", "True or False"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), BAD)
+def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(field, value, expected):
+    with pytest.raises(RegistrationError) as error:
+        Backend(**LEAST | {field: value})
+    assert str(error.value) == f"Backend.{field}: got {value!r}, expected {expected}"
+
+
+def test_every_field_is_checked():
+    assert {field for field, *_ in BAD} == {field.name for field in dataclasses.fields(Backend)}
+
+
+@pytest.mark.parametrize("name", ["mine", "FA4", "my kernel", "flash-attn 2.8", "Ünïcode"])
+def test_any_other_name_is_a_name(name):
+    assert Backend(**LEAST | {"name": name}).name == name
+
+
+def test_a_backend_cannot_be_changed_behind_the_registrys_back():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Backend(**LEAST).priority = 100
+
+
+def test_making_a_backend_neither_probes_nor_loads_it():
+    def never():
+        raise AssertionError("called at construction")
+
+    backend = Backend(name="mine", forward=ON_CPU, load=never, unavailable=never, version=never)
+    with pytest.raises(AssertionError, match="called at construction"):
+        backend.load()
+
+
+def test_kernels_may_do_without_a_backward():
+    assert Kernels(print).backward is None
+
+
+@pytest.mark.parametrize(
+    ("window", "causal"),
+    [((-1, -1), False), ((-1, 0), True), ((8, 0), True), ((0, 0), True), ((8, 8), False)],
+)
+def test_a_call_is_causal_if_its_window_ends_at_the_diagonal(window, causal):
+    assert Call(1.0, 4, 4, window).causal is causal
+
+
+def test_a_call_is_varlen_if_it_has_offsets():
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    assert not Call(1.0, 4, 4).varlen
+    assert Call(1.0, 4, 4, cu_seqlens_q=offsets, cu_seqlens_k=offsets).varlen
+    assert Call(1.0, 4, 4, cu_seqlens_q=offsets, block_table=offsets[None]).varlen
+
+
+def test_a_call_asks_for_nothing_beyond_its_scale_and_lengths_unless_told():
+    assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_call_survives_copying_and_pickling_with_its_tensors(copied):
+    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
+    call = Call(0.5, 3, 3, (4, 0), offsets, offsets, dropout=0.25, rng_state=torch.tensor([7, 8]))
+    again = copied(call)
+    assert isinstance(again, Call)
+    assert again.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert again.rng_state.tolist() == [7, 8]
+    tensors = {"cu_seqlens_q": None, "cu_seqlens_k": None, "rng_state": None}
+    assert again._replace(**tensors) == call._replace(**tensors)

@@ -1,0 +1,262 @@
+"""Promises of `attnreg run`: the program's attention changes, and nothing else about the program."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+
+from attnreg import _registry, cli
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Write programs to a folder of their own and work there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def run(monkeypatch, routers):
+    """Run a command line in this process, as its own would, and put back what that changes."""
+
+    def run(*arguments):
+        variables = dict(os.environ)
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "argv", ["attnreg", "run", *arguments])
+            changed.setattr(sys, "path", [*sys.path])
+            changed.setitem(sys.modules, "__main__", sys.modules["__main__"])
+            try:
+                cli.main()
+            finally:
+                os.environ.clear()
+                os.environ.update(variables)
+
+    return run
+
+
+def in_a_process(*command, **variables):
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+UNTOUCHED = """
+    import sys
+    import torch
+    import torch.nn.functional as F
+
+    query = torch.randn(1, 2, 8, 16, requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+"""
+TELLING = """
+    import attnreg
+    print(attnreg.stats().calls)
+"""
+
+
+def test_a_program_that_imports_only_torch_runs_on_the_backend(here):
+    here("train.py", UNTOUCHED + TELLING)
+    done = in_a_process("-W", "error", "-m", "attnreg", "run", "--backend", "Math", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'math': {'forward': 1, 'backward': 1}}\n"
+    assert done.stderr == ""
+
+
+def test_the_variable_does_the_same_without_the_command(here):
+    here("train.py", UNTOUCHED + TELLING)
+    done = in_a_process("-W", "error", "train.py", ATTNREG_BACKEND="math")
+    assert done.stdout == "{'math': {'forward': 1, 'backward': 1}}\n", done.stderr
+
+
+def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
+    file = here("train.py", UNTOUCHED + "    sys.exit(7)\n")
+    here("picky.py", PICKY)
+    here("picky-1.0.dist-info/entry_points.txt", "[attnreg.backends]\npicky = picky:BACKEND\n")
+    here("picky-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    options = ("--stats", "--backend", "picky,math", str(file))
+    done = in_a_process("-m", "attnreg", "run", *options, PYTHONPATH=str(file.parent))
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == ""
+    told = " ".join(done.stderr.split())
+    assert "What ran backend forward backward math 1 1" in told
+    assert "What could not, and why backend calls reason picky 1 dtype must be float16, got float32" in told
+
+
+PICKY = """
+    from attnreg import Backend, Capabilities
+    from attnreg.backends.math import BACKEND as reference
+
+    BACKEND = Backend(
+        name="picky", forward=Capabilities(devices=("cpu",), dtypes=("float16",)), load=reference.load
+    )
+"""
+
+
+def test_stats_of_a_program_without_attention_say_so(here):
+    here("nothing.py", "")
+    done = in_a_process("-m", "attnreg", "run", "--stats", "--backend", "math", "nothing.py")
+    assert (done.returncode, done.stderr) == (0, "No attention call came through attnreg\n")
+
+
+# What a program can see of how it was started.
+MIRROR = """
+    import json, sys
+
+    with open("seen.json", "w") as file:
+        main = sys.modules["__main__"]
+        same = vars(main) is globals()
+        json.dump([__name__, __file__, __package__, sys.argv, sys.path, same, main.__file__], file)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("mirror.py", "--backend", "x", "-m", "--", "--help"),
+        ("package/../mirror.py",),
+        ("link.py",),
+        ("package", "a"),
+        ("archive.zip", "a"),
+        ("-m", "mirror", "--json", "-x"),
+        ("-m", "package", "a"),
+        ("-m", "package.inner"),
+    ],
+    ids=lambda program: " ".join(program),
+)
+def test_a_program_sees_what_python_would_have_shown_it(here, run, program, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "package", raising=False)  # of the same test, elsewhere
+    file = here("mirror.py", MIRROR)
+    for name in ("package/__init__.py", "package/__main__.py", "package/inner.py"):
+        here(name, "" if "init" in name else MIRROR)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.py").symlink_to(here("real/target.py", MIRROR))
+    with zipfile.ZipFile("archive.zip", "w") as archive:
+        archive.write(file, "__main__.py")
+
+    assert in_a_process(*program).returncode == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    (tmp_path / "seen.json").unlink()
+    run("--backend", "math", *program)
+    seen_here = json.loads((tmp_path / "seen.json").read_text())
+    paths, paths_here = seen.pop(4), seen_here.pop(4)
+    if program[0] in ("package", "archive.zip"):  # the one difference: their path is made absolute
+        seen[3][0] = str(tmp_path / seen[3][0])
+    assert seen_here == seen
+    assert paths_here[0] == paths[0]
+
+
+def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, fake, tmp_path):
+    _registry.add(fake("other").backend, "here")
+    here("site.toml", "strict = false\n")
+    here(
+        "parent.py",
+        """
+        import subprocess, sys
+        code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'ATTNREG' in k}))"
+        with open("seen.json", "w") as file:
+            subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+        """,
+    )
+    run("--backend", "math", "--backend", "other", "--config", "site.toml", "--strict", "parent.py")
+    assert json.loads((tmp_path / "seen.json").read_text()) == {
+        "ATTNREG_BACKEND": "math,other",
+        "ATTNREG_CONFIG": str(tmp_path / "site.toml"),
+        "ATTNREG_STRICT": "1",
+    }
+    run("--disable", "other", "--no-strict", "parent.py")
+    assert json.loads((tmp_path / "seen.json").read_text()) == {
+        "ATTNREG_DISABLE": "other",
+        "ATTNREG_STRICT": "0",
+    }
+
+
+def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
+    here(
+        "parent.py",
+        """
+        import multiprocessing, os
+
+        def backend(_):
+            return os.environ["ATTNREG_BACKEND"]
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(backend, [0]))
+        """,
+    )
+    done = in_a_process("-m", "attnreg", "run", "--backend", "math", "parent.py")
+    assert done.stdout == "['math']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("sys.exit(7)", 7), ("sys.exit()", None), ("sys.exit('sorry')", "sorry"), ("raise SystemExit(0)", 0)],
+)
+def test_the_exit_code_of_the_program_passes_through(here, run, body, code):
+    here("program.py", f"import sys\n{body}")
+    with pytest.raises(SystemExit) as ended:
+        run("program.py")
+    assert ended.value.code == code
+
+
+@pytest.mark.parametrize(
+    "error", ["EOFError", "BrokenPipeError(32, 'gone')", "KeyboardInterrupt", "RuntimeError"]
+)
+def test_an_exception_of_the_program_is_its_own(here, run, error):
+    here("program.py", f"raise {error}")
+    with pytest.raises(eval(error.partition("(")[0])) as raised:  # noqa: S307 - a built-in's name
+        run("program.py")
+    assert raised.traceback[-1].path.name == "program.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--backend maht", "ATTNREG_BACKEND: no backend is named 'maht'; did you mean 'math'?"),
+        ("--disable maht", "ATTNREG_DISABLE: no backend is named 'maht'; did you mean 'math'?"),
+        ("--backend math --disable math", "ATTNREG_BACKEND and ATTNREG_DISABLE: both name math"),
+        ("--config no-such.toml", "can't be read (no such file or directory), expected a settings file"),
+    ],
+)
+def test_bad_settings_fail_before_the_program_starts(here, run, tmp_path, capsys, options, message):
+    here("program.py", "open('started', 'w').close()")
+    with pytest.raises(SystemExit) as ended:
+        run(*options.split(), "program.py")
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.err.startswith("attnreg: ")
+    assert told.out == ""
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such.py",), "attnreg: got 'no-such.py', expected a program; there is no such file"),
+        (("-m", "no_such_module"), "attnreg: -m: got 'no_such_module', expected a module"),
+        ((), "Missing argument"),
+    ],
+)
+def test_a_program_that_is_not_there_is_wrong_usage(here, run, capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
