@@ -84,6 +84,8 @@ __all__ = [  # noqa: RUF022 - by what they are for
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'attnreg' has no attribute {name!r}")
+    # Torch first: its entry point may import attnreg's own modules, which then have to be whole.
+    importlib.import_module("torch")
     found = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
     globals()[name] = found
     return found

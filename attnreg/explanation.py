@@ -160,7 +160,7 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
     if spec.device.simulated:
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():
-                yield f"takes for granted that {entry.name} loads there; here it {entry.unavailable()}"
+                yield f"takes for granted that {entry.name} loads there ({entry.unavailable()})"
 
 
 def _decision(

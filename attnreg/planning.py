@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -208,5 +209,7 @@ def _counters(decision: Decision) -> tuple[counters.Counter, ...]:
         counter, untold = counters.fallback_counter(passed, reason, level)
         found.append(counter)
         if untold:
-            log.log(level, "%s", fallback_line(passed, reason, name))
+            # A program's handler that raises must not cost it its attention.
+            with contextlib.suppress(Exception):
+                log.log(level, "%s", fallback_line(passed, reason, name))
     return tuple(found)

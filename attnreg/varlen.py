@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg import aten, scope
 from attnreg import varlen_op as op
 from attnreg.backend import Call
 from attnreg.dispatch import wants_gradient
 from attnreg.errors import InvalidInputError
+from attnreg.spec import UNBOUNDED
 from attnreg.state import state
 from attnreg.validation import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -93,22 +93,14 @@ def varlen_attn(
         UnknownBackendError: there is no such `backend`.
         BackendUnavailableError: that `backend` can't load here.
     """
-    device = query.device
-    together = device == key.device == value.device == cu_seq_q.device
-    for tensor in (cu_seq_k, seqused_k, block_table):
-        together = together and (tensor is None or tensor.device == device)
-    if not together or query.dim() != 3:
-        # Before torch sees them: one tensor on "meta" sends it to a kernel that computes nothing.
-        check(
-            query, key, value, Call(1.0, max_q, max_k, (-1, -1), cu_seq_q, cu_seq_k, seqused_k, block_table)
-        )
-    if not enable_gqa and query.shape[-2:-1] != key.shape[-2:-1]:
+    if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
+        check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
         raise InvalidInputError(
-            f"heads: got {query.shape[-2]} for query and {key.shape[-2]} for key, "
+            f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
             "expected as many (or enable_gqa=True)"
         )
     window = _window(window_size, is_causal)
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
@@ -201,4 +193,10 @@ def _eager(
     finally:
         if token is not None:
             scope.leave(token)
-    return result[0], result[1]
+    out, lse, rng_state, *_ = result
+    if rng_state.is_meta and type(rng_state) is Tensor and not arguments[0].is_meta:
+        # One tensor on "meta" has sent the call to torch's kernel that computes nothing.
+        max_q, max_k = arguments[5:]
+        more = optional.get("seqused_k"), optional.get("block_table")
+        check(*arguments[:3], Call(1.0, max_q, max_k, UNBOUNDED, *arguments[3:5], *more))
+    return out, lse

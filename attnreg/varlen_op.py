@@ -6,13 +6,17 @@ Inductor's C++ wrapper and AOTInductor can't pass it by.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from attnreg import dispatch, scope
 from attnreg.backend import Call
+from attnreg.spec import UNBOUNDED
+from attnreg.validation import check
 
 __all__ = ["backward", "forward"]
 
@@ -44,8 +48,21 @@ def forward(
 
 @forward.register_fake
 def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
     tokens, heads, _ = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
     return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.uint64)
@@ -123,3 +140,43 @@ def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 forward.register_autograd(_gradient, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.attnreg._varlen_attn, get_raw=True)
+def _forward_flops(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any, **_: Any
+) -> int:
+    max_q, max_k, _scale, _window, seqused_k = rest[:5]
+    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
+
+
+@register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
+def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    _out, _lse, _pin, cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k = rest[:10]
+    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
+    # The scores once more and the gradients of query and key; that of the weights and of the value.
+    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(
+    query: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    seqused_k: Tensor | None,
+) -> int:
+    """Count the scores of all heads; like torch's own formulas it doesn't take off what a mask hides."""
+    known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
+    batch = len(cu_seq_q) - 1
+    lengths_q, lengths_k = [max_q] * batch, [max_k] * batch
+    # While something traces, no length is at hand and each sequence counts as the longest.
+    if all(type(x) is Tensor and not x.is_meta for x in known):
+        lengths_q = cu_seq_q.diff().tolist()
+        if seqused_k is not None:
+            lengths_k = seqused_k.tolist()
+        elif cu_seq_k is not None:
+            lengths_k = cu_seq_k.diff().tolist()
+    per_head: int = sum(map(operator.mul, lengths_q, lengths_k))
+    return query.shape[1] * per_head

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import cli, config, discovery, planning
+from attnreg import aten, cli, config, discovery, planning
 from attnreg.backends import math as math_backend
 
 CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
@@ -25,6 +25,15 @@ def narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Leave the other cores alone: threads that wait for each other take longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -137,6 +146,25 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback(call, monkeypatch):
     assert (result.exit_code, result.output) == (130, "")
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (attnreg.UnsupportedInputError("no backend runs it"), 1),
+        (attnreg.BackendUnavailableError("FA9 can't load here"), 1),
+        (attnreg.ConfigError("site.toml:1: wrong"), 2),
+        (attnreg.UnknownBackendError("no backend is named 'FA9'"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_of_attnreg_is_a_message_and_not_a_traceback(call, monkeypatch, error, code):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr(config, "schema", refuse)
+    result = call("config-schema")
+    assert (result.exit_code, result.stderr, result.stdout) == (code, f"attnreg: {error}\n", "")
+
+
 def test_config_schema_is_that_of_the_settings(call):
     result = call("config-schema")
     assert result.exit_code == 0
@@ -222,6 +250,8 @@ def test_info_shows_each_setting_with_its_source(call, fake, plugins, monkeypatc
         "ATTNREG_DISABLE not set",
     ):
         assert setting in words(result)
+    in_force = json.loads(call("info", "--json").stdout)["settings"]["in_force"]
+    assert in_force[-1] == {"setting": "settings file", "value": str(file), "source": "ATTNREG_CONFIG"}
 
 
 def test_info_says_where_a_backend_that_was_asked_for_keeps_calls_from_running(
@@ -271,6 +301,11 @@ def test_info_says_what_torch_would_do(call):
         found = json.loads(call("info", "--json").stdout)["torch"]
     assert found["chooses"] == {"cpu": "math"}
     assert found["enabled"] == {"flash": False, "efficient": False, "cudnn": False, "math": True}
+
+
+def test_info_says_when_torch_has_another_implementation_above_the_routers(call, monkeypatch):
+    monkeypatch.setattr(aten, "shadowed_by", lambda: "FA4")
+    assert "torch.nn.attention has 'FA4' active above the routers" in words(call("info"))
 
 
 @pytest.mark.parametrize(("value", "served"), [(None, True), ("1", True), ("0", False)])
@@ -385,7 +420,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = call("explain", "--q", "1,8,2,64", "--device", "cuda:7")
     assert result.exit_code == 2
-    assert "--device: got 'cuda:7', expected cuda:0 to cuda:1" in result.stderr
+    assert "--device: got 'cuda:7', expected cuda:0 or cuda:1" in result.stderr
 
 
 @pytest.fixture
@@ -455,6 +490,7 @@ def test_explain_is_1_when_nothing_can_run_the_call(call, monkeypatch, fake, plu
         ("--device sm90x!", "device: got 'sm90x!', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
         ("--dropout 1.5", "dropout_p: got 1.5, expected 0 to 1"),
         ("--backend maht", "no backend is named 'maht'; did you mean 'math'? known backends:"),
+        ("--prefer math,,cpu", "--prefer: got 'math,,cpu', expected names separated by commas"),
         ("--prefer math,nothing", "no backend is named 'nothing'"),
     ],
 )
@@ -534,7 +570,7 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
     table = call(*QUICK)
     assert table.exit_code == 1
     assert "NaN" in table.output
-    assert table.output.count("WRONG") == 12
+    assert sum(line.endswith("WRONG") for line in table.output.splitlines()) == 12
     assert "TORCH_USE_CUDA_DSA" not in table.output  # the rest of a message is for the JSON
 
 

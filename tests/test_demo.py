@@ -155,9 +155,13 @@ def test_without_matplotlib_the_demo_says_what_to_install(demo, monkeypatch, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_device_that_is_not_there_is_a_usage_error(demo):
-    ended = demo("--device", "nowhere")
-    assert ended.exit_code == 2 and "--device" in ended.stderr
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--device", "nowhere"), ("--device", "meta"), ("--steps", "1"), ("--out", __file__)],
+)
+def test_what_cannot_be_trained_or_written_is_a_usage_error_at_once(demo, option, value):
+    ended = demo(option, value)
+    assert ended.exit_code == 2 and option in ended.stderr and not ended.stdout
 
 
 def test_the_corpus_is_text_of_very_different_lengths_each_once(documents):

@@ -230,6 +230,7 @@ def test_an_exception_of_the_program_is_its_own(here, run, error):
     ("options", "message"),
     [
         ("--backend maht", "ATTNREG_BACKEND: no backend is named 'maht'; did you mean 'math'?"),
+        ("--backend math,,cpu", "ATTNREG_BACKEND: got 'math,,cpu', expected a name before and after"),
         ("--disable maht", "ATTNREG_DISABLE: no backend is named 'maht'; did you mean 'math'?"),
         ("--backend math --disable math", "ATTNREG_BACKEND and ATTNREG_DISABLE: both name math"),
         ("--config no-such.toml", "can't be read (no such file or directory), expected a settings file"),
@@ -251,6 +252,7 @@ def test_bad_settings_fail_before_the_program_starts(here, run, tmp_path, capsys
     ("arguments", "message"),
     [
         (("no-such.py",), "attnreg: got 'no-such.py', expected a program; there is no such file"),
+        (("-m", ".x"), "attnreg: -m: got '.x', expected a module"),
         (("-m", "no_such_module"), "attnreg: -m: got 'no_such_module', expected a module"),
         ((), "Missing argument"),
     ],

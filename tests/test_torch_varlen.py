@@ -157,6 +157,19 @@ def test_the_backward_of_atens_op_refuses_what_it_is_not_told(packed, ran, optio
     assert torch.equal(again, out)
 
 
+# FAILS, dispatch.py: `prepare` checks the shapes of the backward's call, which lacks the block_table, before
+# it looks at `pin.no_gradient`; the text is about the rank of the key.
+def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
+    query, _, _, cu_q, _, max_q, _ = packed((3, 4))
+    pool = torch.randn(4, 4, 4, 16)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query, pool, pool, cu_q, None, max_q, 8, 0.0, False, False,
+        seqused_k=integers(5, 7), block_table=integers(0, 1, 2, 3).view(2, 2),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedInputError, match="seqused_k and block_table: aten::_flash_attention"):
+        out.sum().backward()
+
+
 def test_varlen_attn_out_writes_into_the_given_tensor(packed, ran):
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
     out = torch.full_like(inputs[0], torch.nan)

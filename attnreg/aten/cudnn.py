@@ -36,7 +36,7 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
     else:
         out, lse = plan.kernel(query, asked.key, asked.value, call)
         counters.count(plan.counters)
-        lse = lse.t().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse
+        lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
         seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
         result = out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, offset, None

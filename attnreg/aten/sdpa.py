@@ -46,15 +46,24 @@ def _forward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[
         rng_state = new_rng_state(query.device) if dropout > 0.0 else None
         out, lse = plan.kernel(*contract(asked, bias, cudnn, rng_state))
         counters.count(plan.counters)
+        out, lse = _laid_out(out.transpose(1, 2), query), lse.contiguous()
         lse, debug_mask = (lse.unsqueeze(-1), None) if cudnn else (lse, query.new_empty(0))
         lengths = query.shape[2], asked.key.shape[2]
-        random_state = _random_state(rng_state, query, cudnn)
-        result = like(out.transpose(1, 2), query), lse, None, None, *lengths, *random_state, debug_mask
+        result = out, lse, None, None, *lengths, *_random_state(rng_state, query, cudnn), debug_mask
     pin = passed_on(turn.pin, plan, dropout)
     if pin is None:
         return result  # type: ignore[no-any-return]
     offset = scope.stamp(pin, query) if result[7] is None else scope.restamp(result[7], pin)
     return (*result[:7], offset, *result[8:])
+
+
+def _laid_out(out: Tensor, query: Tensor) -> Tensor:
+    """Return the output with its dimensions in the query's order, as torch's own kernels lay it out."""
+    if out.shape == query.shape:
+        return like(out, query)
+    order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
+    expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
+    return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
 def _random_state(rng_state: Tensor | None, query: Tensor, cudnn: bool) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,9 @@ def demo(
 ) -> None:
     """Train a small model on real text, packed and padded: are they equal, how fast, what ran."""
     place = console(stderr=as_json)
-    result = _trained(place, steps, seed, _device(device))
-    plot = _plotted(result, out)
+    where, folder = _device(device), _folder(out)
+    result = _trained(place, steps, seed, where)
+    plot = _plotted(result, folder)
     if as_json:
         print_json({**_data(result), "plot": plot and str(plot)})
     else:
@@ -52,9 +53,20 @@ def _device(name: str) -> "torch.device":
     import torch
 
     try:
-        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
+        probe = torch.zeros((), device=name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        probe.item()  # a device that keeps no values, such as meta, trains nothing
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
+    return probe.device
+
+
+def _folder(out: Path) -> Path:
+    """Make the folder now: nobody wants to train first and then hear that it can't be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from None
+    return out
 
 
 def _trained(place: "Console", steps: int, seed: int, device: "torch.device") -> "Result":
@@ -94,7 +106,6 @@ def _plotted(result: "Result", folder: Path) -> Path | None:
         return None
     from attnreg.demo.plot import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
     draw(result, folder / "demo.png")
     return folder / "demo.png"
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnreg.cli.failures import NOTHING_RUNS
 from attnreg.cli.output import AsJson, print_json
 from attnreg.cli.parsing import device_of, dtype_name, names, numbers
 from attnreg.cli.torch_first import import_torch
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-NOTHING_RUNS = 1
-
+# Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
 Query = Annotated[
     str,
     typer.Option(
@@ -113,7 +113,7 @@ def explain(
         num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale > 0.0,
     )  # fmt: skip
-    _report(_explained(spec, backend, names(prefer)), as_json)
+    _report(_explained(spec, backend, names("--prefer", prefer)), as_json)
 
 
 def _report(found: "Explanation", as_json: bool) -> None:

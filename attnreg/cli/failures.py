@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from attnreg.cli.output import print_json
-from attnreg.errors import AttnregError
+from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTERRUPTED", "reported"]
+__all__ = ["INTERRUPTED", "NOTHING_RUNS", "reported"]
 
+NOTHING_RUNS = 1
 USAGE = 2
 INTERRUPTED = 130
 
@@ -30,7 +31,8 @@ def reported(command: Callable[..., Any]) -> Callable[..., Any]:
             typer.echo(f"attnreg: {error}", err=True)
             if options.get("as_json"):
                 print_json({"error": {"type": type(error).__name__, "message": str(error)}})
-            raise typer.Exit(USAGE) from None
+            nothing_runs = isinstance(error, UnsupportedInputError | BackendUnavailableError)
+            raise typer.Exit(NOTHING_RUNS if nothing_runs else USAGE) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 

@@ -135,15 +135,16 @@ def _in_force(asked: Policy) -> Iterator[dict[str, str]]:
     if asked.strict:
         yield _setting("strict", "true", asked.strict)
     try:
-        loaded = policy.sources().loaded
+        sources = policy.sources()
     except AttnregError:
         return
-    for one in loaded:
+    for one in sources.loaded:
         for key in ("log_level", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
                 yield _setting(key, str(value), one.describe((key,)))
         if one.source is not None:
-            yield _setting("settings file", str(one.source), "read")
+            by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
+            yield _setting("settings file", str(one.source), by)
 
 
 def _setting(name: str, value: str, source: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     import torch
 
@@ -29,10 +29,12 @@ def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
     return found
 
 
-def names(values: Iterable[str]) -> tuple[str, ...]:
+def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     """Read an option that is repeated, takes a comma list, or both."""
     found = [name.strip() for value in values for name in value.split(",")]
-    return tuple(dict.fromkeys(name for name in found if name))
+    if "" in found:
+        raise InvalidInputError(f"{option}: got {','.join(values)!r}, expected names separated by commas")
+    return tuple(dict.fromkeys(found))
 
 
 def dtype_name(option: str, text: str) -> str:
@@ -81,5 +83,6 @@ def torch_device(option: str, text: str) -> torch.device:
     if found.type == "cuda" and gpus:
         found = torch.device("cuda", found.index or 0)
         if found.index >= gpus:
-            raise InvalidInputError(f"{option}: got {text!r}, expected cuda:0 to cuda:{gpus - 1}")
+            there = " or ".join(f"cuda:{index}" for index in range(gpus))
+            raise InvalidInputError(f"{option}: got {text!r}, expected {there}")
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import io
-import os
 import pkgutil
 import runpy
 import sys
@@ -22,7 +21,7 @@ def run_script(name: str, arguments: list[str]) -> None:
         lead_path(str(path))
         runpy.run_path(str(path), run_name="__main__")
         return
-    lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    lead_path(str(path.resolve().parent))
     # `runpy.run_path` would give the module its path as typed, which is wrong after a chdir, and
     # would take it away before the program's threads and exit handlers are done with it.
     main = ModuleType("__main__")

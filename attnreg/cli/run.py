@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from attnreg.cli.output import console, heading, table
-from attnreg.cli.parsing import names
 from attnreg.cli.program import lead_path, run_module, run_script
 from attnreg.errors import InvalidInputError
 
@@ -44,15 +43,14 @@ def run(
 ) -> None:
     """Run a program on backends of your choice.
 
-    The program needn't know of attnreg.
-    The options stand for ATTNREG_BACKEND and the other variables, for the program and for the
-    processes that it starts.
+    The program needn't know of attnreg. The options stand for ATTNREG_BACKEND and the other
+    variables, for the program and for the processes that it starts.
     """
     name, *arguments = program
     _check_there(name, as_module)
     given = {
-        "ATTNREG_BACKEND": ",".join(names(backend)),
-        "ATTNREG_DISABLE": ",".join(names(disable)),
+        "ATTNREG_BACKEND": ",".join(backend),
+        "ATTNREG_DISABLE": ",".join(disable),
         "ATTNREG_CONFIG": "" if config is None else str(config.absolute()),
         "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
     }
@@ -67,7 +65,8 @@ def _check_there(name: str, as_module: bool) -> None:
     if as_module:
         lead_path(str(Path.cwd()))
         # To find a module inside a package would import the package, so only that is looked up.
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
+        outermost = name.partition(".")[0]
+        if not outermost or importlib.util.find_spec(outermost) is None:
             raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
     elif not Path(name).exists():
         raise InvalidInputError(f"got {name!r}, expected a program; there is no such file")

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 FAILED = 1
-RULE = "error over that of plain PyTorch in the same dtype; where that is 0, itself"
+RULE = """\
+numbers: error over plain PyTorch's in the same dtype; itself where that is 0
+WRONG: more than twice that of plain PyTorch and the rounding of the result"""
 
 Backends = Annotated[
     list[str],
@@ -53,15 +55,16 @@ def verify(
 ) -> None:
     """Hold backends to float64, case by case.
 
-    A backend is wrong where its error is more than twice that of plain PyTorch in the same dtype.
+    A backend is wrong where its error is more than twice that of plain PyTorch in the same dtype,
+    and more than rounding the result costs.
     """
     import_torch()
-    place, asked = torch_device("--device", device), names(backend)
+    place, asked = torch_device("--device", device), names("--backend", backend)
     # A provider that talks while it compiles must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         from attnreg.cli.verdicts import candidates
 
-        cases, verdicts = _cases(full, names(dtype), case), candidates(asked, place)
+        cases, verdicts = _cases(full, names("--dtype", dtype), case), candidates(asked, place)
         finished = _run(verdicts, place, cases)
     if as_json:
         found = [verdict.to_dict() for verdict in verdicts]

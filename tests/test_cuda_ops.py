@@ -1,0 +1,971 @@
+"""The routers of the ops that torch has for CUDA alone, put over the CPU's key to run without a GPU.
+
+In the place of torch's own kernels stand originals written here, with the conventions of torch's: the
+LSE of a row without keys is +inf, a causal mask of cuDNN's ops is aligned top-left.
+"""
+
+import dataclasses
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import truth
+
+import attnreg
+from attnreg import aten
+from attnreg.aten import cudnn, flash, sdpa
+from attnreg.aten.routing import router
+from attnreg.backends import math
+from attnreg.errors import UnsupportedInputError
+
+CAUSAL = (-1, 0)
+ROUTES = {route.op: route for route in (*sdpa.ROUTES, *cudnn.ROUTES, *flash.ROUTES)}
+SDPA = {"flash": sdpa.SDPA_FLASH, "cudnn": sdpa.SDPA_CUDNN}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def route():
+    """Register the routers at the CPU's key: `route({op: original, ...})`; other ops have no original."""
+    was_installed = aten.installed()
+    aten.restore()
+
+    def register(originals=None):
+        # These are the routers now, so that registering a backend installs no others.
+        aten._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for op, found in ROUTES.items():
+                aten._library.impl(op, router(found, (originals or {}).get(op)), "CPU")
+        aten._kept_out = False
+
+    yield register
+    aten.restore()
+    aten._kept_out = False
+    if was_installed:
+        aten.ensure()
+
+
+class Original:
+    """Torch's own kernel of an op: keeps what it is called with."""
+
+    def __init__(self, function):
+        self.function = function
+        self.calls = []
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return self.function(*args, **kwargs)
+
+
+def random_state():
+    return torch.tensor([3, 4], dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+
+
+def as_torchs_lse(lse):
+    return lse.masked_fill(lse == -torch.inf, torch.inf).float()
+
+
+def torchs_flash(query, key, value, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    window = CAUSAL if is_causal else (-1, -1)
+    out, lse = truth.dense(query, key, value, window=window, scale=scale)
+    lengths = query.shape[2], key.shape[2]
+    mask = query.new_ones(1) if debug else query.new_empty(0)
+    return out.to(query.dtype), as_torchs_lse(lse), None, None, *lengths, *random_state(), mask
+
+
+def torchs_flash_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, p, is_causal, seed, offset, *, scale=None):  # fmt: skip # noqa: E501
+    return differentiated(grad, (query, key, value), window=CAUSAL if is_causal else (-1, -1), scale=scale)
+
+
+def torchs_cudnn(query, key, value, bias, lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    window = CAUSAL if is_causal else (-1, -1)
+    out, lse = truth.dense(query, key, value, bias, window=window, top_left=True, scale=scale)
+    seed, offset = torch.tensor(3), torch.tensor(4)
+    lengths = query.shape[2], key.shape[2]
+    return out.to(query.dtype), lse.float()[..., None], None, None, *lengths, seed, offset, None
+
+
+def torchs_cudnn_backward(grad, query, key, value, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, p, is_causal, *, scale=None):  # fmt: skip # noqa: E501
+    window = CAUSAL if is_causal else (-1, -1)
+    return differentiated(grad, (query, key, value), bias, window=window, scale=scale, top_left=True)
+
+
+def differentiated(grad, inputs, *bias, **options):
+    def run():
+        leaves = [x.detach().double().requires_grad_() for x in inputs]
+        out, _ = truth.dense(*leaves, *bias, **options)
+        return torch.autograd.grad(out, leaves, grad.double())
+
+    return above_autograd(run, inputs)
+
+
+def above_autograd(run, inputs):
+    """Run a function that differentiates: a kernel can't, but another thread knows of no kernel."""
+    with ThreadPoolExecutor(1) as thread:
+        grads = thread.submit(run).result()
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
+
+
+def torchs_own():
+    """Return originals of the dense ops."""
+    return {
+        sdpa.SDPA_FLASH: Original(torchs_flash),
+        sdpa.SDPA_FLASH + "_backward": Original(torchs_flash_backward),
+        sdpa.SDPA_CUDNN: Original(torchs_cudnn),
+        sdpa.SDPA_CUDNN + "_backward": Original(torchs_cudnn_backward),
+    }
+
+
+def tensors(len_q=6, len_k=6, heads=(4, 4), dim=8, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (2, heads[0], len_q, dim), (2, heads[1], len_k, dim), (2, heads[1], len_k, dim)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_() for x in made]
+
+
+def random_like(tensor):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def call(kind, inputs, dropout=0.0, causal=False, debug=False, bias=None, scale=None):
+    """Call one of the two dense ops; returns all that it returns."""
+    op = getattr(torch.ops.aten, SDPA[kind])
+    if kind == "flash":
+        return op(*inputs, dropout, causal, debug, scale=scale)
+    return op(*inputs, bias, True, dropout, causal, debug, scale=scale)
+
+
+def check_against_truth(out, inputs, lse=None, **meant):
+    expected, expected_lse = truth.dense(*inputs, **meant)
+    truth.assert_near(out, expected)
+    if lse is not None:
+        truth.assert_near(lse, expected_lse, torch.float32)
+    check_gradients(out, inputs, expected)
+
+
+def check_gradients(out, inputs, expected):
+    grad = random_like(out)
+    got = torch.autograd.grad(out, inputs, grad)
+    right = torch.autograd.grad(expected, inputs, grad.double(), materialize_grads=True)
+    for one, other in zip(got, right, strict=True):
+        truth.assert_near(one, other.double())
+
+
+# ---- dense: (B, H, S, D)
+
+SHAPES = {"square": (6, 6), "fewer queries": (3, 6), "fewer keys": (6, 3)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_call_is_right_with_the_ops_own_alignment(route, ran, kind, causal, lengths, dtype):
+    route()
+    inputs = tensors(*lengths, dtype=dtype)
+    attnreg.register_backend("math")
+    out, lse, *_ = call(kind, inputs, causal=causal, scale=0.4)
+    lse = lse.squeeze(-1) if kind == "cudnn" else lse
+    window = CAUSAL if causal else (-1, -1)
+    check_against_truth(out, inputs, lse, window=window, top_left=kind == "cudnn", scale=0.4)
+    assert ran() == {"math": (1, 1)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_fewer_key_heads_are_shared(route, kind):
+    route()
+    inputs = tensors(heads=(6, 2))
+    out, *_ = call(kind, inputs)
+    check_against_truth(out, inputs)
+
+
+ADDED = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(6))
+HIDING = ADDED.masked_fill(ADDED > 0.5, -torch.inf)
+
+
+BIASES = {
+    "added": ADDED,
+    "the same everywhere": ADDED[:1, :1],
+    "of the keys": ADDED[:, :, :1],
+    "hiding": HIDING,
+    "boolean": ADDED > 0,
+}
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_the_cudnn_op_counts_forward_and_backward(route, ran, bias, causal):
+    route()
+    inputs = tensors()
+    attnreg.register_backend("math")
+    out, lse, *_ = call("cudnn", inputs, bias=bias, causal=causal)
+    window = CAUSAL if causal else (-1, -1)
+    check_against_truth(out, inputs, lse.squeeze(-1), bias=bias, window=window, top_left=True)
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_bias_wider_than_the_keys_that_a_causal_mask_leaves_is_cut_with_them(route):
+    route()
+    inputs, bias = tensors(3, 6), ADDED[:, :, :3]
+    out, *_ = call("cudnn", inputs, bias=bias, causal=True)
+    check_against_truth(out, inputs, bias=bias, window=CAUSAL, top_left=True)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "lengths first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a fused projection": lambda x: torch.stack((x, x, x), 3)[:, :, :, 1],
+    "one for all heads": lambda x: x[:, :1].expand_as(x),
+    "batch last": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+}
+
+
+def described(result):
+    """Return what a compiler asserts of a result of an op."""
+    return [
+        (tuple(x.shape), x.dtype, x.stride()) if isinstance(x, torch.Tensor) and x.numel() else None
+        for x in result
+    ]
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("original", [False, True])
+def test_shapes_dtypes_and_strides_are_those_of_torchs_meta_function(route, fake, kind, layout, pinned, original):  # fmt: skip # noqa: E501
+    route(torchs_own() if original else None)
+    inputs = [layout(x.detach()) for x in tensors(6, 5)]
+    on_meta = [x.to("meta").as_strided(x.shape, x.stride()) for x in inputs]
+    expected = call(kind, on_meta)
+    assert [x.stride() for x in on_meta] == [x.stride() for x in inputs]
+
+    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
+        if pinned:
+            with attnreg.use_backend("scattered"):
+                result = call(kind, inputs)
+        else:
+            result = call(kind, inputs)
+        assert attnreg.stats().calls == {"scattered": {"forward": 1, "backward": 0}}
+        assert described(result) == described(expected)
+        grad = random_like(result[0])
+        grads = backward(kind, inputs, result, grad)
+    meta_grads = backward(kind, on_meta, expected, grad.to("meta"))
+    assert described(grads) == described(meta_grads)
+    assert attnreg.stats().calls == {"scattered": {"forward": 1, "backward": 1}}
+    for one, other in zip(grads, differentiated(grad, inputs), strict=True):
+        truth.assert_near(one, other.double())
+
+
+def scattered(x):
+    """Return the same values in strides that nobody expects."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+# A backend may lay out its results as it likes.
+SCATTERING = attnreg.Kernels(
+    lambda *arguments: tuple(map(scattered, math.forward(*arguments))),
+    lambda *arguments: tuple(map(scattered, math.backward(*arguments))),
+)
+
+
+def backward(kind, inputs, result, grad, dropout=0.0, causal=False, bias=None):
+    """Call the backward op by hand, as torch's derivative formula does."""
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = result
+    op = getattr(torch.ops.aten, SDPA[kind] + "_backward")
+    lengths = (cu_q, cu_k, max_q, max_k)
+    if kind == "flash":
+        return op(grad, *inputs, out, lse, *lengths, dropout, causal, seed, offset)
+    return op(grad, *inputs, out, lse, seed, offset, bias, *lengths, dropout, causal)
+
+
+def test_values_of_another_head_dim_come_in_the_strides_that_torch_expects(route):
+    route()
+    query, key, value = tensors()
+    narrow = value.detach()[..., :5].requires_grad_()
+    for layout in (LAYOUTS["contiguous"], LAYOUTS["lengths first"]):
+        inputs = [layout(x.detach()).requires_grad_() for x in (query, key, narrow)]
+        result = call("cudnn", inputs)
+        expected = call("cudnn", [x.detach().to("meta") for x in inputs])
+        assert described(result) == described(expected)
+        check_against_truth(result[0], inputs)
+
+
+# ---- torch's own kernels
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_with_nothing_registered_every_argument_reaches_the_original_untouched(route, ran, kind):
+    originals = torchs_own()
+    route(originals)
+    inputs = tensors()
+    result = call(kind, inputs, 0.0, True, scale=0.3)
+    ((args, kwargs),) = originals[SDPA[kind]].calls
+    assert kwargs == {"scale": 0.3}
+    # Below autograd the tensors are others, of the same memory.
+    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
+    assert True in args[3:]
+    check_against_truth(result[0], inputs, window=CAUSAL, scale=0.3)
+    assert len(originals[SDPA[kind] + "_backward"].calls) == 1
+    assert ran() == {}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flash", "FA2"), ("cudnn", "cuDNN")])
+def test_installed_torchs_own_kernel_is_the_default_and_counted_by_name(route, ran, monkeypatch, kind, name):
+    originals = torchs_own()
+    route(originals)
+    monkeypatch.setattr(attnreg.policy, "_active", True)
+    attnreg._registry.changed()
+    inputs = tensors()
+    for times in (1, 2):  # the second time by the short way
+        out, *_ = call(kind, inputs, causal=True)
+        check_against_truth(out, inputs, window=CAUSAL)
+        assert ran() == {name: (1, 1)}
+        assert len(originals[SDPA[kind]].calls) == times
+    out, *_ = call(kind, inputs, scale=0.3)
+    check_against_truth(out, inputs, scale=0.3)
+    assert ran() == {name: (1, 1)}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flash", "FA2"), ("cudnn", "cuDNN")])
+def test_a_backend_that_cannot_run_the_call_gives_way_to_torchs_own(route, ran, fake, kind, name):
+    route(torchs_own())
+    inputs = tensors()
+    with attnreg.register_backend(fake("mine", causal=False).backend):
+        out, *_ = call(kind, inputs, causal=True)
+        check_against_truth(out, inputs, window=CAUSAL)
+        (row,) = [row for row in attnreg.stats().fallbacks if row.backend == "mine"]
+        assert (row.reason, row.count) == ("is_causal must be False, got True", 2)
+        assert ran() == {name: (1, 1)}
+        out, *_ = call(kind, inputs)
+        check_against_truth(out, inputs)
+        assert ran() == {"mine": (1, 1)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("first", ["torch", "math"])
+def test_a_forward_of_one_pairs_with_a_backward_of_the_other(route, ran, kind, first):
+    originals = torchs_own()
+    route(originals)
+    inputs = tensors(dtype=torch.float64)
+    name = "cuDNN" if kind == "cudnn" else "FA2"
+    if first == "torch":
+        out, *_ = call(kind, inputs, causal=True)
+        handle = attnreg.register_backend("math")
+        check_against_truth(out, inputs, window=CAUSAL)
+        assert ran() == {"math": (0, 1)}
+        handle.remove()
+    else:
+        with attnreg.register_backend("math"):
+            out, *_ = call(kind, inputs, causal=True)
+        check_against_truth(out, inputs, window=CAUSAL)
+        assert ran() == {"math": (1, 0)}
+        assert len(originals[SDPA[kind] + "_backward"].calls) == 1, name
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("original", [False, True])
+def test_a_scope_holds_for_the_backward_outside_of_it(route, ran, fake, kind, original):
+    route(torchs_own() if original else None)
+    inputs = tensors()
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        with attnreg.use_backend("mine"):
+            out, *_ = call(kind, inputs, causal=True)
+        check_against_truth(out, inputs, window=CAUSAL)
+        assert ran() == {"mine": (1, 1)}
+        with attnreg.use_backend("mine"):
+            out, *_ = call(kind, inputs)
+        thread = threading.Thread(target=out.sum().backward)
+        thread.start()
+        thread.join()
+        assert ran() == {"mine": (1, 1)}
+        assert inputs[0].grad is not None
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward(route, ran, fake, kind):
+    route(torchs_own())
+    inputs = tensors()
+    full = fake("mine").backend
+    backend = dataclasses.replace(full, forward=dataclasses.replace(full.forward, causal=False))
+    with attnreg.register_backend(backend):
+        with attnreg.use_backend("mine"):
+            *_, seed, offset, _ = result = call(kind, inputs, causal=True)
+        name = "cuDNN" if kind == "cudnn" else "FA2"
+        assert ran() == {name: (1, 0)}
+        check_against_truth(result[0], inputs, window=CAUSAL)
+        assert ran() == {"mine": (0, 1)}
+    # What carries the scope to the backward keeps its value.
+    assert torch.equal(seed.to(torch.int64), torch.tensor([3, 4] if kind == "flash" else 3))
+    assert offset.item() == (0 if kind == "flash" else 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [("flash", "_flash_attention_forward"), ("cudnn", "_cudnn_attention_forward")],
+)
+def test_what_torchs_own_kernel_calls_in_turn_is_not_taken_for_another_call(route, ran, kind, inner):
+    """Torch's kernels of the dense ops call the others of these ops, which are routed as well."""
+    originals = torchs_own()
+    within = Original(lambda *args, **kwargs: None)
+
+    def calling(*args, **kwargs):
+        query, key, value = (x.transpose(1, 2) for x in args[:3])
+        lengths = (None, None, query.shape[1], key.shape[1])
+        if kind == "flash":
+            torch.ops.aten._flash_attention_forward(query, key, value, *lengths, 0.0, False, False)
+        else:
+            torch.ops.aten._cudnn_attention_forward(query, key, value, None, *lengths, True)
+        return {"flash": torchs_flash, "cudnn": torchs_cudnn}[kind](*args, **kwargs)
+
+    within.function = lambda query, *rest, **kw: (query.clone(), *[query.new_empty(0)] * 4) if kind == "flash" else (query.clone(), query.new_empty(0), None, None, 0, 0, *[query.new_empty(0)] * 3)  # fmt: skip # noqa: E501
+    originals[SDPA[kind]] = Original(calling)
+    originals[inner] = within
+    route(originals)
+    inputs = [x.detach() for x in tensors()]
+    # A preference that the outer call can't serve, and the inner could.
+    with attnreg.register_backend("math") as handle:
+        call(kind, inputs)
+        assert within.calls == []
+        assert ran() == {"math": (1, 0)}
+        handle.remove()
+    attnreg.policy.activate(True)
+    call(kind, inputs)
+    assert len(within.calls) == 1
+    assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (1, 0)}
+
+
+# ---- debug masks
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(route, ran, kind):
+    originals = torchs_own()
+    route(originals)
+    inputs = [x.detach() for x in tensors()]
+    with attnreg.register_backend("math"):
+        call(kind, inputs, 0.25, True, True, scale=0.3)
+    ((args, kwargs),) = originals[SDPA[kind]].calls
+    assert all(x is y for x, y in zip(args[:3], inputs, strict=True))
+    assert args[3:] == ((0.25, True, True) if kind == "flash" else (None, True, 0.25, True, True))
+    assert kwargs == {"scale": 0.3}
+    assert ran() == {}
+
+
+OPS_WITH_DEBUG_MASKS = {
+    "_scaled_dot_product_flash_attention": lambda q, op: op(q, q, q, 0.0, False, True),
+    "_scaled_dot_product_cudnn_attention": lambda q, op: op(q, q, q, None, True, 0.0, False, True),
+    "_flash_attention_forward": lambda q, op: op(q, q, q, None, None, 6, 6, 0.0, False, True),
+    "_cudnn_attention_forward": lambda q, op: op(q, q, q, None, None, None, 6, 6, True, 0.0, False, True),
+}
+
+
+@pytest.mark.parametrize(("op", "ask"), OPS_WITH_DEBUG_MASKS.items(), ids=OPS_WITH_DEBUG_MASKS)
+def test_a_debug_mask_is_an_error_where_torch_has_no_kernel(route, op, ask):
+    route()
+    with pytest.raises(UnsupportedInputError) as error:
+        ask(torch.randn(2, 6, 4, 8), getattr(torch.ops.aten, op))
+    assert str(error.value) == f"aten::{op}: return_debug_mask, and torch has no kernel for this device"
+
+
+# ---- dropout
+
+
+def flash_op(query, key, value, p):
+    """Call aten's flash op, whose tensors are (B, S, H, D)."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    lengths = (None, None, query.shape[1], key.shape[1])
+    out, *_ = torch.ops.aten._flash_attention_forward(query, key, value, *lengths, p, False, False)
+    return out.transpose(1, 2)
+
+
+def cudnn_op(query, key, value, p):
+    """Call aten's cuDNN op on packed sequences."""
+    batch, _, length, _ = query.shape
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    cu = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32)
+    out, *_ = torch.ops.aten._cudnn_attention_forward(*packed, None, cu, cu, length, length, True, p)
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+DROPPING = {
+    "flash": lambda *inputs, p: call("flash", inputs, p)[0],
+    "cudnn": lambda *inputs, p: call("cudnn", inputs, p)[0],
+    "flash op": lambda *inputs, p: flash_op(*inputs, p),
+    "cudnn op": lambda *inputs, p: cudnn_op(*inputs, p),
+}
+
+
+@pytest.mark.parametrize("attend", DROPPING.values(), ids=DROPPING)
+def test_the_backward_drops_what_the_forward_dropped(route, ran, attend):
+    route()
+    inputs = tensors(4, 4, heads=(2, 2), dim=3, dtype=torch.float64)
+    grad = random_like(inputs[0])
+
+    def loss(*tensors):
+        torch.manual_seed(7)
+        return (attend(*tensors, p=0.4) * grad).sum()
+
+    with attnreg.register_backend("math"):
+        exact = torch.autograd.grad(loss(*inputs), inputs)
+        assert ran() == {"math": (1, 1)}
+        with torch.no_grad():
+            for which, tensor in enumerate(inputs):
+                numeric = torch.empty_like(tensor)
+                for index in range(tensor.numel()):
+                    step = torch.zeros_like(tensor).flatten()
+                    step[index] = 1e-5
+                    moved = [
+                        [x + sign * step.view(x.shape) if x is tensor else x for x in inputs]
+                        for sign in (1, -1)
+                    ]
+                    numeric.view(-1)[index] = (loss(*moved[0]) - loss(*moved[1])) / 2e-5
+                torch.testing.assert_close(exact[which], numeric, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("attend", DROPPING.values(), ids=DROPPING)
+def test_dropout_drops_as_often_as_asked_and_scales_the_rest(route, attend):
+    route()
+    query, key, _ = tensors(64, 64, dim=64)
+    value = torch.eye(64).expand(2, 4, 64, 64).contiguous()  # the output is then the weights
+    attnreg.register_backend("math")
+    plain = attend(query.detach(), key.detach(), value, p=0.0)
+    dropped, again = (attend(query.detach(), key.detach(), value, p=0.3) for _ in range(2))
+    gone = dropped == 0.0
+    assert abs(gone.float().mean().item() - 0.3) < 0.02
+    torch.testing.assert_close(dropped[~gone], plain[~gone] / 0.7)
+    assert not torch.equal(gone, again == 0.0)
+    for other in (gone[0, 0] == gone[0, 1], gone[0, 0] == gone[1, 0]):
+        assert 0.4 < other.float().mean() < 0.75  # another mask for every head and batch
+
+
+@pytest.mark.parametrize("attend", DROPPING.values(), ids=DROPPING)
+def test_dropout_ties_the_backward_to_the_forwards_backend(route, ran, fake, attend):
+    route()
+    inputs = tensors()
+    with attnreg.register_backend(fake("mine").backend):
+        out = attend(*inputs, p=0.2)
+        with attnreg.register_backend("math"), attnreg.use_backend("math"):
+            out.sum().backward()
+        assert ran() == {"mine": (1, 1)}
+    with attnreg.register_backend(fake("half", backward=False).backend):
+        attend(*inputs, p=0.2)
+        assert "half" not in ran()
+        attend(*inputs, p=0.0)
+        assert ran()["half"] == (1, 0)
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_dropout_mask_that_torchs_own_kernel_drew_stays_with_it(route, ran, kind):
+    originals = torchs_own()
+    route(originals)
+    inputs = tensors()
+    attnreg.policy.activate(True)
+    out, *_, seed, offset, _ = call(kind, inputs, 0.2)
+    with attnreg.register_backend("math"):
+        out.sum().backward()
+    assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (1, 1)}
+    # What the scope left in the offset doesn't change its value, nor that of the seed.
+    ((args, _),) = originals[SDPA[kind] + "_backward"].calls
+    own_seed, own_offset = (torch.tensor([3, 4]), 0) if kind == "flash" else (torch.tensor(3), 4)
+    assert torch.equal(seed.to(torch.int64), own_seed)
+    assert offset.item() == own_offset
+    saved = args[12:14] if kind == "flash" else args[6:8]
+    assert torch.equal(saved[0].to(torch.int64), own_seed)
+    assert saved[1].item() == own_offset
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("original", [False, True])
+def test_a_dropout_mask_that_nobody_knows_the_owner_of_is_an_error(route, ran, kind, original):
+    route(torchs_own() if original else None)
+    inputs = [x.detach() for x in tensors()]
+    attnreg.register_backend("math")
+    result = [x.clone() if isinstance(x, torch.Tensor) else x for x in call(kind, inputs, 0.2)]
+    ran()
+    with pytest.raises(UnsupportedInputError) as error:
+        backward(kind, inputs, result, torch.ones_like(result[0]), 0.2)
+    assert str(error.value) == (
+        f"aten::{SDPA[kind]}_backward: dropout_p 0.2: can't tell which backend drew the mask, as its "
+        "forward ran before attnreg was active or a hook copied what it saved; register backends earlier"
+    )
+    assert ran() == {}
+    # Without dropout nothing is lost with it.
+    result = [x.clone() if isinstance(x, torch.Tensor) else x for x in call(kind, inputs)]
+    backward(kind, inputs, result, torch.ones_like(result[0]))
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_backend_that_is_asked_for_but_drops_nothing_gives_way(route, ran, fake):
+    route()
+    with attnreg.register_backend(fake("mine", dropout=False).backend):
+        call("flash", tensors(), 0.2)[0].sum().backward()
+        (row,) = [row for row in attnreg.stats().fallbacks if row.backend == "mine"]
+        assert row.reason == "dropout_p must be 0, got 0.2"
+        assert "mine" not in ran()
+
+
+# ---- packed sequences through cuDNN's op
+
+LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
+
+
+def cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, bias=None, p=0.0, causal=False, debug=False, **options):
+    return torch.ops.aten._cudnn_attention_forward(
+        *inputs, bias, cu_q, cu_k, max_q, max_k, True, p, causal, debug, **options
+    )
+
+
+def test_packed_sequences_are_right_forward_and_backward(route, packed, ran):
+    route()
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    attnreg.register_backend("math")
+    out, lse, got_q, got_k, got_max_q, got_max_k, *_ = cudnn_varlen(
+        inputs, cu_q, cu_k, max_q, max_k, scale=0.3
+    )
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, scale=0.3)
+    truth.assert_near(out, expected)
+    assert (got_q is cu_q, got_k is cu_k, got_max_q, got_max_k) == (True, True, 8, 8) or (
+        torch.equal(got_q, cu_q) and torch.equal(got_k, cu_k) and (got_max_q, got_max_k) == (8, 8)
+    )
+    # Up to torch 2.13 this op has its LSE by tokens, with one dimension more.
+    if cudnn.TOKEN_MAJOR_LSE:
+        assert lse.shape == (17, 4, 1)
+        lse = lse.squeeze(-1).t()
+    truth.assert_near(lse, expected_lse)
+    check_gradients(out, inputs, expected)
+    assert ran() == {"math": (1, 1)}
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+def test_the_lse_is_laid_out_as_the_torch_at_hand_does(route, packed, monkeypatch, token_major):
+    monkeypatch.setattr(cudnn, "TOKEN_MAJOR_LSE", token_major)
+    route()
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    out, lse, *_ = cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k)
+    assert lse.shape == ((17, 4, 1) if token_major else (4, 17))
+    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
+    check_gradients(out, inputs, expected)
+
+
+def test_causal_packed_sequences_of_equal_lengths_are_served(route, packed, ran):
+    route()
+    *inputs, cu, _, longest, _ = packed(LENGTHS_Q)
+    out, *_ = cudnn_varlen(inputs, cu, cu, longest, longest, causal=True)
+    expected, _ = truth.varlen(*inputs, cu, cu, window=CAUSAL)
+    truth.assert_near(out, expected)
+    check_gradients(out, inputs, expected)
+    assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 1]
+
+
+ONLY_TORCHS_OWN = {
+    "a bias": {"bias": torch.zeros(1, 1, 8, 8)},
+    "causal with other lengths": {"causal": True},
+    "a debug mask": {"debug": True},
+}
+
+
+@pytest.mark.parametrize("asked", ONLY_TORCHS_OWN.values(), ids=ONLY_TORCHS_OWN)
+def test_packed_calls_with_another_alignment_or_a_bias_are_torchs_own(route, packed, ran, asked):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    answer = (inputs[0], inputs[0], None, None, 8, 8, cu_q, cu_q, None)
+    original = Original(lambda *args, **kwargs: answer)
+    route({"_cudnn_attention_forward": original})
+    with attnreg.register_backend("math"):
+        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **asked, scale=0.3)
+    ((args, kwargs),) = original.calls
+    assert all(x is y for x, y in zip(args[:3], inputs, strict=True))
+    assert args[3] is asked.get("bias")
+    assert args[4] is cu_q
+    assert args[5] is cu_k
+    assert args[6:9] == (8, 8, True)
+    rest = (0.0, asked.get("causal", False), asked.get("debug", False))
+    assert args[9:] == rest[: len(args) - 9]  # what has its default may be left out
+    assert not any(rest[len(args) - 9 :])
+    assert kwargs == {"scale": 0.3}
+    assert ran() == {}
+
+
+@pytest.mark.parametrize("asked", ONLY_TORCHS_OWN.values(), ids=ONLY_TORCHS_OWN)
+def test_such_calls_are_an_error_where_torch_has_no_kernel(route, packed, asked):
+    route()
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    with pytest.raises(UnsupportedInputError) as error:
+        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **asked)
+    assert str(error.value) == (
+        "aten::_cudnn_attention_forward: a varlen call with a debug mask, a bias or a mask aligned "
+        "top-left, and torch has no kernel for this device"
+    )
+
+
+def test_a_dense_call_of_cudnns_lower_op_is_the_dense_op(route, ran):
+    route()
+    inputs = tensors(3, 6)
+    attnreg.register_backend("math")
+    op = torch.ops.aten._cudnn_attention_forward
+    out, lse, *_ = op(*inputs, None, None, None, 3, 6, True, 0.0, True)
+    assert lse.shape == (2, 4, 3, 1)
+    check_against_truth(out, inputs, lse.squeeze(-1), window=CAUSAL, top_left=True)
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_scope_holds_for_the_backward_of_cudnns_lower_op(route, packed, ran, fake):
+    route()
+    *inputs, cu, _, longest, _ = packed(LENGTHS_Q)
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        with attnreg.use_backend("mine"):
+            out, *_ = cudnn_varlen(inputs, cu, cu, longest, longest)
+        out.sum().backward()
+        assert ran() == {"mine": (1, 1)}
+
+
+# Arguments that torch 2.14 brought, which the dispatcher of an older one would refuse.
+FORWARD_ONLY = {
+    "seqused_k": {"seqused_k": torch.tensor([3, 0, 8, 1], dtype=torch.int32)},
+    "block_table": {
+        "seqused_k": torch.tensor([3, 0, 8, 1], dtype=torch.int32),
+        "block_table": torch.arange(8, dtype=torch.int32).view(4, 2),
+    },
+}
+
+
+# FAILS with a block_table and a gradient, dispatch.py: see test_torch_varlen.
+@pytest.mark.parametrize("options", FORWARD_ONLY.values(), ids=FORWARD_ONLY)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_the_backward_is_not_told_is_refused_there_and_right_in_the_forward(packed, ran, options, grad):
+    forward, backward = (
+        router(ROUTES[f"_cudnn_attention_{direction}"], None) for direction in ("forward", "backward")
+    )
+    query, key, value, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=grad)
+    pages, cu_pages = [key, value], cu_k
+    if "block_table" in options:
+        pages, cu_pages = [torch.randn(8, 4, 4, 16) for _ in range(2)], None
+        key, value = (x.flatten(0, 1) for x in pages)
+        cu_k = torch.arange(0, 33, 8)
+    lengths = (cu_q, cu_pages, max_q, max_k)
+    result = forward(query, *pages, None, *lengths, True, scale=0.3, **options)
+    used = options["seqused_k"].tolist()
+    truth.assert_near(result[0], truth.varlen(query, key, value, cu_q, cu_k, used=used, scale=0.3)[0])
+    arguments = (torch.ones(17, 4, 16), query, *pages, *result[:2], *result[6:8], None, *lengths, 0.0, False)
+    if grad:
+        with pytest.raises(UnsupportedInputError) as error:
+            backward(*arguments)
+        assert str(error.value) == (
+            "seqused_k or block_table: aten::_cudnn_attention_backward receives neither, so its gradients "
+            "would be wrong; call attnreg.varlen_attn, whose backward does"
+        )
+    assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 0]
+
+
+def test_a_dense_call_with_counted_keys_is_torchs_own():
+    query, used = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
+    arguments = (query, query, query, None, None, None, 6, 6, True)
+    original = Original(lambda *args, **kwargs: "torch's")
+    route = ROUTES["_cudnn_attention_forward"]
+    with attnreg.use_backend("math"):
+        assert router(route, original)(*arguments, seqused_k=used) == "torch's"
+        assert original.calls == [(arguments, {"seqused_k": used})]
+        with pytest.raises(UnsupportedInputError) as error:
+            router(route, None)(*arguments, seqused_k=used)
+    assert str(error.value) == (
+        "aten::_cudnn_attention_forward: seqused_k or block_table of a dense call, "
+        "and torch has no kernel for this device"
+    )
+
+
+# ---- aten's flash op beside an original of torch's
+
+
+def flash_original(query, key, value, cu_q, cu_k, max_q, max_k, p, is_causal, debug, **options):
+    window = (options.get("window_size_left", -1), 0 if is_causal else options.get("window_size_right", -1))
+    window = tuple(-1 if bound is None else bound for bound in window)
+    out, lse = truth.varlen(query, key, value, cu_q, cu_k, window=window, scale=options.get("scale"))
+    return out.to(query.dtype), as_torchs_lse(lse), *random_state(), query.new_empty(0)
+
+
+def flash_original_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, p, is_causal, *rest, **options):  # fmt: skip # noqa: E501
+    assert not (lse == -torch.inf).any(), "torch's own kernel knows +inf for a row without keys"
+
+    def run():
+        leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
+        window = (-1, 0 if is_causal else -1)
+        result, _ = truth.varlen(*leaves, cu_q, cu_k, window=window, scale=options.get("scale"))
+        return torch.autograd.grad(result, leaves, grad.double())
+
+    return above_autograd(run, (query, key, value))
+
+
+def flash_originals():
+    return {
+        "_flash_attention_forward": Original(flash_original),
+        "_flash_attention_backward": Original(flash_original_backward),
+    }
+
+
+def flash_varlen(inputs, *rest, p=0.0, causal=False, debug=False, **options):
+    return torch.ops.aten._flash_attention_forward(*inputs, *rest, p, causal, debug, **options)
+
+
+BLIND = ((6, 3), (2, 3))  # with a causal mask the first four rows see no key
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_the_lse_of_a_row_without_keys_is_that_of_torchs_own_kernel(route, packed, original):
+    route(flash_originals() if original else None)
+    *inputs, cu_q, cu_k, max_q, max_k = packed(*BLIND)
+    attnreg.register_backend("math")
+    out, lse, *_ = flash_varlen(inputs, cu_q, cu_k, max_q, max_k, causal=True)
+    assert torch.equal(lse[:, :4], torch.full((4, 4), torch.inf if original else -torch.inf))
+    assert lse[:, 4:].isfinite().all()
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
+    truth.assert_near(out, expected)
+    truth.assert_near(lse[:, 4:], expected_lse[:, 4:])
+    check_gradients(out, inputs, expected)
+
+
+@pytest.mark.parametrize("first", ["torch", "math"])
+def test_rows_without_keys_survive_a_change_of_backend_before_the_backward(route, packed, ran, first):
+    originals = flash_originals()
+    route(originals)
+    *inputs, cu_q, cu_k, max_q, max_k = packed(*BLIND)
+    expected, _ = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
+    if first == "torch":
+        out, *_ = flash_varlen(inputs, cu_q, cu_k, max_q, max_k, causal=True)
+        with attnreg.register_backend("math"):
+            check_gradients(out, inputs, expected)
+        assert ran() == {"math": (0, 1)}
+        assert len(originals["_flash_attention_forward"].calls) == 1
+    else:
+        with attnreg.register_backend("math"):
+            out, *_ = flash_varlen(inputs, cu_q, cu_k, max_q, max_k, causal=True)
+        check_gradients(out, inputs, expected)
+        assert ran() == {"math": (1, 0)}
+        assert len(originals["_flash_attention_backward"].calls) == 1
+    truth.assert_near(out, expected)
+
+
+# FAILS, flash.py: the swap for torch's sake is never undone for attnreg's own front, which returns -inf
+# on a CPU and through its own op.
+def test_attnregs_own_front_is_given_minus_infinity_and_zero_tails(packed, route):
+    route(flash_originals())
+    *inputs, cu_q, cu_k, max_q, max_k = packed((6, 3, 2), (2, 3, 2))
+    aux = attnreg.AuxRequest(lse=True)
+    out, lse = attnreg.varlen_attn(*inputs, cu_q[:3], cu_k[:3], max_q, max_k, True, aux)
+    truth.assert_near(out, truth.varlen(*inputs, cu_q[:3], cu_k[:3], window=CAUSAL)[0])
+    truth.assert_near(lse, truth.varlen(*inputs, cu_q[:3], cu_k[:3], window=CAUSAL)[1])
+
+
+# FAILS, flash.py: a backend's LSE that isn't contiguous is passed on as it is; a compiler asserts that it is.
+@pytest.mark.parametrize("packs", [False, True])
+def test_shapes_dtypes_and_strides_of_the_flash_op_are_those_of_torchs_meta_function(route, packed, fake, packs):  # fmt: skip # noqa: E501
+    route()
+    if packs:
+        *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+        lengths = (cu_q, cu_k, max_q, max_k)
+    else:
+        inputs = [x.detach().transpose(1, 2) for x in tensors(5, 7)]
+        lengths = (None, None, 5, 7)
+    on_meta = [x.to("meta").as_strided(x.shape, x.stride()) for x in inputs]
+    meta_lengths = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in lengths]
+    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
+        result = flash_varlen(inputs, *lengths)
+        assert described(result) == described(flash_varlen(on_meta, *meta_lengths))
+        grad = random_like(result[0])
+        arguments = (grad, *inputs, *result[:2], *lengths, 0.0, False, *result[2:4])
+        grads = torch.ops.aten._flash_attention_backward(*arguments)
+        to_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+        to_meta[1:4] = on_meta
+        assert described(grads) == described(torch.ops.aten._flash_attention_backward(*to_meta))
+        assert attnreg.stats().calls == {"scattered": {"forward": 1, "backward": 1}}
+
+
+def test_every_argument_of_the_flash_op_reaches_the_original(route, packed, ran):
+    originals = flash_originals()
+    original = originals["_flash_attention_forward"]
+    original.function = lambda query, *args, **kw: (query, query, *random_state(), query)
+    route(originals)
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    options = {
+        "scale": 0.3,
+        "window_size_left": 3,
+        "window_size_right": 1,
+        "seqused_k": torch.tensor([1, 2, 3, 1], dtype=torch.int32),
+        "alibi_slopes": torch.ones(4),
+        "block_table": torch.zeros(4, 1, dtype=torch.int32),
+        "num_splits": 2,
+    }
+    with attnreg.register_backend("math"):
+        flash_varlen(inputs, cu_q, cu_k, max_q, max_k, p=0.25, causal=True, debug=True, **options)
+    ((args, kwargs),) = original.calls
+    assert all(x is y for x, y in zip(args[:5], (*inputs, cu_q, cu_k), strict=True))
+    assert args[5:] == (8, 8, 0.25, True, True)
+    assert kwargs.keys() == options.keys()
+    assert all(kwargs[name] is value or kwargs[name] == value for name, value in options.items())
+    assert ran() == {}
+
+
+def test_a_dense_call_of_the_flash_op_with_every_option(route, ran, fake):
+    route()
+    recorder = fake("mine")
+    query, key, value = (x.detach().transpose(1, 2).requires_grad_() for x in tensors(5, 7))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    with attnreg.register_backend(recorder.backend), torch.no_grad():
+        out, lse, rng_state, unused, debug = torch.ops.aten._flash_attention_forward(
+            query, key, value, None, None, 5, 7, 0.0, True, False, scale=0.3, window_size_left=2,
+            alibi_slopes=slopes, num_splits=3,
+        )  # fmt: skip
+    assert ran() == {"mine": (1, 0)}
+    (*_, asked) = recorder.forwards[0]
+    assert (asked.window, asked.num_splits, asked.scale) == ((2, 0), 3, 0.3)
+    assert asked.alibi_slopes is slopes
+    distance = (torch.arange(7) - torch.arange(5)[:, None] - 2).abs()
+    bias = (-slopes.double()[:, None, None] * distance)[None]
+    heads_first = [x.detach().transpose(1, 2) for x in (query, key, value)]
+    expected, expected_lse = truth.dense(*heads_first, bias, window=(2, 0), scale=0.3)
+    truth.assert_near(out.transpose(1, 2), expected)
+    truth.assert_near(lse, expected_lse)
+    assert (rng_state.shape, rng_state.dtype, unused.shape, unused.dtype) == (
+        (2,), torch.uint64, (), torch.uint64,
+    )  # fmt: skip
+    assert debug.shape == (0,)
+
+
+def test_the_inplace_op_writes_into_its_first_argument(route, packed, ran):
+    route({"_flash_attention_forward_no_dropout_inplace": Original(None)})
+    *inputs, cu_q, cu_k, max_q, max_k = packed(*BLIND, grad=False)
+    attnreg.register_backend("math")
+    out = torch.full_like(inputs[0], torch.nan)
+    lse = torch.ops.aten._flash_attention_forward_no_dropout_inplace(
+        out, *inputs, cu_q, cu_k, max_q, max_k, 0.0, True, False
+    )
+    truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)[0])
+    truth.assert_near(lse, truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)[1])
+    assert ran() == {"math": (1, 0)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_compiled_in_one_graph_the_choice_is_made_when_it_runs(route, ran, fake, kind):
+    route()
+    torch._dynamo.reset()
+    inputs = tensors()
+    attend = torch.compile(
+        lambda *x: call(kind, x, causal=True)[0].sin(), fullgraph=True, backend="aot_eager"
+    )
+    expected, _ = truth.dense(*inputs, window=CAUSAL)
+    for name, registered in (("math", "math"), ("mine", fake("mine").backend)):
+        with attnreg.register_backend(registered):
+            out = attend(*inputs)
+            check_gradients(out, inputs, truth.dense(*inputs, window=CAUSAL)[0].sin())
+        truth.assert_near(out, expected.sin())
+        assert ran() == {name: (1, 1)}
+    torch._dynamo.reset()

@@ -1,0 +1,500 @@
+"""Promises of `explain`: it says what would run, who decided and why not the others, and it is right."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+import attnreg
+from attnreg import _registry, aten, explain
+from attnreg.asked import ROUTED
+from attnreg.discovery import Entry
+from attnreg.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    InvalidInputError,
+    UnknownBackendError,
+    UnsupportedInputError,
+)
+
+NOT_SERVED = "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch, fake):
+    """Know these backends only, as on a machine with a GPU's packages and no GPU."""
+
+    def no_symbols():
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    gpu = {"devices": ("cuda",), "dtypes": ("float16", "bfloat16"), "unavailable": lambda: "no GPU here"}
+    backends = (
+        fake(
+            "FA4", **gpu, compute_capability=((9, 0), (10, 3)), priority=20, window=False, install="make fa4"
+        ).backend,
+        fake("FA2", **gpu, compute_capability=((8, 0), (9, 0)), priority=10, head_dim_v=None).backend,
+        fake("cpu", backward=False, priority=5, bias=False).backend,
+        fake("math", devices=("cpu", "cuda"), priority=-100).backend,
+    )
+    entries = {backend.name.casefold(): Entry(backend.name, "a test", backend) for backend in backends}
+    monkeypatch.setattr(_registry, "_entries", entries)
+    _registry.changed()
+    return entries
+
+
+def spec(device="cpu", dtype="float32", **changes):
+    return attnreg.AttentionSpec(
+        **{
+            "device": attnreg.Device.parse(device),
+            "dtype": dtype,
+            "batch": 2,
+            "max_q": 4096,
+            "max_k": 4096,
+            "heads_q": 32,
+            "heads_k": 8,
+            "head_dim": 128,
+            "head_dim_v": 128,
+            **changes,
+        }
+    )
+
+
+def heads_first(*shape, **options):
+    """Return query, key and value for `F.scaled_dot_product_attention`."""
+    return torch.randn(3, *shape, **options).unbind()
+
+
+# A call for a machine that needn't be there
+
+
+def test_a_call_for_another_machine_is_explained_row_by_row():
+    assert str(explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))) == (
+        "forward on cuda (simulated sm_90): FA4, by default order for sm_90\n"
+        "  query (2, 4096, 32, 128) · key (2, 4096, 8, 128) · value (2, 4096, 8, 128) · bfloat16 · causal"
+        " · needs grad\n"
+        "  FA4   runs it, by default order for sm_90\n"
+        "  FA2   could run it\n"
+        "  cpu   device must be cpu, got cuda\n"
+        "  math  could run it\n"
+        "\n"
+        "backward on cuda (simulated sm_90): FA4, by default order for sm_90\n"
+        "  query (2, 4096, 32, 128) · key (2, 4096, 8, 128) · value (2, 4096, 8, 128) · bfloat16 · causal"
+        " · needs grad\n"
+        "  FA4   runs it, by default order for sm_90\n"
+        "  FA2   could run it\n"
+        "  cpu   has no backward\n"
+        "  math  could run it\n"
+        "\n"
+        f"note: {NOT_SERVED}\n"
+        "\n"
+        "note: takes for granted that FA4 loads there (can't load here: no GPU here; "
+        "install it with: make fa4)\n"
+        "\n"
+        "note: takes for granted that FA2 loads there (can't load here: no GPU here)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "rejected"),
+    [
+        ("sm_90", "FA4", {"cpu"}),
+        ("sm_100", "FA4", {"FA2", "cpu"}),
+        ("sm_120", "math", {"FA4", "FA2", "cpu"}),
+        ("sm_80", "FA2", {"FA4", "cpu"}),
+        ("sm_75", "math", {"FA4", "FA2", "cpu"}),
+    ],
+)
+def test_every_gpu_can_be_asked_about_without_one(device, backend, rejected):
+    explanation = explain(spec(device, "bf16"))
+    assert explanation.backend == backend
+    assert explanation.source == f"default order for {device}"
+    assert set(explanation.rejected) == rejected
+    assert explanation.runs
+    assert explanation.backward is None
+
+
+def test_on_the_device_that_is_there_what_is_missing_here_is_a_reason():
+    assert explain(spec("cuda", "bf16")).rejected == {
+        "FA4": ("can't load here: no GPU here; install it with: make fa4",),
+        "FA2": ("can't load here: no GPU here",),
+        "cpu": ("device must be cpu, got cuda",),
+    }
+
+
+def test_every_reason_of_every_backend_is_listed():
+    explanation = explain(spec("sm_100", "float32", head_dim_v=64, window=(128, 0)))
+    assert explanation.rejected == {
+        "FA4": (
+            "dtype must be float16 or bfloat16, got float32",
+            "window_size must be (-1, -1) or causal, got (128, 0)",
+        ),
+        "FA2": (
+            "compute capability must be 8.0 to 9.0, got 10.0 (too new)",
+            "dtype must be float16 or bfloat16, got float32",
+            "head_dim of the value must be that of the query, 128, got 64",
+        ),
+        "cpu": ("device must be cpu, got cuda",),
+    }
+    assert explanation.backend == "math"
+
+
+# Both directions
+
+
+def test_each_direction_is_explained_if_a_gradient_is_needed(known):
+    explanation = explain(spec(needs_backward=True))
+    assert (explanation.forward.backend, explanation.backward.backend) == ("cpu", "math")
+    assert explanation.backward.direction == "backward"
+    assert explanation.backward.rejected["cpu"] == ("has no backward",)
+    assert explanation.rejected == explanation.forward.rejected
+    assert explain(spec()).backward is None
+
+
+def test_with_dropout_the_backward_is_explained_as_its_forwards(known, fake):
+    del known["cpu"]
+    known["half"] = Entry("half", "a test", fake("half", priority=9, dropout=False).backend)
+    known["whole"] = Entry("whole", "a test", fake("whole", priority=1).backend)
+    also = fake("half", priority=9).backend
+    known["half"].backend = dataclasses.replace(known["half"].backend, backward=also.forward)
+    explanation = explain(spec(needs_backward=True, dropout=0.5))
+    assert (explanation.backend, explanation.source) == ("whole", "default order for cpu")
+    # "half" would come first and could run the backward, but doesn't know the mask.
+    assert "half" not in explanation.backward.rejected
+    assert (explanation.backward.backend, explanation.backward.source) == (
+        "whole",
+        "the forward's dropout mask",
+    )
+
+
+def test_a_call_runs_if_both_directions_that_it_needs_do(known):
+    del known["math"]
+    assert explain(spec()).runs
+    training = explain(spec(needs_backward=True))
+    assert (training.backend, training.backward.backend, training.runs) == ("cpu", None, False)
+    assert not explain(spec(bias=True)).runs
+
+
+# The call itself
+
+
+def test_the_arguments_of_scaled_dot_product_attention_are_understood():
+    query, key, value = heads_first(2, 4, 16, 8, requires_grad=True)
+    explanation = explain(query, key, value, is_causal=True)
+    assert explanation.spec == attnreg.AttentionSpec(
+        device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=16, max_k=16, heads_q=4, heads_k=4,
+        head_dim=8, head_dim_v=8, window=(-1, 0), needs_backward=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        assert explain(query, key, value).backward is None
+
+
+def test_the_arguments_of_varlen_attn_are_understood(packed):
+    inputs = packed((3, 5), (4, 4), heads=4, heads_k=2, dim=8)
+    explanation = explain(*inputs, True, window_size=(2, -1), enable_gqa=True, num_splits=2)
+    assert explanation.spec == attnreg.AttentionSpec(
+        device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=5, max_k=4, heads_q=4, heads_k=2,
+        head_dim=8, head_dim_v=8, tokens_q=8, tokens_k=8, varlen=True, window=(2, 0), num_splits=2,
+        needs_backward=True,
+    )  # fmt: skip
+    assert explain(*inputs, window_size=None, enable_gqa=True).spec.window == (-1, -1)
+
+
+def test_a_paged_cache_and_its_lengths_are_understood():
+    query, cache = torch.randn(3, 2, 8), torch.randn(4, 16, 2, 8)
+    offsets, used = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    pages = torch.tensor([[0, 2]], dtype=torch.int32)
+    asked = explain(query, cache, cache, offsets, None, 3, 32, seqused_k=used, block_table=pages).spec
+    assert (asked.page_size, asked.seqused_k, asked.tokens_k) == (16, True, 32)
+
+
+@pytest.mark.parametrize(
+    ("make", "grad"),
+    [
+        (lambda: (heads_first(2, 4, 16, 8), {}), False),
+        (lambda: (heads_first(2, 4, 16, 8, requires_grad=True), {"is_causal": True}), True),
+        (lambda: (heads_first(2, 4, 16, 8), {"attn_mask": torch.zeros(16, 16)}), False),
+        (lambda: (heads_first(1, 2, 8, 8, dtype=torch.float16), {}), False),
+        (lambda: ((torch.randn(1, 2, 8, 8), *heads_first(1, 2, 4, 8)[:2]), {"is_causal": True}), False),
+    ],
+    ids=["plain", "causal with grad", "mask", "half", "causal and longer query"],
+)
+@pytest.mark.parametrize("how", ["install", "math", "cpu", "narrow"])
+def test_what_is_explained_is_what_runs(routers, ran, fake, make, grad, how):
+    tensors, options = make()
+    if how == "install":
+        attnreg.install()
+    elif how == "narrow":
+        attnreg.register_backend(fake("narrow", window=False, dtypes=("float32",)).backend)
+    else:
+        attnreg.register_backend(how)
+    explanation = explain(*tensors, **options)
+    assert ran() == {}
+    out = F.scaled_dot_product_attention(*tensors, **options)
+    expected = {explanation.backend: (1, 0)}
+    if grad:
+        out.sum().backward()
+        expected = {}
+        for decision, counts in ((explanation.forward, (1, 0)), (explanation.backward, (0, 1))):
+            before = expected.get(decision.backend, (0, 0))
+            expected[decision.backend] = (before[0] + counts[0], before[1] + counts[1])
+    assert ran() == expected
+    assert explanation.notes == ()
+
+
+def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):
+    inputs = packed((3, 5))
+    explanation = explain(*inputs)
+    attnreg.varlen_attn(*inputs).sum().backward()
+    assert ran() == {explanation.backend: (1, 0), explanation.backward.backend: (0, 1)}
+    assert (explanation.backend, explanation.backward.backend) == ("cpu", "math")
+
+
+def test_a_causal_mask_is_aligned_as_the_call_aligns_it():
+    query, key = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 4, 8)
+    assert explain(query, key, key, is_causal=True).spec.window == (-1, 4)
+    shorter = explain(key, query, query, is_causal=True).spec
+    assert (shorter.window, shorter.max_q, shorter.max_k) == ((-1, 0), 4, 4)
+
+
+def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fake):
+    known["faster"] = Entry("faster", "a test", fake("faster", priority=1000).backend)
+    explanation = explain(*heads_first(1, 2, 8, 8))
+    assert explanation.forward.order == ("cpu", "faster", "FA4", "FA2", "math")
+    assert explain(spec()).forward.order == ("faster", "FA4", "FA2", "cpu", "math")
+
+
+def test_every_kernel_that_torchs_selector_chooses_among_is_known_to_explain():
+    keys = {key.lower() for route in aten.ROUTES for key in route.keys if "scaled_dot_product" in route.op}
+    assert {device for device, _ in ROUTED} == keys == {"cpu", "cuda"}
+    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN"]
+    assert set(SDPBackend.__members__) >= {choice.name for _, choice in ROUTED}
+
+
+# Who asked
+
+
+def test_a_backend_of_the_call_is_obeyed_or_refused_in_the_answer():
+    obeyed = explain(spec(), backend="MATH")
+    assert (obeyed.backend, obeyed.source) == ("math", "backend='math'")
+    refused = explain(spec(needs_backward=True), backend="cpu")
+    assert not refused.runs
+    assert refused.forward.refusal == "backend='cpu' is obeyed or refused"
+    assert refused.rejected["cpu"] == ("backward: has no backward",)
+    with pytest.raises(UnknownBackendError) as error:
+        explain(spec(), backend="FA5")
+    assert str(error.value) == (
+        "no backend is named 'FA5'; did you mean 'FA4'? known backends: FA4, FA2, cpu, math"
+    )
+
+
+def test_a_backend_of_the_call_that_cannot_load_here_is_an_answer_not_an_error():
+    explanation = explain(spec("cuda", "bf16"), backend="fa4")
+    assert explanation.backend is None
+    assert explanation.forward.refusal == (
+        "backend='FA4': FA4 can't load here: no GPU here; install it with: make fa4"
+    )
+    there = explain(spec("sm_90", "bf16"), backend="fa2")
+    assert (there.backend, there.source) == ("FA2", "backend='FA2'")
+
+
+def test_an_open_scope_is_part_of_the_answer():
+    with attnreg.use_backend("math"):
+        explanation = explain(spec())
+    assert (explanation.backend, explanation.source) == ("math", "use_backend('math')")
+    assert explain(spec()).backend == "cpu"
+
+
+def test_a_preference_that_gives_way_is_told(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
+    explanation = explain(spec(bias=True))
+    assert (explanation.backend, explanation.source) == ("math", "default order for cpu")
+    assert explanation.forward.passed_over == explanation.forward.asked_for == ("cpu",)
+    assert explanation.rejected["cpu"] == ("attn_bias must be None, got a tensor",)
+
+
+def test_an_unavailable_backend_of_the_environment_is_shown_and_not_raised(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "fa4")
+    explanation = explain(spec("cuda", "bf16"))
+    assert (explanation.backend, explanation.runs) == (None, False)
+    first, _, *rows = str(explanation).splitlines()
+    assert first == (
+        "no attention backend can run this forward on cuda: ATTNREG_BACKEND: FA4 can't load here: "
+        "no GPU here; install it with: make fa4"
+    )
+    assert rows == [
+        "  FA4   can't load here: no GPU here; install it with: make fa4",
+        "  FA2   can't load here: no GPU here",
+        "  cpu   device must be cpu, got cuda",
+        "  math  could run it",
+    ]
+
+
+def test_a_strict_mode_that_would_refuse_the_call_is_told(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    explanation = explain(spec(bias=True))
+    assert explanation.backend is None
+    assert explanation.forward.refusal == (
+        "ATTNREG_BACKEND can't serve this call, and ATTNREG_STRICT makes that an error"
+    )
+
+
+def test_a_broken_plugin_is_a_row(known):
+    known["broken"] = Entry("broken", "a test", cause=SyntaxError("invalid syntax"))
+    explanation = explain(spec())
+    assert explanation.backend == "cpu"
+    assert "  broken  failed to load: SyntaxError: invalid syntax" in str(explanation).splitlines()
+
+
+def test_a_bad_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "2")
+    with pytest.raises(ConfigError, match="ATTNREG_STRICT: got '2'"):
+        explain(spec())
+
+
+# Notes
+
+
+def test_where_nothing_is_registered_a_note_says_that_torchs_entry_points_are_not_served(routers):
+    assert explain(spec()).notes == (NOT_SERVED,)
+    with attnreg.register_backend("math"):
+        assert explain(spec()).notes == ()
+    attnreg.install()
+    assert explain(spec()).notes == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (heads_first(1, 2, 8, 8), {"dropout_p": 0.5}),
+        lambda: (heads_first(1, 2, 8, 8, device="meta"), {}),
+        lambda: ((*heads_first(1, 2, 8, 8)[:2], torch.randn(1, 2, 8, 4)), {}),
+    ],
+    ids=["dropout", "meta", "another value head dim"],
+)
+def test_a_call_that_torchs_selector_keeps_from_attnreg_has_a_note_that_says_so(routers, ran, make):
+    attnreg.install()
+    tensors, options = make()
+    explanation = explain(*tensors, **options)
+    assert explanation.notes == (
+        "F.scaled_dot_product_attention sends this call to torch's math kernel before attnreg sees it",
+    )
+    F.scaled_dot_product_attention(*tensors, **options)
+    assert ran() == {}
+
+
+def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(routers, monkeypatch):
+    attnreg.install()
+    monkeypatch.setattr(aten, "shadowed_by", lambda: "FA4")
+    assert explain(spec()).notes == (
+        "torch.nn.attention has 'FA4' active above attnreg's routers: the flash ops on CUDA go there; "
+        "restore_flash_attention_impl() gives them back",
+    )
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda q, k, v: explain(q),
+            "explain: got a query alone, expected query, key and value, or an AttentionSpec",
+        ),
+        (
+            lambda q, k, v: explain(q[0], k, v),
+            "query: got shape (2, 8, 8), expected (batch, heads, length, head_dim), "
+            "or (tokens, heads, head_dim) with cu_seq_q",
+        ),
+        (
+            lambda q, k, v: explain(q, k, v[0, 0]),
+            "value: got shape (8, 8), expected (batch, heads, length, head_dim), "
+            "or (tokens, heads, head_dim) with cu_seq_q",
+        ),
+        (
+            lambda q, k, v: explain(q, k.double(), v),
+            "dtype: got query torch.float32, key torch.float64, value torch.float32, expected one dtype",
+        ),
+        (lambda q, k, v: explain(q, k, v, dropout_p=1.5), "dropout_p: got 1.5, expected 0 to 1"),
+        (lambda q, k, v: explain(q, k, v, scale=float("nan")), "scale: got nan, expected a finite number"),
+        (
+            lambda q, k, v: explain(q, k, v, window_size=(4, 0), num_splits=2),
+            "explain: got window_size, num_splits without cu_seq_q, expected none: "
+            "F.scaled_dot_product_attention has none",
+        ),
+        (
+            lambda q, k, v: explain(q[0], k[0], v[0], torch.tensor([0, 2]), torch.tensor([0, 2]), 2, 2),
+            "cu_seq_q: got torch.int64, expected torch.int32",
+        ),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused_as_the_call_itself_would_be(call, message):
+    with pytest.raises(InvalidInputError) as error:
+        call(*heads_first(1, 2, 8, 8))
+    assert str(error.value) == message
+
+
+# The answer as data
+
+
+def test_the_answer_is_plain_data_for_json():
+    explanation = explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))
+    document = json.loads(json.dumps(explanation.to_dict()))
+    assert list(document) == ["runs", "backend", "source", "spec", "forward", "backward", "notes"]
+    assert (document["runs"], document["backend"], document["source"]) == (
+        True,
+        "FA4",
+        "default order for sm_90",
+    )
+    assert document["spec"]["device"] == {
+        "type": "cuda", "capability": [9, 0], "index": None, "name": "", "simulated": True,
+    }  # fmt: skip
+    assert document["spec"]["window"] == [-1, 0]
+    for direction in ("forward", "backward"):
+        assert document[direction] == {
+            "direction": direction,
+            "backend": "FA4",
+            "source": "default order for sm_90",
+            "rejected": {
+                "cpu": ["device must be cpu, got cuda" if direction == "forward" else "has no backward"]
+            },
+            "passed_over": [],
+            "order": ["FA4", "FA2", "cpu", "math"],
+            "asked_for": [],
+            "refusal": "",
+        }
+    assert document["notes"] == list(explanation.notes)
+    assert json.loads(json.dumps(explain(spec()).to_dict()))["backward"] is None
+
+
+def test_the_error_of_a_refused_call_is_the_answer_of_explain(known, fake, packed):
+    known["narrow"] = Entry("narrow", "a test", fake("narrow", causal=False, gqa=False).backend)
+    inputs = packed((3, 4), heads=4, heads_k=2, grad=False)
+    options = {"backend": "narrow", "enable_gqa": True}
+    with pytest.raises(UnsupportedInputError) as error:
+        attnreg.varlen_attn(*inputs, True, **options)
+    explanation = explain(*inputs, True, **options)
+    assert explanation.rejected["narrow"] == (
+        "query and key must have as many heads, got 4 and 2",
+        "is_causal must be False, got True",
+    )
+    assert error.value.rejected == explanation.rejected
+    assert str(explanation) == f"{error.value}\n\nnote: {NOT_SERVED}"
+
+
+def test_an_unavailable_backend_that_the_call_itself_would_raise_for_is_raised_by_the_call(packed):
+    with pytest.raises(BackendUnavailableError, match="FA4 can't load here: no GPU here"):
+        attnreg.varlen_attn(*packed((3, 4)), backend="FA4")
+
+
+def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog):
+    narrow = fake("narrow", dtypes=("float16",))
+    with attnreg.register_backend(narrow.backend), caplog.at_level("DEBUG", "attnreg"):
+        assert explain(*heads_first(1, 2, 8, 8)).rejected["narrow"] == ("dtype must be float16, got float32",)
+        explain(spec(needs_backward=True))
+    assert attnreg.stats() == attnreg.Stats({}, ())
+    assert (narrow.forwards, caplog.records) == ([], [])
