@@ -41,9 +41,9 @@ test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math makes a missing one 
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@$(PY) -m attnreg demo
 
-bench: $(READY) ## list the benchmarks; NAME=cpu runs benchmarks/cpu.py
+bench: $(READY) ## list the benchmarks; NAME=overhead runs that one, ARGS go to it
 ifdef NAME
-	@$(PY) -m benchmarks.$(NAME)
+	@$(PY) benchmarks/$(NAME).py $(ARGS)
 else
 	@for file in benchmarks/[a-z]*.py; do echo "make bench NAME=$$(basename "$$file" .py)"; done
 endif
