@@ -60,17 +60,18 @@ def packed(documents: list[bytes], device: torch.device) -> Layout:
 
 
 def padded(documents: list[bytes], device: torch.device) -> Layout:
-    """Fill a rectangle, (B, S), and attend through `F.scaled_dot_product_attention` with a mask."""
+    """Fill a rectangle, (B, S), and attend through `F.scaled_dot_product_attention`.
+
+    The padding comes last, where a causal mask hides it from all text, so the fast `is_causal` does.
+    """
     rows, following = _shifted(documents)
     tokens = pad_sequence(rows, batch_first=True).to(device)
     targets = pad_sequence(following, batch_first=True, padding_value=IGNORED).to(device)
     positions = torch.arange(tokens.shape[1], device=device)
-    is_text = targets != IGNORED
-    mask = is_text[:, None, None, :] & (positions[:, None] >= positions)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
     return Layout(tokens, positions, targets, attend)
 
