@@ -26,7 +26,7 @@ __all__ = ["backward", "bounds", "forward", "prepare", "scale_of", "wants_determ
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, pin: scope.Pin | None
+    query: Tensor, key: Tensor, value: Tensor, call: Call, pin: scope.Pin | None, needs_backward: bool
 ) -> tuple[Tensor, Tensor]:
     """Run the forward of a call on the backend that is chosen for it; `pin` leads the choice.
 
@@ -34,7 +34,7 @@ def forward(
         InvalidInputError: the call contradicts itself.
         UnsupportedInputError: no backend can run it, or none may.
     """
-    chosen = prepare("forward", query, key, value, call, pin)
+    chosen = prepare("forward", query, key, value, call, pin, needs_backward=needs_backward)
     result: tuple[Tensor, Tensor] = chosen.kernel(query, key, value, call)
     counters.count(chosen.counters)
     return result
@@ -65,10 +65,12 @@ def prepare(
     call: Call,
     pin: scope.Pin | None,
     native: Native | None = None,
+    needs_backward: bool = True,
 ) -> Plan:
     """Return the plan for a call in the contract's layout, after checking it."""
     now = state()
-    needs_backward = direction == "backward" or wants_gradient(query, key, value)
+    if direction == "backward" and pin is not None and pin.no_gradient:
+        raise UnsupportedInputError(pin.no_gradient)
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     look_up = (
         direction, needs_backward, native, pin, call.deterministic,
@@ -93,8 +95,6 @@ def prepare(
         check_scale(call.scale)
         if offsets_q is not None and query.is_cpu:
             check_values(query, key, call)
-    elif pin is not None and pin.no_gradient:
-        raise UnsupportedInputError(pin.no_gradient)
     return found
 
 

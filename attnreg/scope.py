@@ -2,7 +2,8 @@
 
 A `Pin` is such a choice. Each gets a small number, because the only way from an aten op's forward
 to its backward is a saved tensor: `stamp` hides the number in where a tensor begins in its storage,
-which costs no kernel, no host sync, and survives autograd, torch.compile and CUDA graphs.
+which costs no kernel, no host sync, and survives autograd, CUDA graphs and, for scalars, torch.compile;
+a larger tensor Inductor may lay out anew.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _check_varlen(query: Tensor, call: Call) -> None:
         _check_integers("block_table", call.block_table, query, rank=2)
     elif call.cu_seqlens_k is None:
         raise _wrong("cu_seq_k", "None", "a tensor (None goes with a block_table)")
-    batch = len(call.cu_seqlens_q) - 1 if call.cu_seqlens_q is not None else 0
+    batch = call.cu_seqlens_q.shape[0] - 1 if call.cu_seqlens_q is not None else 0
     if batch < 0:
         raise _wrong("cu_seq_q", "no element", "batch + 1 offsets, the first of them 0")
     lengths = {"cu_seq_k": (call.cu_seqlens_k, batch + 1), "seqused_k": (call.seqused_k, batch)}

@@ -100,13 +100,15 @@ def varlen_attn(
             "expected as many (or enable_gqa=True)"
         )
     window = _window(window_size, is_causal)
-    if torch.is_autocast_enabled(query.device.type):
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         query, key, value = _autocast(query, key, value)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
         out, lse, _ = op.forward(
-            *arguments, scale, list(window), seqused_k, block_table, num_splits, backend or ""
-        )
+            *arguments, scale, list(window), seqused_k, block_table, num_splits, backend or "",
+            wants_gradient(query, key, value),
+        )  # fmt: skip
     else:
         optional = {} if seqused_k is None else {"seqused_k": seqused_k}
         if block_table is not None:
@@ -170,6 +172,8 @@ def _beyond_aten(
         return True  # aten's backward receives neither
     if (block_table is not None or num_splits is not None) and "block_table" not in _FLASH_ARGUMENTS:
         return True  # torch 2.11
+    if value.shape[-1] != query.shape[-1] and (query.is_meta or type(query) is not Tensor):
+        return True  # nothing will run, and up to torch 2.14 aten says that the output is like the query
     return not aten.usable() or (query.is_cuda and bool(aten.shadowed_by()))
 
 

@@ -36,14 +36,17 @@ def forward(
     block_table: Tensor | None,
     num_splits: int | None,
     backend: str,
+    needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
-    pin = scope.exclusive(backend) if backend else scope.current()
+    # The backward is told of `backend` by an argument of its own, of a scope by a stamp.
+    scoped = None if backend else scope.current()
     call = _call(
         query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, num_splits
     )
-    out, lse = dispatch.forward(query, key, value, call, pin)
-    return out, lse.float(), scope.stamp(pin, query).zero_()
+    chosen = scope.exclusive(backend) if backend else scoped
+    out, lse = dispatch.forward(query, key, value, call, chosen, needs_backward)
+    return out.contiguous(), lse.float().contiguous(), scope.stamp(scoped, query).zero_()
 
 
 @forward.register_fake
@@ -61,6 +64,7 @@ def _forward_fake(
     block_table: Tensor | None,
     num_splits: int | None,
     backend: str,
+    needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
     tokens, heads, _ = query.shape
@@ -85,10 +89,14 @@ def backward(
     window_size: list[int],
     seqused_k: Tensor | None,
     block_table: Tensor | None,
+    backend: str,
+    needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes."""
     call = _call(query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, None)
-    return dispatch.backward(grad_out, query, key, value, out, lse, call, scope.read_stamp(pin))
+    chosen = scope.exclusive(backend) if backend else scope.read_stamp(pin)
+    grads = dispatch.backward(grad_out, query, key, value, out, lse, call, chosen)
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
 @backward.register_fake
@@ -125,18 +133,18 @@ def _call(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table = inputs[
-        :11
-    ]
+    query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table = inputs[:11]
+    ctx.backend = inputs[12]
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
-    ctx.numbers = (max_q, max_k, scale, window_size)
+    ctx.numbers = numbers
     ctx.mark_non_differentiable(output[1], output[2])
 
 
 def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
-    grads = backward(grad_out, *tensors, cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
-    return (*grads, *(None,) * 10)
+    offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
+    grads = backward(grad_out, *tensors, *offsets, ctx.backend)
+    return (*grads, *(None,) * 11)
 
 
 forward.register_autograd(_gradient, setup_context=_save)

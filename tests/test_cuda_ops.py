@@ -648,14 +648,20 @@ def test_packed_sequences_are_right_forward_and_backward(route, packed, ran):
 
 
 @pytest.mark.parametrize("token_major", [False, True])
-def test_the_lse_is_laid_out_as_the_torch_at_hand_does(route, packed, monkeypatch, token_major):
+def test_the_lse_is_laid_out_as_the_torch_at_hand_does_and_back(
+    route, packed, monkeypatch, fake, token_major
+):
     monkeypatch.setattr(cudnn, "TOKEN_MAJOR_LSE", token_major)
     route()
+    recorder = fake("mine")
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    attnreg.register_backend(recorder.backend)
     out, lse, *_ = cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k)
     assert lse.shape == ((17, 4, 1) if token_major else (4, 17))
-    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
+    assert lse.is_contiguous()
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k)
     check_gradients(out, inputs, expected)
+    truth.assert_near(recorder.backwards[0][5], expected_lse)
 
 
 def test_causal_packed_sequences_of_equal_lengths_are_served(route, packed, ran):
@@ -834,16 +840,18 @@ def test_the_lse_of_a_row_without_keys_is_that_of_torchs_own_kernel(route, packe
 
 
 @pytest.mark.parametrize("first", ["torch", "math"])
-def test_rows_without_keys_survive_a_change_of_backend_before_the_backward(route, packed, ran, first):
+def test_rows_without_keys_survive_a_change_of_backend_before_the_backward(route, packed, ran, fake, first):
     originals = flash_originals()
     route(originals)
     *inputs, cu_q, cu_k, max_q, max_k = packed(*BLIND)
     expected, _ = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
     if first == "torch":
         out, *_ = flash_varlen(inputs, cu_q, cu_k, max_q, max_k, causal=True)
-        with attnreg.register_backend("math"):
+        recorder = fake("mine")
+        with attnreg.register_backend(recorder.backend):
             check_gradients(out, inputs, expected)
-        assert ran() == {"math": (0, 1)}
+        assert ran() == {"mine": (0, 1)}
+        assert torch.equal(recorder.backwards[0][5][:, :4], torch.full((4, 4), -torch.inf))
         assert len(originals["_flash_attention_forward"].calls) == 1
     else:
         with attnreg.register_backend("math"):

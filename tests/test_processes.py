@@ -160,6 +160,8 @@ def hold():
         lock.acquire()
     held.set()
     over.wait()
+    for lock in locks:
+        lock.release()
 
 thread = threading.Thread(target=hold, daemon=True)
 thread.start()
@@ -180,15 +182,16 @@ if not child:
     print(attnreg.stats().calls, flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
-print(os.waitstatus_to_exitcode(status), attnreg.stats().calls if over.set() else thread.join(), flush=True)
-print(attnreg.stats().calls)
+over.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), attnreg.stats().calls)
 """
 
 
 def test_a_child_forked_while_another_thread_holds_every_lock_can_call_attention():
     run = python("-c", FORK)
     assert run.stderr == ""
-    assert run.stdout.splitlines() == ["{'math': {'forward': 3, 'backward': 0}}", "0 None", "{}"]
+    assert run.stdout.splitlines() == ["{'math': {'forward': 3, 'backward': 0}}", "0 {}"]
 
 
 # New processes
@@ -352,15 +355,19 @@ def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_
     assert getattr(attnreg, name) is type(error)
 
 
-def test_an_error_can_be_read_by_a_process_that_has_not_imported_attnreg():
+def test_an_error_can_be_read_by_a_process_that_has_imported_neither_attnreg_nor_torch():
     run = subprocess.run(
-        [sys.executable, "-c", "import pickle, sys; print(repr(pickle.load(sys.stdin.buffer)))"],
+        [
+            sys.executable,
+            "-c",
+            "import pickle, sys; print(repr(pickle.load(sys.stdin.buffer)), 'torch' in sys.modules)",
+        ],
         input=pickle.dumps(ERRORS[0]),
         capture_output=True,
         check=False,
     )
     assert run.stderr == b""
-    assert run.stdout.decode().strip() == """UnknownBackendError("no backend is named 'FA5'")"""
+    assert run.stdout.decode().strip() == """UnknownBackendError("no backend is named 'FA5'") False"""
 
 
 def values(tmp_path):

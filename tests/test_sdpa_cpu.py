@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
+from attnreg.backends import math
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -175,6 +176,30 @@ def test_the_op_returns_what_torchs_own_does():
         assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
 
 
+def scattered(x):
+    """Return the same values in strides that nobody expects."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+SCATTERING = attnreg.Kernels(
+    lambda *arguments: tuple(map(scattered, math.forward(*arguments))),
+    lambda *arguments: tuple(map(scattered, math.backward(*arguments))),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_are_torchs_own_however_a_backend_lays_out_its_results(fake, ran, layout):
+    inputs = [layout(x.detach()).requires_grad_() for x in tensors(6, 4)]
+    own = torchs_own(inputs)
+    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
+        got = results(inputs)
+        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)[1]
+    assert ran() == {"scattered": (2, 1)}
+    check_against_truth(got, inputs)
+    assert [x.stride() for x in got] == [x.stride() for x in own]
+    assert lse.transpose(1, 2).is_contiguous()
+
+
 # ---- torch's own kernel
 
 
@@ -302,6 +327,15 @@ def test_a_backend_that_cannot_run_the_call_gives_way(fake, ran, caplog):
     assert said == ["mine can't run this call and cpu does: is_causal must be False, got True"]
 
 
+def test_a_mask_is_another_call_than_the_same_without(fake, ran):
+    inputs = tensors()
+    with attnreg.register_backend(fake("mine", bias=False).backend):
+        check_against_truth(results(inputs), inputs)
+        assert ran() == {"mine": (1, 1)}
+        check_against_truth(results(inputs, attn_mask=ADDED), inputs, bias=ADDED)
+        assert ran() == {"cpu": (1, 1)}
+
+
 def test_stats_count_every_call_and_begin_anew(ran):
     inputs = tensors()
     with attnreg.register_backend("math"):
@@ -333,8 +367,6 @@ def test_explain_names_the_backend_that_runs(fake, ran):
         assert explained.source == source
 
 
-# FAILS, explanation.py: it decides without `native`, though torch's own kernel leads the default order of
-# the calls that come through torch's entry points.
 def test_explain_knows_that_torchs_own_kernel_comes_first_unless_somebody_asks(fake, ran):
     inputs = tensors()
     _registry.add(fake("keen", priority=1000).backend, "a test")

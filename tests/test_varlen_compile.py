@@ -8,6 +8,8 @@ import textwrap
 import pytest
 import torch
 import truth
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import (
@@ -19,12 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg import varlen_op
+from attnreg.backends import math
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = [
     pytest.mark.usefixtures("routers"),
-    # Inductor and export still use TorchScript inside, and torch warns about it.
+    # Torch warns of what it has deprecated and its own Inductor and export still use.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
@@ -61,6 +65,11 @@ class Graphs:
 
 def compiled(function, backend="aot_eager", **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+def boxed(compiler):
+    """Return a compiler as AOTAutograd wants it."""
+    return lambda module, inputs: make_boxed_func(compiler(module, inputs))
 
 
 def integers(*values):
@@ -139,10 +148,10 @@ def test_the_forward_passes_every_check_of_torch(arguments, lengths, options):
 def test_the_backward_passes_the_checks_of_schema_and_fake_tensors(arguments, lengths, options):
     given = arguments(*lengths, **options, grad=False)
     results = OP(*given)
-    *rest, _num_splits, _backend = given[3:]
+    *rest, _num_splits, backend = given[3:]
     checked = ("test_schema", "test_faketensor")
     grad = random_like(results[0])
-    got = opcheck(BACKWARD, (grad, *given[:3], *results, *rest), test_utils=checked)
+    got = opcheck(BACKWARD, (grad, *given[:3], *results, *rest, backend), test_utils=checked)
     assert set(got.values()) == {"SUCCESS"}
 
 
@@ -150,18 +159,50 @@ def test_the_backward_passes_the_checks_of_schema_and_fake_tensors(arguments, le
 def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_results(arguments, lengths, options):
     given = arguments(*lengths, **options, grad=False)
     real = OP(*given)
-    *rest, _num_splits, _backend = given[3:]
-    grads = BACKWARD(random_like(real[0]), *given[:3], *real, *rest)
+    *rest, _num_splits, backend = given[3:]
+    grads = BACKWARD(random_like(real[0]), *given[:3], *real, *rest, backend)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
         on_fake = OP(*fake)
-        *rest, _num_splits, _backend = fake[3:]
-        fake_grads = BACKWARD(torch.empty_like(on_fake[0]), *fake[:3], *on_fake, *rest)
+        *rest, _num_splits, backend = fake[3:]
+        fake_grads = BACKWARD(torch.empty_like(on_fake[0]), *fake[:3], *on_fake, *rest, backend)
     for one, other in zip((*real, *grads), (*on_fake, *fake_grads), strict=True):
-        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+        assert other.is_contiguous()
+
+
+def test_of_its_results_the_output_alone_is_differentiable(arguments):
+    out, lse, carried = OP(*arguments(LENGTHS_Q, LENGTHS_K))
+    assert out.requires_grad
+    assert not lse.requires_grad
+    assert not carried.requires_grad
 
 
 # ---- in graphs
+
+
+def scattered(x):
+    """Return the same values in strides that nobody expects."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+SCATTERING = attnreg.Kernels(
+    lambda *arguments: tuple(map(scattered, math.forward(*arguments))),
+    lambda *arguments: tuple(map(scattered, math.backward(*arguments))),
+)
+
+
+def test_a_backend_may_lay_out_its_results_as_it_likes(packed, fake, ran):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    rest = (cu_q, cu_k, max_q, max_k)
+    expected = with_gradients(attnreg.varlen_attn, inputs, *rest)
+    ran()
+    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
+        # What Inductor generates asserts the strides of everything that an op returns.
+        got = with_gradients(compiled(attnreg.varlen_attn, "inductor"), inputs, *rest)
+    assert ran() == {"scattered": (1, 1)}
+    assert_same(got, expected)
 
 
 def test_the_op_is_in_a_whole_graph_forward_and_backward(packed, ran):
@@ -170,9 +211,7 @@ def test_the_op_is_in_a_whole_graph_forward_and_backward(packed, ran):
     compiled(attnreg.varlen_attn, graphs)(*inputs)
     assert [target for target in graphs.targets[0] if target is OP] == [OP]
     forward, backward = Graphs(), Graphs()
-    from torch._dynamo.backends.common import aot_autograd
-
-    both = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    both = aot_autograd(fw_compiler=boxed(forward), bw_compiler=boxed(backward))
     ran()
     compiled(attnreg.varlen_attn, both)(*inputs).sum().backward()
     assert forward.targets[0].count(OP) == 1
@@ -237,6 +276,36 @@ def test_the_lse_comes_out_of_compiled_code_without_a_gradient(packed):
     assert not lse.requires_grad
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_holds_in_compiled_code(packed, fake, inside):
+    recorder = fake("mine")
+    inputs = packed(LENGTHS_Q, LENGTHS_K)
+
+    def attend(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return attnreg.varlen_attn(*arguments)
+
+    with attnreg.register_backend(recorder.backend):
+        if inside:
+            out = compiled(attend)(*inputs)
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = compiled(attnreg.varlen_attn)(*inputs)
+    assert out.dtype == recorder.forwards[0][0].dtype == torch.bfloat16
+    truth.assert_near(out, truth.varlen(*inputs[:5])[0])
+    out.float().sum().backward()
+    assert inputs[0].grad.dtype == torch.float32
+
+
+def test_varlen_attn_out_compiles(packed):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    out = torch.full_like(inputs[0], torch.nan)
+    returned = compiled(attnreg.varlen_attn_out)(out, *inputs, cu_q, cu_k, max_q, max_k, is_causal=True)
+    expected, _ = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
+    truth.assert_near(out, expected)
+    assert returned.data_ptr() == out.data_ptr()
+
+
 def test_compiled_code_checks_what_it_is_given_when_it_runs(packed):
     *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4))
     attend = compiled(attnreg.varlen_attn)
@@ -250,6 +319,8 @@ def test_compiled_code_checks_what_it_is_given_when_it_runs(packed):
 BATCHES = ((5, 1, 8, 3), (2, 9), (4, 4, 4), (6, 2, 3, 11, 7))
 
 
+# FAILS with the next and those of export, validation.py: `len(call.cu_seqlens_q)` in `_check_varlen` makes
+# the number of sequences a constant where the fake calls `check`; `.shape[0]` doesn't.
 def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran):
     graphs = Graphs()
     attend = compiled(attnreg.varlen_attn, graphs, dynamic=True)
@@ -318,10 +389,27 @@ def test_a_backend_asked_for_inside_compiled_code_is_obeyed_or_refused(packed, f
     with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
         attend(*inputs).sum().backward()
         assert ran() == {"mine": (1, 1)}
-    with attnreg.register_backend(fake("mine", dtypes=("float16",)).backend):
-        with pytest.raises(UnsupportedInputError, match="dtype must be float16, got float32"):
-            attend(*inputs)
+    with (
+        attnreg.register_backend(fake("mine", dtypes=("float16",)).backend),
+        pytest.raises(UnsupportedInputError, match="dtype must be float16, got float32"),
+    ):
+        attend(*inputs)
     assert ran() == {}
+
+
+def test_a_scope_inside_compiled_code_breaks_the_graph_and_holds(packed, fake, ran):
+    inputs = packed(LENGTHS_Q, LENGTHS_K)
+    graphs = Graphs()
+
+    def attend(*arguments):
+        with attnreg.use_backend("mine"):
+            return attnreg.varlen_attn(*arguments)
+
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        torch.compile(attend, backend=graphs)(*inputs).sum().backward()
+        assert ran() == {"mine": (1, 1)}
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="context manager"):
+            compiled(attend)(*inputs)
 
 
 # ---- nothing but shapes
@@ -521,8 +609,8 @@ def test_an_exported_program_names_the_op_that_a_process_without_attnreg_lacks(p
     torch.save(inputs, files[1])
     without = python(LOAD.format(first="assert 'attnreg' not in sys.modules"), *files)
     assert without.returncode != 0
-    assert "attnreg" in without.stderr.splitlines()[-1]
-    assert "_varlen_attn" in without.stderr
+    assert "We failed to resolve torch.ops.attnreg._varlen_attn.default to an operator" in without.stderr
+    assert "Please import the custom op to register it before deserializing" in without.stderr
     done = python(LOAD.format(first="import attnreg.varlen_op"), *files)
     assert done.returncode == 0, done.stderr
     out, lse = torch.load(files[2])

@@ -29,7 +29,8 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
     query, dropout = asked.query, asked.dropout_p
     rng_state = new_rng_state(query.device) if dropout > 0.0 else None
     call = _call(asked, seqused_k=asked.seqused_k, block_table=asked.block_table, rng_state=rng_state)
-    plan = prepare("forward", query, asked.key, asked.value, call, turn.pin, turn.native)
+    needs_backward = wants_gradient(query, asked.key, asked.value)
+    plan = prepare("forward", query, asked.key, asked.value, call, turn.pin, turn.native, needs_backward)
 
     if plan.original:
         result = turn.torch(plan)

@@ -39,7 +39,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     # Torch's kernel is as good as the FA2 backend for torch's own front; attnreg's promises more of the
     # rows past the last offset.
     native = turn.native if turn.pin is None else None
-    plan = prepare("forward", query, key, value, call, turn.pin, native)
+    plan = prepare("forward", query, key, value, call, turn.pin, native, wants_gradient(query, key, value))
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
         out, lse, rng_state, unused, debug_mask = turn.torch(plan)
@@ -49,7 +49,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     rng_state = call.rng_state
     if rng_state is None:
         rng_state = query.new_empty(2, dtype=torch.uint64)
-    lse = lse.float() if turn.original is None else _swap_infinity(lse, -torch.inf)
+    lse = lse.float().contiguous() if native is None else _swap_infinity(lse, -torch.inf)
     return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
 
 
@@ -67,7 +67,7 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     plan = prepare("backward", query, key, value, call, tied(turn, dropout), native)
     if plan.original:
         return turn.torch(plan)  # type: ignore[no-any-return]
-    lse = asked.logsumexp if turn.original is None else _swap_infinity(asked.logsumexp, torch.inf)
+    lse = asked.logsumexp if native is None else _swap_infinity(asked.logsumexp, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
     return like(grads[0], query), like(grads[1], key), like(grads[2], value)
@@ -109,7 +109,7 @@ def _no_gradient(asked: FlashForward) -> str:
 
 def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
     """Turn the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel."""
-    return torch.where(lse == sign, -sign, lse)
+    return torch.where(lse == sign, -sign, lse).float().contiguous()
 
 
 _KEYS = ("CPU", "CUDA")

@@ -14,29 +14,38 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends._cpu_blocks import batches, tile
+from attnreg.backends._cpu_blocks import batches, portions, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from attnreg.backends._cpu_blocks import Batch
+    from attnreg.backends._cpu_blocks import Batch, Span, Tile
     from attnreg.backends._cpu_runs import Run
 
 __all__ = ["backward", "is_fast"]
 
 # Scores computed at a time: as many as stay in the cache.
 _SCORES = 2**21
+# Rows of which a temporary in float32 is made at a time.
+_ROWS = 1024
 
 
-class Sides(NamedTuple):
-    """Query, key, grad_out and value with their columns."""
+class Problem(NamedTuple):
+    """Some sequences and what to write: tensors (sequences * key heads, rows or keys, ...)."""
 
     q: Tensor
-    k: Tensor
     grad_out: Tensor
+    grad_q: Tensor
+    k: Tensor
     v: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
+
+    def part(self, rows: slice, keys: slice) -> Problem:
+        """Return the problem of some rows and keys, which writes where this one does."""
+        return Problem(*(x[:, rows] for x in self[:3]), *(x[:, keys] for x in self[3:]))
 
 
 def is_fast() -> bool:
@@ -46,16 +55,123 @@ def is_fast() -> bool:
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, runs: Iterable[Run]
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    runs: Iterable[Run],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of packed tensors (T, H, D), from an LSE (T, H)."""
-    heads, groups, size = k.size(1), q.size(1) // k.size(1), q.size(2)
-    delta = (grad_out.float() * out).sum(-1)
-    wide = Sides(
-        _widened(q, _split(lse / scale, 3)),
-        _widened(k, -1.0, 3),
-        _widened(grad_out, _split(delta, 2)),
-        _widened(v, -1.0, 2),
-    )
-    found = batches(runs)
-    ...
+    heads = k.size(1)
+    by_head = [x.unflatten(1, (heads, -1)) for x in (q, grad_out, _split(lse / scale, 3), _split(_delta(grad_out, out), 2), k, v)]
+    q5, g5, lse_columns, delta_columns, k5, v5 = by_head
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q5, k5, v5)]
+    for batch in batches(runs):
+        found = tiles(batch)
+        area = found[0].rows * found[0].keys * q5.size(2)
+        work = q.new_empty(2, max(area, min(_SCORES, len(batch.row_spans) * heads * area)))
+        whole = batch.rows * batch.keys * q5.size(2) * heads
+        for some in portions(len(batch.row_spans), max(1, _SCORES // whole)):
+            rows, keys = batch.row_spans[some], batch.key_spans[some]
+            problem = _problem(
+                _padded(q5, lse_columns, rows, batch.rows), _padded(g5, delta_columns, rows, batch.rows),
+                _padded(k5, None, keys, batch.keys, 3), _padded(v5, None, keys, batch.keys, 2), q.size(2)
+            )
+            _solve(problem, found, q5.size(2), scale, work)
+            for grad, (total, spans, size) in zip((problem.grad_q, problem.grad_k, problem.grad_v), ((grads[0], rows, batch.rows), (grads[1], keys, batch.keys), (grads[2], keys, batch.keys)), strict=True):
+                _unpad(total, grad, spans, size)
+    return tuple(g.flatten(1, 2) for g in grads)
+
+
+def _problem(q, g, k, v, size):
+    q, g, k, v = (x.flatten(2, 3).flatten(0, 1) for x in (q, g, k, v))
+    gq, gk, gv = (x.new_empty(*x.shape[:2], size) for x in (q, k, v))
+    return Problem(q, g, gq, k, v, gk, gv)
+
+
+def _padded(x: Tensor, columns: Tensor | None, spans: Sequence[Span], size: int, count: int = 0) -> Tensor:
+    """Return spans of (T, heads, groups, D) as (spans, heads, size, groups, D + columns)."""
+    width = x.size(3)
+    count = count if columns is None else columns.size(3)
+    padded = x.new_zeros(len(spans), size, x.size(1), x.size(2), width + count) if False else x.new_zeros(len(spans), x.size(1), size, x.size(2), width + count)
+    for place, (start, length) in zip(padded.transpose(1, 2), spans, strict=True):
+        to = place[:length]
+        to[..., :width].copy_(x[start : start + length])
+        if columns is not None:
+            to[..., width:].copy_(columns[start : start + length])
+    if columns is None:
+        lengths = torch.tensor([length for _, length in spans])[:, None]
+        padded[..., width:] = -(torch.arange(size) < lengths).to(x.dtype)[:, None, :, None, None]
+    return padded
+
+
+def _unpad(total: Tensor, grad: Tensor, spans: Sequence[Span], size: int) -> None:
+    """Write what `_padded` has read back to its place in (T, heads, groups, D)."""
+    batch = grad.view(len(spans), total.size(1), size, total.size(2), -1).transpose(1, 2)
+    for place, (start, length) in zip(batch, spans, strict=True):
+        total[start : start + length].copy_(place[:length])
+
+
+def _solve(problem: Problem, found: Sequence[Tile], groups: int, scale: float, work: Tensor) -> None:
+    first = found[0]
+    most = max(1, _SCORES // (first.rows * groups * first.keys))
+    for entries in portions(problem.q.size(0), most):
+        some = Problem(*(x[entries] for x in problem))
+        if len(found) == 1:
+            _product(some, groups, first, scale, work)
+        else:
+            _sum_tiles(some, groups, found, scale, work)
+
+
+def _sum_tiles(problem: Problem, groups: int, found: Sequence[Tile], scale: float, work: Tensor) -> None:
+    """Solve a problem tile by tile, each into the tensors of the result, which are summed apart."""
+    sums = problem._replace(**{name: torch.zeros_like(getattr(problem, name), dtype=torch.float32) for name in ("grad_q", "grad_k", "grad_v")})
+    for tile in found:
+        at = slice(tile.row * groups, (tile.row + tile.rows) * groups), slice(tile.key, tile.key + tile.keys)
+        done, total = problem.part(*at), sums.part(*at)
+        _product(done, groups, tile, scale, work)
+        total.grad_q.add_(done.grad_q)
+        total.grad_k.add_(done.grad_k)
+        total.grad_v.add_(done.grad_v)
+    problem.grad_q.copy_(sums.grad_q)
+    problem.grad_k.copy_(sums.grad_k)
+    problem.grad_v.copy_(sums.grad_v)
+
+
+def _product(problem: Problem, groups: int, tile: Tile, scale: float, work: Tensor) -> None:
+    q, grad_out, grad_q, k, v, grad_k, grad_v = problem
+    size, shape = grad_q.size(2), (q.size(0), q.size(1), k.size(1))
+    p, other = (x[: q.size(0) * q.size(1) * k.size(1)].view(shape) for x in work)
+    by_key, keys = p.transpose(1, 2), k.transpose(1, 2)
+    torch.baddbmm(p, q, keys, beta=0, alpha=scale, out=p)
+    torch.baddbmm(p, q, keys, beta=-1, alpha=scale, out=other)
+    p.exp_().addcmul_(p, other)
+    if tile.band is not None:
+        seen = p if groups == 1 else p.unflatten(1, (-1, groups)).transpose(1, 2)
+        if tile.band[1] < tile.keys:
+            seen.tril_(tile.band[1])
+        if tile.band[0] > -tile.rows:
+            seen.triu_(tile.band[0])
+    torch.bmm(by_key, grad_out[..., :size], out=grad_v)
+    torch.bmm(grad_out, v.transpose(1, 2), out=other)
+    p.mul_(other)
+    torch.baddbmm(grad_q, p, k[..., :size], beta=0, alpha=scale, out=grad_q)
+    torch.baddbmm(grad_k, by_key, q[..., :size], beta=0, alpha=scale, out=grad_k)
+
+
+def _split(x: Tensor, terms: int) -> Tensor:
+    """Return bfloat16 numbers that add up to `x`, each the rounded rest of those before."""
+    found: list[Tensor] = []
+    x = x.contiguous()
+    for _ in range(terms):
+        found.append(x.bfloat16())
+        x = x - found[-1].float()
+    return torch.stack(found, dim=-1)
+
+
+def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
+    pairs = zip(grad_out.split(_ROWS), out.split(_ROWS), strict=True)
+    return torch.cat([(a.float() * b.float()).sum(-1) for a, b in pairs])

@@ -1,90 +1,99 @@
-"""Packed sequences as batches of few different shapes.
+"""Packed sequences as padded batches of few different shapes.
 
 oneDNN compiles a product anew, for close to a millisecond, whenever a shape is new, and a ragged
-batch has new lengths each time. So sequences are padded with zeros to a few sizes, and those of
-one size become a batch; an index finds the packed rows of a batch, and later takes them back.
+batch has new lengths each time. So sequences are padded to a few sizes, and those of one size are
+solved together, a power of two at a time.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
+    from collections.abc import Iterable, Iterator
 
     from attnreg.backends._cpu_runs import Run
 
-__all__ = ["Batch", "batches", "tile"]
+__all__ = ["Batch", "batches", "portions", "tiles"]
 
-# The longest side of one product, in rows or keys.
-_LONGEST = 512
+# The longest side of one product, in rows or keys; with a band shorter, for there is more to skip.
+_LONGEST, _LONGEST_IN_BAND = 1024, 512
 
 Band = tuple[int, int]
+Span = tuple[int, int]
 
 
 class Batch(NamedTuple):
-    """Sequences of one padded size and one band; starts and lengths are int64 (count, 1)."""
+    """Sequences of one padded size and one band: packed rows and keys as (start, length) each."""
 
     rows: int
     keys: int
     band: Band | None
-    row: Tensor
-    real_rows: Tensor
-    key: Tensor
-    real_keys: Tensor
-
-    @property
-    def count(self) -> int:
-        """The number of sequences."""
-        return self.row.size(0)
-
-    def row_index(self, total: int) -> Tensor:
-        """Return which packed row each row is, (count, rows); padding is row `total`."""
-        return _index(self.row, self.real_rows, self.rows, total)
-
-    def key_index(self, total: int) -> Tensor:
-        """Return which packed row each key is, (count, keys); padding is row `total`."""
-        return _index(self.key, self.real_keys, self.keys, total)
+    row_spans: list[Span]
+    key_spans: list[Span]
 
 
-def batches(runs: Iterable[Run]) -> list[Batch]:
+class Tile(NamedTuple):
+    """A rectangle of scores, and which of them count."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    band: Band | None
+
+
+def batches(runs: Iterable[Run]) -> Iterator[Batch]:
     """Return the batches that hold all sequences of some runs."""
-    alike: dict[tuple[int, int, Band | None], list[tuple[int, int, int, int]]] = {}
+    alike: dict[tuple[int, int, Band | None], Batch] = {}
     for run in runs:
-        shape = (_padded(run.rows), _padded(run.keys), _band(run))
-        members = alike.setdefault(shape, [])
+        band = _band(run)
+        longest = _LONGEST if band is None else _LONGEST_IN_BAND
+        shape = (_padded(run.rows, longest), _padded(run.keys, longest), band)
+        batch = alike.setdefault(shape, Batch(*shape, [], []))
         for index in range(run.count):
-            members.append((run.row + index * run.rows, run.rows, run.key + index * run.keys, run.keys))
-    return [
-        Batch(*shape, *torch.tensor(members, device="cpu").unsqueeze(-1).unbind(1))
-        for shape, members in alike.items()
-    ]
+            batch.row_spans.append((run.row + index * run.rows, run.rows))
+            batch.key_spans.append((run.key + index * run.keys, run.keys))
+    yield from alike.values()
 
 
-def tile(padded: int) -> int:
-    """Return how long the equal tiles of a padded length are."""
-    return padded // -(-padded // _LONGEST)
+def portions(count: int, most: int) -> Iterator[slice]:
+    """Cut `count` into slices of at most `most`, all of a length that is a power of two."""
+    start = 0
+    while start < count:
+        size = 1 << (min(most, count - start).bit_length() - 1)
+        yield slice(start, start + size)
+        start += size
 
 
-def _padded(length: int) -> int:
-    step = 16 if length <= 128 else 32
-    tiles = -(-length // _LONGEST)
-    return -(-length // (tiles * step)) * tiles * step
+def tiles(batch: Batch) -> list[Tile]:
+    """Cut the scores of a batch into equal tiles, without those in which none counts."""
+    longest = _LONGEST if batch.band is None else _LONGEST_IN_BAND
+    rows, keys = (size // -(-size // longest) for size in batch[:2])
+    found = []
+    for row in range(0, batch.rows, rows):
+        for key in range(0, batch.keys, keys):
+            band = _in_tile(batch.band, row - key, rows, keys)
+            if band is None or (band[1] > -rows and band[0] < keys):
+                found.append(Tile(row, rows, key, keys, band))
+    return found
+
+
+def _padded(length: int, longest: int) -> int:
+    count = -(-length // longest)
+    step = count * (16 if length <= 128 else 32)
+    return -(-length // step) * step
 
 
 def _band(run: Run) -> Band | None:
     left, right = run.window
-    shift = run.keys - run.rows
     if left < 0 and right < 0:
         return None
-    far = 2**31
-    return (shift - left if left >= 0 else -far, shift + right if right >= 0 else far)
+    shift, everything = run.keys - run.rows, run.rows + run.keys
+    return (shift - left if left >= 0 else -everything, shift + right if right >= 0 else everything)
 
 
-def _index(start: Tensor, real: Tensor, size: int, total: int) -> Tensor:
-    step = torch.arange(size, device="cpu")
-    return torch.where(step < real, start + step, total)
+def _in_tile(band: Band | None, shift: int, rows: int, keys: int) -> Band | None:
+    if band is None or (band[0] + shift <= 1 - rows and band[1] + shift >= keys - 1):
+        return None
+    return (band[0] + shift, band[1] + shift)

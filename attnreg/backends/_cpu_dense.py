@@ -32,6 +32,9 @@ def forward(
 ) -> Partial:
     """Return output and LSE."""
     strips = _strips(q, k, window, bias)
+    if len(strips) == 1 and _is_whole(strips[0], q, k):
+        out, lse = flash.forward(q, k, v, scale, strips[0].parts[0].band, bias)
+        return out.transpose(1, 2), lse.transpose(1, 2)
     done = [_strip_forward(flash, q, k, v, scale, strip, bias) for strip in strips]
     if blind := strips[0].row if strips else q.size(2):
         shape = (q.size(0), blind, q.size(1))
@@ -56,7 +59,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
     strips = _strips(q, k, window, bias)
-    if len(strips) == 1 and (strips[0].rows, strips[0].parts[0].keys) == (q.size(2), k.size(2)):
+    if len(strips) == 1 and _is_whole(strips[0], q, k):
         grads = flash.backward(grad_out, q, k, v, out, lse, scale, strips[0].parts[0].band, bias)
         return tuple(grad.transpose(1, 2) for grad in grads)
     totals = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
@@ -79,6 +82,11 @@ def _strips(q: Tensor, k: Tensor, window: Window, bias: Tensor | None) -> tuple[
     high = keys - rows + window[1] if window[1] >= 0 else keys
     band = None if window == (-1, -1) else (low, high)
     return (Strip(0, rows, (Part(0, keys, band),)),)
+
+
+def _is_whole(strip: Strip, q: Tensor, k: Tensor) -> bool:
+    """Return whether a strip is one call of the kernel for all rows and keys."""
+    return strip.rows == q.size(2) and strip.parts[0].keys == k.size(2)
 
 
 def _strip_forward(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Flash", "additive", "readable", "working_dtype"]
+__all__ = ["Flash", "additive", "lse_dtype", "readable", "working_dtype"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -89,9 +89,17 @@ class Flash(NamedTuple):
         return grads
 
 
+def lse_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the LSE."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def working_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that a call is computed in."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype if x.dtype == torch.bfloat16 and WORK16 else torch.promote_types(x.dtype, torch.float32)
+
+
+WORK16 = True
 
 
 def readable(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over packed sequences, run by run.
 
-A call of the kernel costs a few microseconds, and it reads packed rows where they lie: one call
-for each run of equally long neighbours is faster than any padding or sorting of sequences.
+The kernel reads packed rows where they lie, and a call of it costs a few microseconds: one call
+for each run of equally long neighbours is faster than any sorting and padding of sequences.
 Tensors are (T, H, D), LSE is (T, H).
 """
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backends import _cpu_dense as dense
-from attnreg.backends._cpu_flash import readable, working_dtype
+from attnreg.backends._cpu_flash import lse_dtype, readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -27,17 +27,19 @@ __all__ = ["backward", "forward"]
 
 
 def forward(
-    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, runs: Iterable[Run]
+    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, runs: Sequence[Run]
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE."""
-    out = _Packed(q, q.dtype)
-    lse = _Packed(q[..., 0], working_dtype(q), -inf)
-    for run in runs:
-        rows, keys, values = _rows(q, run), _keys(k, run), _keys(v, run)
-        run_out, run_lse = dense.forward(flash, rows, keys, values, scale, run.window)
-        out.place(run.row, run_out)
-        lse.place(run.row, run_lse)
-    return out.whole(), lse.whole()
+    rows, keys = _Spans(runs, "row"), _Spans(runs, "key")
+    out = rows.result(q.shape, q.dtype)
+    lse = rows.result(q.shape[:2], lse_dtype(q), -inf)
+    to = zip(runs, rows.views(out), rows.views(lse), strict=True)
+    tensors = zip(rows.batches(q), keys.batches(k), keys.batches(v), strict=True)
+    for (run, run_out, run_lse), (query, key, value) in zip(to, tensors, strict=True):
+        found = dense.forward(flash, query, key, value, scale, run.window)
+        _write(run_out, found[0])
+        _write(run_lse, found[1])
+    return out, lse
 
 
 def backward(
@@ -49,49 +51,56 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    runs: Iterable[Run],
+    runs: Sequence[Run],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    grad_q, grad_k, grad_v = (_Packed(x, x.dtype) for x in (q, k, v))
-    for run in runs:
-        of_rows = [_rows(x, run) for x in (grad_out, q, out)]
-        of_keys = [_keys(x, run) for x in (k, v)]
-        run_lse = _span(lse, run.row, run.rows, run.count).transpose(1, 2)
-        grads = dense.backward(flash, *of_rows[:2], *of_keys, of_rows[2], run_lse, scale, run.window)
-        grad_q.place(run.row, grads[0])
-        grad_k.place(run.key, grads[1])
-        grad_v.place(run.key, grads[2])
-    return grad_q.whole(), grad_k.whole(), grad_v.whole()
+    rows, keys = _Spans(runs, "row"), _Spans(runs, "key")
+    grads = rows.result(q.shape, q.dtype), keys.result(k.shape, k.dtype), keys.result(v.shape, v.dtype)
+    to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
+    sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
+    tensors = zip(*(side.batches(x) for side, x in sides), strict=True)
+    for run, views, (*inputs, row_lse) in zip(runs, to, tensors, strict=True):
+        found = dense.backward(flash, *inputs, row_lse[..., 0], scale, run.window)
+        for view, grad in zip(views, found, strict=True):
+            _write(view, grad)
+    return grads
 
 
-class _Packed:
-    """A packed result, written run by run in the order of its rows while they are in the cache."""
+class _Spans:
+    """Where the rows, or the keys, of all runs lie in a packed tensor."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, fill: float = 0.0) -> None:
-        self._rows = torch.empty(like.shape, dtype=dtype, device=like.device)
-        self._fill = fill
-        self._end = 0
+    def __init__(self, runs: Sequence[Run], side: str) -> None:
+        self._counts = [run.count for run in runs]
+        self._cuts: list[int] = []
+        end = 0
+        for run in runs:
+            start, size = (run.row, run.rows * run.count) if side == "row" else (run.key, run.keys * run.count)
+            self._cuts += (start - end, size)
+            end = start + size
+        self._end = end
 
-    def place(self, start: int, batch: Tensor) -> None:
-        """Write (count, rows, ...) at row `start`, which lies behind all that was written before."""
-        self._rows[self._end : start].fill_(self._fill)
-        self._end = start + batch.size(0) * batch.size(1)
-        self._rows[start : self._end].view(batch.shape).copy_(batch)
+    def _split(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        return x.split([*self._cuts, x.size(dim) - self._end], dim)
 
-    def whole(self) -> Tensor:
-        """Return all rows; those that nothing was written to hold the fill value."""
-        self._rows[self._end :].fill_(self._fill)
-        return self._rows
+    def views(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each run."""
+        return self._split(x)[1::2]
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
+        """Return a tensor to write the parts of all runs to, filled where there is none."""
+        x = torch.empty(shape, dtype=dtype, device="cpu")
+        for gap in self._split(x)[::2]:
+            gap.fill_(fill)
+        return x
+
+    def batches(self, x: Tensor) -> list[Tensor]:
+        """Return the part of each run as a batch (count, H, S, D) that the kernels can read."""
+        parts = self._split(readable(x.unsqueeze(0)), 2)[1::2]
+        return [
+            part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)
+            for part, count in zip(parts, self._counts, strict=True)
+        ]
 
 
-def _rows(x: Tensor, run: Run) -> Tensor:
-    return readable(_span(x, run.row, run.rows, run.count))
-
-
-def _keys(x: Tensor, run: Run) -> Tensor:
-    return readable(_span(x, run.key, run.keys, run.count))
-
-
-def _span(x: Tensor, start: int, size: int, count: int) -> Tensor:
-    """Return the rows of a run, each of its sequences as one of the batch."""
-    return x[start : start + size * count].unflatten(0, (count, size))
+def _write(view: Tensor, batch: Tensor) -> None:
+    view.view(batch.shape).copy_(batch)

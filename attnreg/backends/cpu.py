@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backend import Backend, Kernels
+from attnreg.backends import _cpu_bfloat16 as bfloat16
 from attnreg.backends import _cpu_dense as dense
 from attnreg.backends import _cpu_varlen as varlen
 from attnreg.backends._cpu_flash import Flash, additive, readable, working_dtype
@@ -38,17 +39,19 @@ def backward(
     flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
-    if lse.dtype != working_dtype(q):
+    if lse.dtype != torch.promote_types(q.dtype, torch.float32):
         lse = forward(flash, q, k, v, call)[1]
-    if _is_packed(call):
+    if _is_packed(call) or (q.dtype == torch.bfloat16 and bfloat16.is_fast() and call.attn_bias is None and abs(call.scale) > 1e-6):
         tensors = [_rows(x) for x in (grad_out, q, k, v, out)]
         lse = lse.transpose(-1, -2).reshape(-1, q.size(-2))
+        if q.dtype == torch.bfloat16:
+            return tuple(g.view(x.shape) for g, x in zip(bfloat16.backward(*tensors, lse, call.scale, runs_of(q, k, call)), (q, k, v)))
         grads = varlen.backward(flash, *tensors, lse, call.scale, runs_of(q, k, call))
     else:
         tensors = [readable(x) for x in (grad_out, q, k, v, out)]
         bias = additive(call.attn_bias, working_dtype(q))
         grads = dense.backward(flash, *tensors, lse, call.scale, call.window, bias)
-    return tuple(grad.view(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v)))
+    return tuple(grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v)))
 
 
 def _is_packed(call: Call) -> bool:

@@ -1,0 +1,336 @@
+"""Promises to programs that nobody touched: torch finds attnreg by itself, and never fails for it."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+import attnreg
+from attnreg import _autoload, aten, policy
+from attnreg.errors import RegistrationError, UnknownBackendError
+
+# A training step of a program that knows torch only. What it prints at its end is for the tests.
+PROGRAM = """\
+import sys, torch, torch.nn.functional as F
+at_start = sorted(name for name in sys.modules if name.partition(".")[0] in ("attnreg", "pydantic"))
+try:
+    query, key, value = torch.ones(3, 1, 2, 8, 16, requires_grad=True).unbind()
+    F.scaled_dot_product_attention(query, key, value).sum().backward()
+    error = ""
+except Exception as raised:
+    error = f"{type(raised).__name__}: {raised}"
+at_end = sorted(name for name in sys.modules if name.partition(".")[0] in ("attnreg", "pydantic"))
+
+import json, attnreg
+try:
+    installed = __import__("attnreg.aten").aten.installed()
+    calls = attnreg.stats().calls
+finally:
+    print(json.dumps([at_start, at_end, error, installed, calls]))
+"""
+
+IDLE = ["attnreg", "attnreg._autoload"]
+
+
+def run(*options, program=PROGRAM, **variables):
+    """Run a program of its own process; returns what it printed and its lines on stderr."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", program],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr.splitlines()
+
+
+# Set and unset
+
+
+def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment_asks_for():
+    (_, _, error, installed, calls), said = run(ATTNREG_BACKEND="math")
+    assert (error, installed, said) == ("", True, [])
+    assert calls == {"math": {"forward": 1, "backward": 1}}
+
+
+def test_a_file_of_the_environment_does_the_same(tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text('devices.cpu.order = ["math"]\n')
+    (_, _, error, _, calls), said = run(ATTNREG_CONFIG=str(file))
+    assert (error, said) == ("", [])
+    assert calls == {"math": {"forward": 1, "backward": 1}}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"ATTNREG_BACKEND": "", "ATTNREG_CONFIG": "  ", "ATTNREG_STRICT": "\t"}],
+    ids=["unset", "blank"],
+)
+def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(variables):
+    (at_start, at_end, error, installed, calls), said = run(**variables)
+    assert at_start == at_end == IDLE
+    assert (error, installed, calls, said) == ("", False, {}, [])
+
+
+def test_torch_can_be_told_not_to_load_it():
+    (at_start, at_end, error, installed, calls), said = run(
+        ATTNREG_BACKEND="math", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    assert at_start == at_end == []
+    assert (error, installed, calls, said) == ("", False, {}, [])
+
+
+# What is wrong
+
+
+BAD = {
+    "unknown backend": (
+        {"ATTNREG_BACKEND": "mth"},
+        "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known backends: ",
+    ),
+    "misspelt variable": (
+        {"ATTNREG_BACKENDS": "math"},
+        "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
+        "ATTNREG_CONFIG, ATTNREG_STRICT; did you mean 'ATTNREG_BACKEND'?",
+    ),
+    "variable in lower case": (
+        {"attnreg_strict": "1"},
+        "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
+        "ATTNREG_CONFIG, ATTNREG_STRICT; did you mean 'ATTNREG_STRICT'?",
+    ),
+    "missing file": (
+        {"ATTNREG_CONFIG": "/no/such/file.toml"},
+        "/no/such/file.toml: can't be read (no such file or directory), expected a settings file in TOML",
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "message"), BAD.values(), ids=BAD)
+def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_attention_call(
+    variables, message
+):
+    (_, _, error, _, calls), said = run(**variables)
+    assert error.startswith(f"ConfigError: {message}")
+    warned = [line for line in said if "Warning" in line]
+    assert len(warned) == 1
+    assert f"UserWarning: attnreg: {message}" in warned[0]
+    at = said.index(warned[0])
+    assert said[at + 1] == "Every attention call that this would have governed will raise it."
+    assert calls == {}
+
+
+def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():
+    (_, _, error, _, _), said = run("-W", "error", ATTNREG_BACKEND="mth")
+    assert error.startswith("ConfigError: ATTNREG_BACKEND: no backend is named 'mth'")
+    assert said[0].startswith("attnreg: ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'?")
+    assert said[1:] == ["Every attention call that this would have governed will raise it."]
+
+
+def test_routers_that_cannot_be_installed_are_a_warning_and_no_error_of_the_import(monkeypatch):
+    def fails():
+        raise RegistrationError("torch 2.13.0 has no aten::_flash_attention_forward")
+
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    monkeypatch.setattr(aten, "ensure", fails)
+    with pytest.warns(UserWarning, match="attnreg is not active: ") as caught:
+        _autoload.activate()
+    assert [str(warning.message) for warning in caught] == [
+        "attnreg is not active: RegistrationError: torch 2.13.0 has no aten::_flash_attention_forward"
+    ]
+
+
+def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeypatch):
+    def fails():
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    monkeypatch.setattr(aten, "ensure", lambda: None)
+    monkeypatch.setattr(policy, "current", fails)
+    with pytest.warns(UserWarning, match="attnreg is not active: ZeroDivisionError: division by zero"):
+        _autoload.activate()
+
+
+def test_good_values_install_the_routers_without_a_word(monkeypatch, caplog):
+    installed = aten.installed()
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _autoload.activate()
+    assert aten.installed()
+    assert caplog.records == []
+    if not installed:
+        aten.restore()
+        aten._kept_out = False
+
+
+# torch's own registry of implementations
+
+
+@pytest.fixture
+def sdpa(ran):
+    """Run a small call and return the name of the backend that ran it, or "torch" for torch's own."""
+    inputs = torch.randn(3, 1, 2, 8, 16)
+
+    def run():
+        ran()
+        F.scaled_dot_product_attention(*inputs)
+        return next(iter(ran()), "torch")
+
+    return run
+
+
+@pytest.fixture
+def flash():
+    """Call the aten op that has no kernel on a CPU but a router's."""
+    inputs = torch.randn(3, 1, 8, 2, 16)
+
+    def run():
+        return torch.ops.aten._flash_attention_forward(*inputs, None, None, 8, 8, 0.0, False, False)[0]
+
+    return run
+
+
+@pytest.fixture
+def no_routers():
+    """Start and end without routers and without an implementation active in torch."""
+    aten.restore()
+    yield
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    aten.restore()
+    aten._kept_out = False
+
+
+def test_attnreg_is_a_name_that_torchs_registry_knows():
+    assert "attnreg" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() is None
+
+
+def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
+    known, said = run(
+        program="import torch, json, torch.nn.attention as a\n"
+        "before = a.list_flash_attention_impls()\n"
+        "import attnreg\n"
+        "print(json.dumps([name in impls for impls in (before, a.list_flash_attention_impls())"
+        " for name in ['attnreg']]))",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert (known, said) == ([False, True], [])
+
+
+def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_torch_as_it_was(
+    no_routers, sdpa, flash
+):
+    assert sdpa() == "torch"
+    attention.activate_flash_attention_impl("attnreg")
+    assert attention.current_flash_attention_impl() == "attnreg"
+    assert aten.installed()
+    assert sdpa() == "cpu"
+    assert flash().shape == (1, 8, 2, 16)
+    with attnreg.use_backend("math"):
+        assert sdpa() == "math"
+    attention.restore_flash_attention_impl()
+    assert attention.current_flash_attention_impl() is None
+    assert not aten.installed()
+    assert sdpa() == "torch"
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        flash()
+
+
+def test_activating_it_twice_is_activating_it_once(no_routers, sdpa):
+    for _ in range(2):
+        attention.activate_flash_attention_impl("attnreg")
+        assert sdpa() == "cpu"
+    attention.restore_flash_attention_impl()
+    assert not aten.installed()
+    assert sdpa() == "torch"
+
+
+def test_restoring_leaves_routers_in_that_were_there_before_and_out_of_the_way(no_routers, sdpa):
+    aten.ensure()
+    attention.activate_flash_attention_impl("attnreg")
+    assert sdpa() == "cpu"
+    attention.restore_flash_attention_impl()
+    assert aten.installed()
+    assert sdpa() == "torch"
+
+
+def test_restoring_leaves_an_earlier_install_serving(no_routers, sdpa):
+    attnreg.install()
+    attention.activate_flash_attention_impl("attnreg")
+    attention.restore_flash_attention_impl()
+    assert aten.installed()
+    assert sdpa() == "cpu"
+
+
+def test_restoring_leaves_a_registration_from_before_serving(no_routers, sdpa):
+    with attnreg.register_backend("math"):
+        attention.activate_flash_attention_impl("attnreg")
+        assert sdpa() == "math"
+        attention.restore_flash_attention_impl()
+        assert sdpa() == "math"
+    assert sdpa() == "torch"
+
+
+def test_restoring_leaves_a_registration_made_since_serving(no_routers, sdpa):
+    attention.activate_flash_attention_impl("attnreg")
+    handle = attnreg.register_backend("math")
+    attention.restore_flash_attention_impl()
+    assert aten.installed()
+    assert sdpa() == "math"
+    handle.remove()
+    assert sdpa() == "torch"
+
+
+def test_an_unknown_name_in_attnreg_leaves_torchs_activation_active(no_routers, sdpa):
+    attention.activate_flash_attention_impl("attnreg")
+    with pytest.raises(UnknownBackendError):
+        attnreg.register_backend("FA77")
+    assert attention.current_flash_attention_impl() == "attnreg"
+    assert sdpa() == "cpu"
+
+
+class Other:
+    """Another implementation in torch's registry."""
+
+    def __init__(self):
+        self.removed = 0
+
+    def remove(self):
+        self.removed += 1
+
+
+def test_what_was_activated_in_torch_before_is_restored_and_told_of(no_routers, monkeypatch, caplog, sdpa):
+    other = Other()
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
+    attention.activate_flash_attention_impl("FA99")
+    with attnreg.register_backend("math"):
+        assert other.removed == 1
+        assert attention.current_flash_attention_impl() is None
+        assert [(record.levelno, record.message) for record in caplog.records] == [
+            (
+                logging.WARNING,
+                "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, which it "
+                "falls back to, and chooses for each call from now on; register_backend('FA99') asks it for "
+                "that backend",
+            )
+        ]
+        assert sdpa() == "math"
+
+
+def test_activating_another_in_torch_ends_attnregs_activation(no_routers, monkeypatch, sdpa):
+    other = Other()
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
+    attention.activate_flash_attention_impl("attnreg")
+    attention.activate_flash_attention_impl("FA99")
+    assert not aten.installed()
+    assert sdpa() == "torch"
+    assert aten.shadowed_by() == "FA99"
