@@ -2,8 +2,8 @@
 
     import attnreg
 
-    attnreg.register_backend("FA4")   # F.scaled_dot_product_attention runs it where it can
-    print(attnreg.stats())            # what really ran, and why not always FA4
+    attnreg.register_backend("math")  # F.scaled_dot_product_attention runs it where it can
+    print(attnreg.stats())            # what really ran, and why not always that
 
 Importing attnreg loads no kernel, touches no GPU and reads no file. Names are imported when they
 are first used.
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
         UnsupportedInputError,
     )
     from attnreg.explanation import Explanation, explain
-    from attnreg.scope import use_backend
     from attnreg.selection import Decision
     from attnreg.spec import AttentionSpec, Device
+    from attnreg.use import use_backend
     from attnreg.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 __version__ = "0.1.0"
@@ -61,10 +61,10 @@ _HOMES = {
         "UnsupportedInputError",
     ),
     "explanation": ("Explanation", "explain"),
-    "scope": ("use_backend",),
     "selection": ("Decision",),
     "spec": ("AttentionSpec", "Device"),
     "counters": ("Stats", "reset_stats", "stats"),
+    "use": ("use_backend",),
     "varlen": ("AuxRequest", "varlen_attn", "varlen_attn_out"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

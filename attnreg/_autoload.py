@@ -20,10 +20,11 @@ def activate() -> None:
     # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
     if not any(name.upper().startswith("ATTNREG_") and value.strip() for name, value in os.environ.items()):
         return
-    from attnreg import aten, policy
     from attnreg.errors import ConfigError
 
     try:
+        from attnreg import aten, policy
+
         aten.ensure()
         policy.current()
     except ConfigError as error:

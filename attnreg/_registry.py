@@ -38,7 +38,7 @@ lock = open_after_fork(threading.RLock())
 generation: object = object()
 
 _entries: dict[str, Entry] | None = None
-_discovering = False
+_discovering = 0  # the thread that does it; a forked child has none of its parent's threads
 _registrations: tuple[Registration, ...] = ()
 
 
@@ -70,17 +70,17 @@ def entries() -> Mapping[str, Entry]:
     global _entries, _discovering
     if _entries is None:
         with lock:
-            if _discovering:
+            if _discovering == threading.get_ident():
                 raise RegistrationError(
                     "backends are being discovered: a module that declares one can't use the registry "
                     "while it is imported"
                 )
             if _entries is None:
-                _discovering = True
+                _discovering = threading.get_ident()
                 try:
                     _entries = _by_name(discover())
                 finally:
-                    _discovering = False
+                    _discovering = 0
     return _entries
 
 

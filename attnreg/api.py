@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from attnreg import _registry, aten, policy
 from attnreg.backend import Backend
 from attnreg.errors import BackendUnavailableError, RegistrationError
@@ -104,9 +106,10 @@ def register_backend(
     entry = _registry.add(backend, _caller()) if isinstance(backend, Backend) else _registry.find(backend)
     try:
         led = _devices(entry, devices)
+        if not entry.unavailable():
+            aten.ensure()  # before it loads: torch's own kernels are captured before anything covers them
         if not _loads(entry, required):
             return Handle(None, entry)
-        aten.ensure()
     except BaseException:
         if entry not in known:
             _registry.discard(entry)
@@ -182,7 +185,10 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     serves = entry.backend.devices if entry.backend is not None else ()
     if devices is None:
         return serves
-    named = tuple(Device.parse(device) for device in ((devices,) if isinstance(devices, str) else devices))
+    named = tuple(
+        Device.parse(str(device))
+        for device in ((devices,) if isinstance(devices, str | torch.device) else devices)
+    )
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
         raise RegistrationError(

@@ -11,10 +11,11 @@ from attnreg.aten import cpu, sdpa
 from attnreg.aten.heads_first import contract
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.backend import Call
-from attnreg.dispatch import bounds, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch import bounds, keys_used, scale_of, wants_deterministic, wants_gradient
 from attnreg.errors import InvalidInputError
 from attnreg.planning import Native, spec_of
-from attnreg.validation import check, check_scale
+from attnreg.validation import check, check_scale, check_values
+from attnreg.varlen import autocast, heads_differ, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +40,13 @@ class Asked(NamedTuple):
     Attributes:
         spec: what it asks.
         native: the backend whose kernel torch itself was about to run.
-        notes: what else decides whether attnreg sees the call at all.
+        elsewhere: the kernel to which torch's own selector sends the call, so that attnreg never
+            sees it; empty if it does.
     """
 
     spec: AttentionSpec
     native: Native | None = None
-    notes: tuple[str, ...] = ()
+    elsewhere: str = ""
 
 
 def dense(
@@ -68,6 +70,7 @@ def dense(
                 f"{name}: got shape {tuple(tensor.shape)}, expected (batch, heads, length, head_dim), "
                 "or (tokens, heads, head_dim) with cu_seq_q"
             )
+    query, key, value = autocast(query, key, value)
     asked = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
     inputs = contract(asked, attn_mask, True, None)
     check(*inputs)
@@ -75,11 +78,8 @@ def dense(
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
-    note = (
-        f"F.scaled_dot_product_attention sends this call to torch's {choice.name.lower()} kernel before "
-        "attnreg sees it"
-    )
-    return Asked(spec_of(*inputs, wants_gradient(query, key, value)), native, () if native else (note,))
+    elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
+    return Asked(spec_of(*inputs, wants_gradient(query, key, value)), native, elsewhere)
 
 
 def packed(
@@ -91,22 +91,26 @@ def packed(
     is_causal: bool,
     window_size: Sequence[int] | None,
     scale: float | None,
-    attn_mask: Tensor | None,
-    dropout_p: float,
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     num_splits: int | None,
+    enable_gqa: bool,
 ) -> Asked:
     """Return what `varlen_attn` asks with these arguments, (T, H, D) with offsets.
 
     Raises:
         InvalidInputError: they contradict each other.
     """
-    left, right = (-1, -1) if window_size is None else window_size
+    if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
+        raise heads_differ(query, key)
+    query, key, value = autocast(query, key, value)
     call = Call(
-        scale_of(query, scale), *longest, bounds((left, right), is_causal, *longest), *offsets,
-        seqused_k, block_table, attn_mask, None, dropout_p, None, num_splits, wants_deterministic(),
+        scale_of(query, scale), *longest, bounds(window(window_size, is_causal), False, *longest), *offsets,
+        keys_used(seqused_k, offsets[1], block_table), block_table, None, None, 0.0, None, num_splits,
+        wants_deterministic(),
     )  # fmt: skip
     check(query, key, value, call)
     check_scale(call.scale)
+    if query.is_cpu:
+        check_values(query, key, call)
     return Asked(spec_of(query, key, value, call, wants_gradient(query, key, value)))

@@ -64,7 +64,7 @@ class Entry:
         """Return why it can't load here, or an empty string; imports no kernel package."""
         with _loading:
             if self.cause is not None:
-                return f"failed to load: {type(self.cause).__name__}: {self.cause}"
+                return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
             if self._missing is None and self.backend is not None:
                 self._missing = self._probe(self.backend)
             return self._missing or ""
@@ -124,8 +124,11 @@ class Entry:
             missing = backend.unavailable()
         except Exception as error:  # noqa: BLE001 - as in `reasons`
             missing = f"availability check failed: {type(error).__name__}: {error}"
-        hint = f"; install it with: {backend.install}" if backend.install else ""
-        return f"can't load here: {missing}{hint}" if missing else ""
+        return f"can't load here: {missing}{self._hint()}" if missing else ""
+
+    def _hint(self) -> str:
+        install = self.backend.install if self.backend is not None else ""
+        return f"; install it with: {install}" if install else ""
 
     def _load(self, backend: Backend) -> Kernels | None:
         try:
@@ -134,7 +137,9 @@ class Entry:
                 raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - kept as the cause, shown everywhere
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - kept as the cause, shown everywhere
             self.cause = error
             return None
         return kernels
@@ -174,6 +179,8 @@ def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
         found = load()
         if not isinstance(found, Backend):
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to load
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the others have to load
         return Entry(name, origin, cause=error)
     return Entry(found.name, origin, found)

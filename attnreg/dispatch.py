@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.discovery import Direction
 
-__all__ = ["backward", "bounds", "forward", "prepare", "scale_of", "wants_deterministic", "wants_gradient"]
+__all__ = [
+    "backward",
+    "bounds",
+    "forward",
+    "keys_used",
+    "prepare",
+    "scale_of",
+    "wants_deterministic",
+    "wants_gradient",
+]
 
 
 def forward(
@@ -101,6 +110,13 @@ def prepare(
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     """Return what the checks and capabilities read of a further tensor."""
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Tensor | None) -> Tensor | None:
+    """Return how many keys of each sequence count; with pages offsets of the keys say so, too."""
+    if block_table is None or seqused_k is not None or cu_seq_k is None:
+        return seqused_k
+    return cu_seq_k.diff()
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:

@@ -112,9 +112,14 @@ def explain(
             "explain: got a query alone, expected query, key and value, or an AttentionSpec"
         )
     if cu_seq_q is not None:
+        if attn_mask is not None or dropout_p > 0.0:
+            raise InvalidInputError(
+                "explain: got attn_mask or dropout_p with cu_seq_q, expected neither: varlen_attn "
+                "has no such argument"
+            )
         asked = packed(
             query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), is_causal, window_size, scale,
-            attn_mask, dropout_p, seqused_k, block_table, num_splits,
+            seqused_k, block_table, num_splits, enable_gqa,
         )  # fmt: skip
         return _explained(asked, leading)
     further = {
@@ -143,6 +148,9 @@ def _leading(backend: str | None) -> Preference | None:
 
 def _explained(asked: Asked, leading: Preference | None) -> Explanation:
     now, spec = state(), asked.spec
+    if asked.elsewhere:
+        backward = _elsewhere(asked, "backward", now.entries) if spec.needs_backward else None
+        return Explanation(spec, _elsewhere(asked, "forward", now.entries), backward, _front_notes())
     entries = standing_in(asked.native, now.entries)
     policy = now.policy.led_by(leading)
     native = asked.native.name if asked.native is not None else ""
@@ -151,8 +159,21 @@ def _explained(asked: Asked, leading: Preference | None) -> Explanation:
         if spec.dropout > 0.0 and forward.backend is not None:
             policy = policy.led_by(tied_to(forward.backend))
         backward = _decision(spec, "backward", entries, policy, native)
-    notes = (*asked.notes, *_front_notes(), *_assumptions(spec, forward, entries))
+    notes = (*_front_notes(), *_assumptions(spec, forward, entries))
     return Explanation(spec, forward, backward, notes)
+
+
+def _elsewhere(asked: Asked, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
+    """Return what torch's own selector decided before attnreg could."""
+    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {asked.elsewhere}"
+    names = tuple(entry.name for entry in entries.values())
+    return Decision(
+        direction,
+        asked.elsewhere,
+        "torch's own selector",
+        rejected=dict.fromkeys(names, (reason,)),
+        order=(asked.elsewhere, *names),
+    )
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:

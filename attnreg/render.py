@@ -47,5 +47,7 @@ def _rows(decision: Decision) -> list[str]:
     for name in decision.order:
         chosen = f"runs it, by {decision.source}"
         reasons = decision.rejected.get(name) or ((chosen if name == decision.backend else ELIGIBLE),)
-        rows += [f"  {label:<{width}}  {reason}" for label, reason in zip([name] + [""] * 99, reasons)]  # noqa: B905
+        for number, reason in enumerate(reasons):
+            label = name if number == 0 else ""
+            rows.append(f"  {label:<{width}}  {' '.join(reason.split())}")  # a cause may have several lines
     return rows

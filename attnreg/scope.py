@@ -1,4 +1,4 @@
-"""Choices that hold for some calls only: `use_backend`, and what a forward tells its backward.
+"""Choices that hold for some calls only, and how a forward tells them to its backward.
 
 A `Pin` is such a choice. Each gets a small number, because the only way from an aten op's forward
 to its backward is a saved tensor: `stamp` hides the number in where a tensor begins in its storage,
@@ -9,14 +9,12 @@ a larger tensor Inductor may lay out anew.
 from __future__ import annotations
 
 import threading
-from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnreg import _registry
-from attnreg.errors import InvalidInputError
 from attnreg.locks import open_after_fork
 from attnreg.selection import Preference
 
@@ -34,7 +32,6 @@ __all__ = [
     "read_stamp",
     "restamp",
     "stamp",
-    "use_backend",
 ]
 
 
@@ -85,9 +82,6 @@ INSIDE_TORCH = Pin(0, None)
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
 current = _current.get
 
-# What held before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
-_outer: ContextVar[tuple[Pin | None, ...]] = ContextVar("attnreg_outer_pins", default=())
-
 
 def exclusive(name: str, source: str = "") -> Pin:
     """Return the pin that obeys or refuses: `backend=` on a call.
@@ -109,39 +103,6 @@ def enter(pin: Pin | None) -> Token[Pin | None]:
 def leave(token: Token[Pin | None]) -> None:
     """End what `enter` began."""
     _current.reset(token)
-
-
-class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
-    """Put backends first inside a `with` block or a decorated function.
-
-    Holds for this thread or task alone, and for the backward of what ran inside it when that went
-    through `attnreg.varlen_attn`. Names are tried in the order given.
-
-        with attnreg.use_backend("math"):
-            out = F.scaled_dot_product_attention(query, key, value)
-
-    Raises:
-        UnknownBackendError: no backend has one of the names.
-        BackendUnavailableError: one of them can't load here.
-    """
-
-    def __init__(self, *names: str) -> None:
-        if not names:
-            raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        found = [_registry.find(name) for name in names]
-        for entry in found:
-            entry.kernels()
-        quoted = ", ".join(repr(entry.name) for entry in found)
-        self._pin = pin(Preference(f"use_backend({quoted})", tuple(entry.name for entry in found)))
-
-    def __enter__(self) -> None:
-        _outer.set((*_outer.get(), current()))
-        _current.set(self._pin)
-
-    def __exit__(self, *exc: object) -> None:
-        *further, before = _outer.get()
-        _outer.set(tuple(further))
-        _current.set(before)
 
 
 # A stamped tensor begins `ALIGNED * number` elements into its storage and is followed by `GUARD`

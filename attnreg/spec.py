@@ -15,6 +15,13 @@ __all__ = ["AttentionSpec", "Device", "canonical_dtype"]
 
 UNBOUNDED = (-1, -1)
 
+# The least that each number may be; None is a number that isn't asked for.
+LEAST = {
+    **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"), 0),
+    "page_size": 1,
+    "num_splits": 0,
+}
+
 _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -117,13 +124,16 @@ class AttentionSpec:
             )
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "window", tuple(self.window))
+        for field, least in LEAST.items():
+            number = getattr(self, field)
+            if number is not None and (not isinstance(number, int) or number < least):
+                raise InvalidInputError(f"{field}: got {number!r}, expected {least} or more")
+        if len(self.window) != 2 or min(self.window) < -1:
+            raise InvalidInputError(f"window: got {self.window}, expected (left, right), each -1 or more")
         if self.tokens_q < 0:
             object.__setattr__(self, "tokens_q", self.batch * self.max_q)
         if self.tokens_k < 0:
             object.__setattr__(self, "tokens_k", self.batch * self.max_k)
-        for field in ("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"):
-            if getattr(self, field) < 0:
-                raise InvalidInputError(f"{field}: got {getattr(self, field)}, expected 0 or more")
         if self.heads_k == 0 or self.heads_q % self.heads_k:
             raise InvalidInputError(
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "

@@ -145,7 +145,7 @@ def _check_pages(key: Tensor, call: Call) -> None:
     capacity = [len(row) * size for row in table]
     used = capacity if call.seqused_k is None else call.seqused_k.tolist()
     _check_used(used, capacity)
-    if call.seqused_k is not None and max(used, default=0) > call.max_k:
+    if max(used, default=0) > call.max_k:
         raise _wrong("max_k", str(call.max_k), f"at least {max(used)}, the longest sequence")
     for sequence, (row, count) in enumerate(zip(table, used, strict=True)):
         for page in row[: -(-count // size) if size else 0]:

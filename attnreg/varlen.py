@@ -24,7 +24,7 @@ from attnreg.validation import check
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+__all__ = ["AuxRequest", "autocast", "heads_differ", "varlen_attn", "varlen_attn_out", "window"]
 
 
 class AuxRequest(NamedTuple):
@@ -95,18 +95,15 @@ def varlen_attn(
     """
     if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
         check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
-        raise InvalidInputError(
-            f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
-            "expected as many (or enable_gqa=True)"
-        )
-    window = _window(window_size, is_causal)
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        query, key, value = _autocast(query, key, value)
+        raise heads_differ(query, key)
+    if backend == "":
+        scope.exclusive(backend)  # an error: inside the op an empty name means none
+    bound = window(window_size, is_causal)
+    query, key, value = autocast(query, key, value)
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
         out, lse, _ = op.forward(
-            *arguments, scale, list(window), seqused_k, block_table, num_splits, backend or "",
+            *arguments, scale, list(bound), seqused_k, block_table, num_splits, backend or "",
             wants_gradient(query, key, value),
         )  # fmt: skip
     else:
@@ -115,7 +112,7 @@ def varlen_attn(
             optional["block_table"] = block_table
         if num_splits is not None:
             optional["num_splits"] = num_splits  # type: ignore[assignment]
-        out, lse = _eager(arguments, scale, window, optional, backend)
+        out, lse = _eager(arguments, scale, bound, optional, backend)
     return (out, lse.detach()) if return_aux is not None and return_aux.lse else out
 
 
@@ -128,7 +125,7 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     """
     result = varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
     computed = result[0] if isinstance(result, tuple) else result
-    if computed.requires_grad or out.requires_grad:
+    if computed.requires_grad or (out.requires_grad and torch.is_grad_enabled()):
         raise InvalidInputError(
             "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)"
         )
@@ -136,17 +133,35 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
         got, expected = getattr(out, what), getattr(computed, what)
         if got != expected:
             raise InvalidInputError(f"out: got {what} {got}, expected {expected}")
-    out.copy_(computed)
+    with torch.no_grad():
+        out.copy_(computed)
     return (out, result[1]) if isinstance(result, tuple) else out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def heads_differ(query: Tensor, key: Tensor) -> InvalidInputError:
+    """Return the error of fewer key than query heads where that wasn't allowed."""
+    return InvalidInputError(
+        f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
+        "expected as many (or enable_gqa=True)"
+    )
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    device = query.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    return query, key, value
 
 
-def _window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
+def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
+    """Return (left, right) from the two arguments that say it.
+
+    Raises:
+        InvalidInputError: it isn't two numbers, or one is below -1.
+    """
     left, right = (-1, -1) if window_size is None else _pair(window_size)
     return left, 0 if is_causal else right
 

@@ -125,7 +125,7 @@ def _call(
         dispatch.bounds((window_size[0], window_size[1]), False, max_q, max_k),
         cu_seq_q,
         cu_seq_k,
-        seqused_k,
+        dispatch.keys_used(seqused_k, cu_seq_k, block_table),
         block_table,
         num_splits=num_splits,
         deterministic=dispatch.wants_deterministic(),

@@ -159,6 +159,23 @@ def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeyp
         _autoload.activate()
 
 
+def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
+    # Importing torch imports attnreg again, which is half-way in then.
+    told, said = run(program="import attnreg.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
+    assert told == [1]
+    assert "UserWarning: attnreg is not active: ImportError: cannot import name" in said[0]
+
+
+def test_the_public_names_may_be_imported_before_torch():
+    program = (
+        "from attnreg import explain, stats\n"
+        "import json, torch, torch.nn.functional as F\n"
+        "F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 16))\n"
+        "print(json.dumps(stats().calls))"
+    )
+    assert run(program=program, ATTNREG_BACKEND="math") == ({"math": {"forward": 1, "backward": 0}}, [])
+
+
 def test_good_values_install_the_routers_without_a_word(monkeypatch, caplog):
     installed = aten.installed()
     monkeypatch.setenv("ATTNREG_BACKEND", "math")

@@ -375,13 +375,15 @@ def test_where_nothing_is_registered_a_note_says_that_torchs_entry_points_are_no
     ],
     ids=["dropout", "meta", "another value head dim"],
 )
-def test_a_call_that_torchs_selector_keeps_from_attnreg_has_a_note_that_says_so(routers, ran, make):
+def test_a_call_that_torchs_selector_keeps_from_attnreg_is_told_as_its_decision(routers, ran, make):
     attnreg.install()
     tensors, options = make()
     explanation = explain(*tensors, **options)
-    assert explanation.notes == (
-        "F.scaled_dot_product_attention sends this call to torch's math kernel before attnreg sees it",
-    )
+    assert (explanation.backend, explanation.source) == ("torch's math kernel", "torch's own selector")
+    assert set(explanation.rejected) == set(attnreg.list_backends())
+    assert set(explanation.rejected.values()) == {
+        ("never sees this call: F.scaled_dot_product_attention sends it to torch's math kernel",)
+    }
     F.scaled_dot_product_attention(*tensors, **options)
     assert ran() == {}
 

@@ -419,13 +419,22 @@ def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog)
     assert all(map(is_ours, PLACES))
     assert table(FLASH_OP, "CUDA") != theirs
     assert [record.getMessage() for record in caplog.records] == [
-        "torch.nn.attention had 'FA4' active: attnreg has restored torch's own kernels, which it falls back "
-        "to, and chooses for each call from now on; register_backend('FA4') asks it for that backend"
+        "torch.nn.attention had 'FA4' active: attnreg has restored torch's own kernels, to which it falls "
+        "back, and chooses for each call from now on; it knows no backend 'FA4'"
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert aten.shadowed_by() == ""
     attnreg.uninstall()
     assert table(FLASH_OP, "CUDA") == ""
+
+
+def test_a_mere_call_leaves_an_implementation_active_that_somebody_chose(fa4, packed, caplog, ran):
+    torch_registry.activate_flash_attention_impl("FA4")
+    attnreg.varlen_attn(*packed([3, 4])).sum().backward()
+    assert torch_registry.current_flash_attention_impl() == "FA4"
+    assert not aten.installed()
+    assert caplog.records == []
+    assert ran() == {"cpu": (1, 1)}
 
 
 def test_an_install_that_fails_leaves_that_implementation_active(fa4, monkeypatch, caplog):

@@ -355,19 +355,15 @@ def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_
     assert getattr(attnreg, name) is type(error)
 
 
-def test_an_error_can_be_read_by_a_process_that_has_imported_neither_attnreg_nor_torch():
+def test_an_error_can_be_read_by_a_process_that_has_not_imported_attnreg():
     run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import pickle, sys; print(repr(pickle.load(sys.stdin.buffer)), 'torch' in sys.modules)",
-        ],
+        [sys.executable, "-c", "import pickle, sys; print(repr(pickle.load(sys.stdin.buffer)))"],
         input=pickle.dumps(ERRORS[0]),
         capture_output=True,
         check=False,
     )
     assert run.stderr == b""
-    assert run.stdout.decode().strip() == """UnknownBackendError("no backend is named 'FA5'") False"""
+    assert run.stdout.decode().strip() == """UnknownBackendError("no backend is named 'FA5'")"""
 
 
 def values(tmp_path):

@@ -157,8 +157,6 @@ def test_the_backward_of_atens_op_refuses_what_it_is_not_told(packed, ran, optio
     assert torch.equal(again, out)
 
 
-# FAILS, dispatch.py: `prepare` checks the shapes of the backward's call, which lacks the block_table, before
-# it looks at `pin.no_gradient`; the text is about the rank of the key.
 def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
     query, _, _, cu_q, _, max_q, _ = packed((3, 4))
     pool = torch.randn(4, 4, 4, 16)

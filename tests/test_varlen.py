@@ -382,8 +382,6 @@ def test_a_forward_only_backend_leaves_the_backward_to_another(front, packed, fa
     assert sum(backward for _, backward in calls.values()) == 1
 
 
-# FAILS for attnreg's own op, varlen.py and dispatch.py: below the op's autograd grad mode is off, so that
-# `wants_gradient` says no; the call is refused only in its backward. The front would have to tell the op.
 def test_a_backend_asked_for_by_the_call_is_refused_for_the_backward_it_lacks(front, packed, fake, ran):
     inputs = packed((3, 4))
     with attnreg.register_backend(fake("half", backward=False).backend):

@@ -319,8 +319,6 @@ def test_compiled_code_checks_what_it_is_given_when_it_runs(packed):
 BATCHES = ((5, 1, 8, 3), (2, 9), (4, 4, 4), (6, 2, 3, 11, 7))
 
 
-# FAILS with the next and those of export, validation.py: `len(call.cu_seqlens_q)` in `_check_varlen` makes
-# the number of sequences a constant where the fake calls `check`; `.shape[0]` doesn't.
 def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran):
     graphs = Graphs()
     attend = compiled(attnreg.varlen_attn, graphs, dynamic=True)
@@ -418,8 +416,6 @@ def test_a_scope_inside_compiled_code_breaks_the_graph_and_holds(packed, fake, r
 @pytest.mark.parametrize("dim_v", [16, 8])
 @pytest.mark.parametrize("way", ["aten", "op"])
 def test_fake_tensors_get_the_right_shapes_and_nothing_runs(packed, ran, dim_v, way):
-    # FAILS with another head dim of the value, varlen.py: torch's meta function of aten's op returns the
-    # shape of the query (see also `test_the_values_may_have_another_head_dim`).
     if way == "op":
         attnreg.uninstall()
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
@@ -440,7 +436,6 @@ def test_fake_tensors_get_the_right_shapes_and_nothing_runs(packed, ran, dim_v, 
 @pytest.mark.parametrize("dim_v", [16, 8])
 @pytest.mark.parametrize("way", ["aten", "op"])
 def test_meta_tensors_get_the_right_shapes_and_nothing_runs(packed, ran, dim_v, way):
-    # FAILS, varlen.py: torch.is_autocast_enabled("meta") raises.
     if way == "op":
         attnreg.uninstall()
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.nn.attention import _registry as torch_registry
 
-from attnreg import native
+from attnreg import _registry, native
 from attnreg.aten import cpu, cudnn, flash, sdpa
 from attnreg.aten.routing import Route, router
 from attnreg.errors import RegistrationError
+from attnreg.locks import open_after_fork
 
 __all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by", "usable"]
 
@@ -27,7 +28,7 @@ log = logging.getLogger("attnreg")
 NAME = "attnreg"
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *sdpa.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
 
-_lock = threading.RLock()
+_lock = open_after_fork(threading.RLock())
 _library: torch.library.Library | None = None
 _kept_out = False
 
@@ -40,10 +41,13 @@ def installed() -> bool:
 def usable() -> bool:
     """Whether `varlen_attn` may go through aten's op; registers the routers when first asked.
 
-    Not after `uninstall`, which promised that they stay out, nor where they can't be installed.
+    Not after `uninstall`, which promised that they stay out, nor where they can't be installed; nor
+    where somebody activated another implementation in torch, which a mere call must not undo.
     """
     global _kept_out
     if _library is None and not _kept_out:
+        if shadowed_by():
+            return False
         try:
             ensure()
         except RegistrationError as error:
@@ -78,12 +82,13 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
                 torch_registry.activate_flash_attention_impl(above)
             raise
         if above:
+            known = above.casefold() in _registry.entries()
+            asks = f"register_backend({above!r}) asks for it" if known else f"it knows no backend {above!r}"
             log.warning(
-                "torch.nn.attention had %r active: attnreg has restored torch's own kernels, which it falls "
-                "back to, and chooses for each call from now on; register_backend(%r) asks it for that "
-                "backend",
+                "torch.nn.attention had %r active: attnreg has restored torch's own kernels, to which it "
+                "falls back, and chooses for each call from now on; %s",
                 above,
-                above,
+                asks,
             )
 
 

@@ -14,7 +14,7 @@ from attnreg import counters, scope
 from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
-from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
 from attnreg.planning import Native
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _call(
     return Call(
         scale_of(asked.query, None) if scale is None else scale,
         max_q, max_k, bounds(window, asked.is_causal, max_q, max_k),
-        asked.cum_seq_q, asked.cum_seq_k, seqused_k, block_table, None, alibi_slopes,
+        asked.cum_seq_q, asked.cum_seq_k, keys_used(seqused_k, asked.cum_seq_k, block_table), block_table,
+        None, alibi_slopes,
         asked.dropout_p, rng_state, num_splits, wants_deterministic(),
     )  # fmt: skip
 

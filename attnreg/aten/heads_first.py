@@ -42,6 +42,8 @@ def plan_for(
 ) -> Plan:
     """Return the plan of a call; the way through a plan that is there already is short."""
     query, key, value = asked.query, asked.key, asked.value
+    if asked.scale is not None:
+        check_scale(asked.scale)
     now = state()
     needs_backward = direction == "backward" or wants_gradient(query, key, value)
     look_up = (
@@ -55,7 +57,6 @@ def plan_for(
     if found is None:
         inputs = contract(asked, bias, top_left, None)
         check(*inputs)
-        check_scale(inputs.call.scale)
         leading = pin.preference if pin is not None else None
         spec = spec_of(*inputs, needs_backward)
         found = make_plan(now, look_up, spec, direction, turn.native, leading)

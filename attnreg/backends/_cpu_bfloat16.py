@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends._cpu_blocks import batches, portions, tiles
+from attnreg.backends._cpu_blocks import Places, batches, portions, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,14 +75,15 @@ def backward(
         work = q.new_empty(2, max(area, min(_SCORES, len(batch.row_spans) * heads * area)))
         whole = batch.rows * batch.keys * q5.size(2) * heads
         for some in portions(len(batch.row_spans), max(1, _SCORES // whole)):
-            rows, keys = batch.row_spans[some], batch.key_spans[some]
+            rows, keys = Places.of(batch.row_spans[some], batch.rows), Places.of(batch.key_spans[some], batch.keys)
             problem = _problem(
-                _padded(q5, lse_columns, rows, batch.rows), _padded(g5, delta_columns, rows, batch.rows),
-                _padded(k5, None, keys, batch.keys, 3), _padded(v5, None, keys, batch.keys, 2), q.size(2)
+                _widened(q5, lse_columns, rows), _widened(g5, delta_columns, rows),
+                _widened(k5, 3, keys), _widened(v5, 2, keys), q.size(2)
             )
             _solve(problem, found, q5.size(2), scale, work)
-            for grad, (total, spans, size) in zip((problem.grad_q, problem.grad_k, problem.grad_v), ((grads[0], rows, batch.rows), (grads[1], keys, batch.keys), (grads[2], keys, batch.keys)), strict=True):
-                _unpad(total, grad, spans, size)
+            for total, grad, places in zip(grads, (problem.grad_q, problem.grad_k, problem.grad_v), (rows, keys, keys), strict=True):
+                shaped = grad.view(places.count, heads, -1, total.size(2), grad.size(2))
+                places.put(total, shaped.transpose(1, 2))
     return tuple(g.flatten(1, 2) for g in grads)
 
 
@@ -92,27 +93,18 @@ def _problem(q, g, k, v, size):
     return Problem(q, g, gq, k, v, gk, gv)
 
 
-def _padded(x: Tensor, columns: Tensor | None, spans: Sequence[Span], size: int, count: int = 0) -> Tensor:
-    """Return spans of (T, heads, groups, D) as (spans, heads, size, groups, D + columns)."""
-    width = x.size(3)
-    count = count if columns is None else columns.size(3)
-    padded = x.new_zeros(len(spans), size, x.size(1), x.size(2), width + count) if False else x.new_zeros(len(spans), x.size(1), size, x.size(2), width + count)
-    for place, (start, length) in zip(padded.transpose(1, 2), spans, strict=True):
-        to = place[:length]
-        to[..., :width].copy_(x[start : start + length])
-        if columns is not None:
-            to[..., width:].copy_(columns[start : start + length])
-    if columns is None:
-        lengths = torch.tensor([length for _, length in spans])[:, None]
-        padded[..., width:] = -(torch.arange(size) < lengths).to(x.dtype)[:, None, :, None, None]
-    return padded
-
-
-def _unpad(total: Tensor, grad: Tensor, spans: Sequence[Span], size: int) -> None:
-    """Write what `_padded` has read back to its place in (T, heads, groups, D)."""
-    batch = grad.view(len(spans), total.size(1), size, total.size(2), -1).transpose(1, 2)
-    for place, (start, length) in zip(batch, spans, strict=True):
-        total[start : start + length].copy_(place[:length])
+def _widened(x: Tensor, columns: Tensor | int, places: Places) -> Tensor:
+    """Return rows of (T, heads, groups, D) as (count, heads, size, groups, D + columns)."""
+    taken = places.take(x)
+    width = columns if isinstance(columns, int) else columns.size(3)
+    n, size, heads, groups, d = taken.shape
+    wide = x.new_empty(n, heads, size, groups, d + width)
+    by_row = wide.transpose(1, 2)
+    by_row[..., :d] = taken
+    by_row[..., d:] = -1.0 if isinstance(columns, int) else places.take(columns)
+    if places.padding is not None:
+        wide.masked_fill_(places.padding[:, None, :, None, None], 0.0)
+    return wide
 
 
 def _solve(problem: Problem, found: Sequence[Tile], groups: int, scale: float, work: Tensor) -> None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
 
     from attnreg.backends._cpu_runs import Run
 
@@ -18,6 +22,9 @@ __all__ = ["Batch", "batches", "portions", "tiles"]
 
 # The longest side of one product, in rows or keys; with a band shorter, for there is more to skip.
 _LONGEST, _LONGEST_IN_BAND = 1024, 512
+
+# A bound beyond every length.
+_ANYWHERE = 2**40
 
 Band = tuple[int, int]
 Span = tuple[int, int]
@@ -31,6 +38,44 @@ class Batch(NamedTuple):
     band: Band | None
     row_spans: list[Span]
     key_spans: list[Span]
+
+
+class Places(NamedTuple):
+    """The packed rows of some padded sequences.
+
+    Attributes:
+        count: how many sequences.
+        index: the packed row of each row, int64 (count * size,); padding has its neighbour's.
+        padding: bool (count, size), None if there is none.
+        real: which rows are no padding, int64, None if all.
+    """
+
+    count: int
+    index: Tensor
+    padding: Tensor | None
+    real: Tensor | None
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], size: int) -> Places:
+        """Return the places of sequences that are padded to `size`."""
+        start, length = torch.tensor(spans, device="cpu").unsqueeze(-1).unbind(1)
+        step = torch.arange(size, device="cpu")
+        index = (start + torch.minimum(step, length - 1)).flatten()
+        padding = step >= length
+        if not padding.any():
+            return cls(len(spans), index, None, None)
+        return cls(len(spans), index, padding, (~padding).flatten().nonzero()[:, 0])
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return packed rows (T, ...) as (count, size, ...)."""
+        return x.index_select(0, self.index).unflatten(0, (self.count, -1))
+
+    def put(self, x: Tensor, padded: Tensor) -> None:
+        """Write (count, size, ...) to packed rows (T, ...), without the padding."""
+        rows, index = padded.flatten(0, 1), self.index
+        if self.real is not None:
+            rows, index = rows.index_select(0, self.real), index.index_select(0, self.real)
+        x.index_copy_(0, index, rows)
 
 
 class Tile(NamedTuple):
@@ -89,8 +134,8 @@ def _band(run: Run) -> Band | None:
     left, right = run.window
     if left < 0 and right < 0:
         return None
-    shift, everything = run.keys - run.rows, run.rows + run.keys
-    return (shift - left if left >= 0 else -everything, shift + right if right >= 0 else everything)
+    shift = run.keys - run.rows
+    return (shift - left if left >= 0 else -_ANYWHERE, shift + right if right >= 0 else _ANYWHERE)
 
 
 def _in_tile(band: Band | None, shift: int, rows: int, keys: int) -> Band | None:

@@ -44,7 +44,7 @@ BACKWARD = FORWARD
 def _unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no CUDA GPU here"
-    if native.capture(OP.format("forward"), "CUDA") is None:
+    if not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without its flash attention kernels"
     return None
 

@@ -123,7 +123,10 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
 def _reasons(backend: Backend, offered: Capabilities | None, spec: AttentionSpec) -> tuple[str, ...]:
     if offered is None:
         return ("has no backward",)
-    return offered.unsupported(spec) or (backend.refuses(spec) if backend.refuses else ())
+    try:
+        return offered.unsupported(spec) or tuple(backend.refuses(spec) if backend.refuses else ())
+    except Exception as error:  # noqa: BLE001 - a broken check is a reason like any other
+        return (f"check failed: {type(error).__name__}: {error}",)
 
 
 def _distance(got: Tensor, truth: Tensor) -> float:
