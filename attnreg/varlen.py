@@ -113,7 +113,10 @@ def varlen_attn(
         if num_splits is not None:
             optional["num_splits"] = num_splits  # type: ignore[assignment]
         out, lse = _eager(arguments, scale, bound, optional, backend)
-    return (out, lse.detach()) if return_aux is not None and return_aux.lse else out
+    if return_aux is None or not return_aux.lse:
+        return out
+    # Aten's op gives a row without a key the LSE of torch's own kernel, +inf.
+    return out, lse.detach().masked_fill(lse == torch.inf, -torch.inf)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:

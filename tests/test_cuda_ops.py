@@ -772,6 +772,7 @@ def test_what_the_backward_is_not_told_is_refused_there_and_right_in_the_forward
     assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 0]
 
 
+@pytest.mark.usefixtures("routers")
 def test_a_dense_call_with_counted_keys_is_torchs_own():
     query, used = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
     arguments = (query, query, query, None, None, None, 6, 6, True)
@@ -861,7 +862,6 @@ def test_rows_without_keys_survive_a_change_of_backend_before_the_backward(route
     truth.assert_near(out, expected)
 
 
-# FAILS both, flash.py: which infinity a forward returns depends on its pin, and its backward may have
 # another: that of a dropout mask, or none, as torch's own varlen_attn doesn't pass on what carries it. If the
 # routers always spoke as torch's kernel does, attnreg.varlen_attn could turn the LSE that it returns.
 def test_with_dropout_too_a_backend_is_given_minus_infinity(route, packed, ran, fake):

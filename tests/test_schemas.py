@@ -6,8 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import attnreg
-from attnreg import aten
+from attnreg import aten, scope
 from attnreg.aten import schemas
 from attnreg.aten.routing import Quick, Route, Turn, router
 from attnreg.errors import RegistrationError, UnsupportedInputError
@@ -267,10 +266,13 @@ def test_an_argument_of_a_newer_torch_passes_the_call_untouched(newer):
 
 def test_that_holds_though_a_backend_is_asked_for(newer):
     query = torch.randn(2, 3)
-    with attnreg.use_backend("math"):
+    token = scope.enter(scope.exclusive("math"))
+    try:
         torch.ops.attnreg_test.attend(query, query, query, splits=[1])
         with pytest.raises(AssertionError, match="the call was to pass to the original"):
             torch.ops.attnreg_test.attend(query, query, query, sinks=None, splits=None)
+    finally:
+        scope.leave(token)
     assert len(newer) == 1
 
 

@@ -49,7 +49,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     rng_state = call.rng_state
     if rng_state is None:
         rng_state = query.new_empty(2, dtype=torch.uint64)
-    lse = lse.float().contiguous() if native is None else _swap_infinity(lse, -torch.inf)
+    lse = lse.float().contiguous() if turn.original is None else _swap_infinity(lse, -torch.inf)
     return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
 
 
@@ -67,7 +67,7 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     plan = prepare("backward", query, key, value, call, tied(turn, dropout), native)
     if plan.original:
         return turn.torch(plan)  # type: ignore[no-any-return]
-    lse = asked.logsumexp if native is None else _swap_infinity(asked.logsumexp, torch.inf)
+    lse = asked.logsumexp if turn.original is None else _swap_infinity(asked.logsumexp, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
     return like(grads[0], query), like(grads[1], key), like(grads[2], value)

@@ -56,21 +56,21 @@ def backward(
     scale: float,
     window: Window,
     bias: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     strips = _strips(q, k, window, bias)
     if len(strips) == 1 and _is_whole(strips[0], q, k):
         grads = flash.backward(grad_out, q, k, v, out, lse, scale, strips[0].parts[0].band, bias)
-        return tuple(grad.transpose(1, 2) for grad in grads)
+        return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
     totals = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
     for strip in strips:
         rows = [_take(x, strip.row, strip.rows, strip) for x in (grad_out, q, out, lse)]
         for part in strip.parts:
-            keys = [_take(x, part.key, part.keys, strip) for x in (k, v)]
-            grads = flash.backward(*rows[:2], *keys, *rows[2:], scale, part.band)
+            key, value = (_take(x, part.key, part.keys, strip) for x in (k, v))
+            grads = flash.backward(rows[0], rows[1], key, value, rows[2], rows[3], scale, part.band)
             for total, start, grad in zip(totals, (strip.row, part.key, part.key), grads, strict=True):
                 _add(total, grad, start, strip)
-    return tuple(total.transpose(1, 2) for total in totals)
+    return totals[0].transpose(1, 2), totals[1].transpose(1, 2), totals[2].transpose(1, 2)
 
 
 def _strips(q: Tensor, k: Tensor, window: Window, bias: Tensor | None) -> tuple[Strip, ...]:
@@ -99,13 +99,20 @@ def _strip_forward(
         partials.append(flash.forward(rows, keys, values, scale, part.band, bias))
     out, lse = functools.reduce(_merged, partials)
     if strip.count > 1:
-        out, lse = (x.unflatten(0, (-1, strip.count)).movedim(1, 2).flatten(2, 3) for x in (out, lse))
+        out, lse = (_repeated(x, strip).movedim(1, 2).flatten(2, 3) for x in (out, lse))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _merged(first: Partial, second: Partial) -> Partial:
     lse = torch.logaddexp(first[1], second[1])
-    return torch.lerp(first[0], second[0], (second[1] - lse).exp().unsqueeze(-1)), lse
+    # In the LSE's precision: what is merged may be merged again.
+    out, other = first[0].to(lse.dtype), second[0].to(lse.dtype)
+    return torch.lerp(out, other, (second[1] - lse).exp().unsqueeze(-1)), lse
+
+
+def _repeated(x: Tensor, strip: Strip) -> Tensor:
+    """Return the batch that `_take` made, (B * count, ...), as (B, count, ...)."""
+    return x.reshape(-1, strip.count, *x.shape[1:])
 
 
 def _take(x: Tensor, start: int, size: int, strip: Strip) -> Tensor:
@@ -118,6 +125,6 @@ def _take(x: Tensor, start: int, size: int, strip: Strip) -> Tensor:
 
 def _add(total: Tensor, grad: Tensor, start: int, strip: Strip) -> None:
     """Add what belongs to the rows that `_take` took, which may be several times the same."""
-    repetitions = grad.unflatten(0, (-1, strip.count))
+    repetitions = _repeated(grad, strip)
     for index in range(strip.count):
         total.narrow(2, start + index * strip.step, grad.size(2)).add_(repetitions[:, index])

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     key: int
     keys: int
     window: tuple[int, int]
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # not the tuple's method
 
 
 def runs_of(q: Tensor, k: Tensor, call: Call) -> tuple[Run, ...]:
@@ -46,7 +46,10 @@ def _offsets(cu_seqlens: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ..
 # The backward asks again what its forward did, and so does the next layer.
 @functools.lru_cache(maxsize=32)
 def _runs(
-    offsets_q: tuple[int, ...], offsets_k: tuple[int, ...], used: tuple[int, ...] | None, window: tuple[int, int]
+    offsets_q: tuple[int, ...],
+    offsets_k: tuple[int, ...],
+    used: tuple[int, ...] | None,
+    window: tuple[int, int],
 ) -> tuple[Run, ...]:
     found: list[Run] = []
     for index, (row, key) in enumerate(zip(offsets_q[:-1], offsets_k[:-1], strict=True)):

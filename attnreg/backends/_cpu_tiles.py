@@ -48,7 +48,7 @@ class Strip(NamedTuple):
     row: int
     rows: int
     parts: tuple[Part, ...]
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # not the tuple's method
     step: int = 0
 
 

@@ -59,8 +59,8 @@ def backward(
     to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
     sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
     tensors = zip(*(side.batches(x) for side, x in sides), strict=True)
-    for run, views, (*inputs, row_lse) in zip(runs, to, tensors, strict=True):
-        found = dense.backward(flash, *inputs, row_lse[..., 0], scale, run.window)
+    for run, views, (g, query, key, value, o, row_lse) in zip(runs, to, tensors, strict=True):
+        found = dense.backward(flash, g, query, key, value, o, row_lse[..., 0], scale, run.window)
         for view, grad in zip(views, found, strict=True):
             _write(view, grad)
     return grads
@@ -74,13 +74,14 @@ class _Spans:
         self._cuts: list[int] = []
         end = 0
         for run in runs:
-            start, size = (run.row, run.rows * run.count) if side == "row" else (run.key, run.keys * run.count)
+            start, length = (run.row, run.rows) if side == "row" else (run.key, run.keys)
+            size = length * run.count
             self._cuts += (start - end, size)
             end = start + size
         self._end = end
 
     def _split(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        return x.split([*self._cuts, x.size(dim) - self._end], dim)
+        return torch.split(x, [*self._cuts, x.size(dim) - self._end], dim)
 
     def views(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the part of each run."""
@@ -97,7 +98,7 @@ class _Spans:
         """Return the part of each run as a batch (count, H, S, D) that the kernels can read."""
         parts = self._split(readable(x.unsqueeze(0)), 2)[1::2]
         return [
-            part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)
+            part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             for part, count in zip(parts, self._counts, strict=True)
         ]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backend import Backend, Kernels
-from attnreg.backends import _cpu_bfloat16 as bfloat16
 from attnreg.backends import _cpu_dense as dense
 from attnreg.backends import _cpu_varlen as varlen
 from attnreg.backends._cpu_flash import Flash, additive, readable, working_dtype
@@ -25,33 +24,44 @@ __all__ = ["BACKEND"]
 
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
+    if not (q.numel() and k.numel()):
+        return _nothing_seen(q, call)
     if _is_packed(call):
-        tensors = (_rows(x) for x in (q, k, v))
-        out, lse = varlen.forward(flash, *tensors, call.scale, runs_of(q, k, call))
+        tensors = [_rows(x) for x in (q, k, v)]
+        out, lse = varlen.forward(flash, tensors[0], tensors[1], tensors[2], call.scale, runs_of(q, k, call))
         return out.view(q.shape), _heads_first(lse, q)
-    tensors = (readable(x) for x in (q, k, v))
+    query, key, value = (readable(x) for x in (q, k, v))
     bias = additive(call.attn_bias, working_dtype(q))
-    out, lse = dense.forward(flash, *tensors, call.scale, call.window, bias)
+    out, lse = dense.forward(flash, query, key, value, call.scale, call.window, bias)
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
 def backward(
     flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
+    if not (q.numel() and k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if lse.dtype != torch.promote_types(q.dtype, torch.float32):
         lse = forward(flash, q, k, v, call)[1]
-    if _is_packed(call) or (q.dtype == torch.bfloat16 and bfloat16.is_fast() and call.attn_bias is None and abs(call.scale) > 1e-6):
-        tensors = [_rows(x) for x in (grad_out, q, k, v, out)]
-        lse = lse.transpose(-1, -2).reshape(-1, q.size(-2))
-        if q.dtype == torch.bfloat16:
-            return tuple(g.view(x.shape) for g, x in zip(bfloat16.backward(*tensors, lse, call.scale, runs_of(q, k, call)), (q, k, v)))
-        grads = varlen.backward(flash, *tensors, lse, call.scale, runs_of(q, k, call))
+    if _is_packed(call):
+        g, query, key, value, o = (_rows(x) for x in (grad_out, q, k, v, out))
+        rows = lse.transpose(-1, -2).reshape(-1, q.size(-2))
+        grads = varlen.backward(flash, g, query, key, value, o, rows, call.scale, runs_of(q, k, call))
     else:
-        tensors = [readable(x) for x in (grad_out, q, k, v, out)]
+        g, query, key, value, o = (readable(x) for x in (grad_out, q, k, v, out))
         bias = additive(call.attn_bias, working_dtype(q))
-        grads = dense.backward(flash, *tensors, lse, call.scale, call.window, bias)
-    return tuple(grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v)))
+        grads = dense.backward(flash, g, query, key, value, o, lse, call.scale, call.window, bias)
+    grad_q, grad_k, grad_v = (
+        grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _nothing_seen(q: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return what rows get that have no key: output 0 and an LSE of -inf."""
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.zeros_like(q), lse.t().contiguous() if q.dim() == 3 else lse.transpose(1, 2).contiguous()
 
 
 def _is_packed(call: Call) -> bool:
@@ -77,6 +87,7 @@ RANGE = Capabilities(
     bias=True,
     seqused_k=True,
     num_splits=True,
+    any_scale=True,
     deterministic=True,
 )
 

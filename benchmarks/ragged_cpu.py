@@ -1,0 +1,154 @@
+"""Packed sequences of different lengths on a CPU: attnreg against what one would write without it.
+
+    python benchmarks/ragged_cpu.py [--rounds N] [--json FILE]
+
+Forward and backward of 8 heads of 64, from packed tensors to packed gradients. Three sides take turns:
+
+- `attnreg.varlen_attn`, on the backend that attnreg chooses,
+- `F.scaled_dot_product_attention` on tensors padded to the longest sequence, with a mask, padding and
+  unpadding included,
+- a loop of `F.scaled_dot_product_attention` over the sequences, split once and joined once.
+
+The figure is the time of the faster of the other two over that of attnreg, round by round, median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from _report import interleaved, machine, per_call, save, show
+from torch.nn.utils.rnn import pad_sequence
+
+import attnreg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+HEADS, DIM = 8, 64
+
+
+class Setting(NamedTuple):
+    """A batch: how many sequences, and how long they are at most."""
+
+    name: str
+    batch: int
+    longest: int
+    skewed: bool = False
+
+    def lengths(self, seed: int = 0) -> list[int]:
+        """Return the lengths: uniform, or mostly short with a long tail."""
+        draw = random.Random(seed)
+        if self.skewed:
+            return [round(math.exp(draw.uniform(0.0, math.log(self.longest)))) for _ in range(self.batch)]
+        return [draw.randint(1, self.longest) for _ in range(self.batch)]
+
+
+SETTINGS = (
+    Setting("8 x 1024", 8, 1024),
+    Setting("32 x 256", 32, 256),
+    Setting("64 x 64", 64, 64),
+    Setting("4 x 4096", 4, 4096),
+    Setting("128 x 512 skewed", 128, 512, skewed=True),
+)
+
+
+def sides(lengths: list[int], dtype: torch.dtype, causal: bool) -> dict[str, Callable[[], list[Tensor]]]:
+    """Return each side as a function that runs it forward and backward, and returns the gradients."""
+    torch.manual_seed(0)
+    total, longest = sum(lengths), max(lengths)
+    packed = [torch.randn(total, HEADS, DIM, dtype=dtype, requires_grad=True) for _ in "qkv"]
+    grad_out = torch.randn(total, HEADS, DIM, dtype=dtype)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.arange(longest)
+    is_token = positions < torch.tensor(lengths)[:, None]
+    visible = is_token[:, None, None, :]
+    if causal:
+        visible = visible & (positions[:, None] >= positions)
+
+    def with_attnreg() -> Any:
+        return attnreg.varlen_attn(*packed, offsets, offsets, longest, longest, is_causal=causal)
+
+    def padded() -> Tensor:
+        q, k, v = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in packed)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)[is_token]
+
+    def loop() -> Tensor:
+        split = [[x.transpose(0, 1)[None] for x in tensor.split(lengths)] for tensor in packed]
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal) for q, k, v in zip(*split, strict=True)
+        ]
+        return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+    def whole(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(torch.autograd.grad(forward(), packed, grad_out))
+
+    return {"attnreg": whole(with_attnreg), "padded": whole(padded), "loop": whole(loop)}
+
+
+def check(runs: dict[str, Callable[[], list[Tensor]]], dtype: torch.dtype) -> None:
+    """Refuse to time what doesn't compute the same."""
+    found = {name: run() for name, run in runs.items()}
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+    for name in ("padded", "loop"):
+        for ours, theirs in zip(found["attnreg"], found[name], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def measure(setting: Setting, dtype: torch.dtype, causal: bool, rounds: int) -> dict[str, Any]:
+    """Time one setting; returns milliseconds of each side and how many times as fast attnreg is."""
+    runs = sides(setting.lengths(), dtype, causal)
+    check(runs, dtype)
+    once = per_call(runs["attnreg"], 1)
+    calls = max(1, round(0.05 / once))
+    taken = interleaved({name: lambda run=run: per_call(run, calls) for name, run in runs.items()}, rounds)
+    better = [min(pair) for pair in zip(taken["padded"], taken["loop"], strict=True)]
+    ratios = [theirs / ours for theirs, ours in zip(better, taken["attnreg"], strict=True)]
+    milliseconds = {name: statistics.median(times) * 1e3 for name, times in taken.items()}
+    named = {"setting": setting.name, "dtype": str(dtype).removeprefix("torch."), "causal": causal}
+    return {**named, "milliseconds": milliseconds, "ratio": statistics.median(ratios)}
+
+
+def main() -> None:
+    """Run every setting and print the table, the geometric mean and the worst."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(" · ".join(f"{key} {value}" for key, value in machine().items()))
+    results = [
+        measure(setting, dtype, causal, options.rounds)
+        for causal in (False, True)
+        for dtype in (torch.float32, torch.bfloat16)
+        for setting in SETTINGS
+    ]
+    rows = [
+        (
+            f"{row['setting']}, {row['dtype']}{', causal' if row['causal'] else ''}",
+            *(f"{row['milliseconds'][side]:.2f}" for side in ("attnreg", "padded", "loop")),
+            f"{row['ratio']:.2f}",
+        )
+        for row in results
+    ]
+    show("Forward + backward, ms; the last column is the faster of the others over attnreg",
+         ("batch x longest", "attnreg", "padded", "loop", "times as fast"), rows)  # fmt: skip
+    for causal in (False, True):
+        ratios = [row["ratio"] for row in results if row["causal"] is causal]
+        mean, which = statistics.geometric_mean(ratios), "causal" if causal else "not causal"
+        print(f"{which}: geometric mean {mean:.2f}, worst {min(ratios):.2f}")
+    print(f"backends: {attnreg.stats().calls}")
+    save(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
