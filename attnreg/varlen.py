@@ -100,6 +100,8 @@ def varlen_attn(
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
+    out: Tensor
+    lse: Tensor
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
         out, lse, _ = op.forward(
@@ -116,7 +118,8 @@ def varlen_attn(
     if return_aux is None or not return_aux.lse:
         return out
     # Aten's op gives a row without a key the LSE of torch's own kernel, +inf.
-    return out, lse.detach().masked_fill(lse == torch.inf, -torch.inf)
+    lse = lse.detach()
+    return out, torch.where(lse == torch.inf, -torch.inf, lse)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:
