@@ -335,9 +335,8 @@ def test_what_was_activated_in_torch_before_is_restored_and_told_of(no_routers, 
         assert [(record.levelno, record.message) for record in caplog.records] == [
             (
                 logging.WARNING,
-                "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, which it "
-                "falls back to, and chooses for each call from now on; register_backend('FA99') asks it for "
-                "that backend",
+                "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, to which it "
+                "falls back, and chooses for each call from now on; it knows no backend 'FA99'",
             )
         ]
         assert sdpa() == "math"

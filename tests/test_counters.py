@@ -153,8 +153,10 @@ def test_a_fallback_told_at_info_is_told_at_warning_once_somebody_asks_for_the_b
             attnreg.varlen_attn(*packed((3,), grad=False))
             attnreg.varlen_attn(*packed((4,), grad=False))
         attnreg.varlen_attn(*packed((4,), grad=False))
+        with attnreg.use_backend("first"):
+            attnreg.varlen_attn(*packed((5,), grad=False))
     assert [level for level, _ in lines(caplog)] == ["INFO", "WARNING"]
-    assert [row.count for row in attnreg.stats().fallbacks] == [4]
+    assert [row.count for row in attnreg.stats().fallbacks] == [5]
 
 
 def test_all_reasons_of_one_backend_are_one_row_and_each_set_of_reasons_a_row_of_its_own(

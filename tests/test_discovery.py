@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -509,26 +510,16 @@ def in_threads(function, count=8):
         return [future.result() for future in [pool.submit(run) for _ in range(count)]]
 
 
-@pytest.fixture
-def hasty():
-    """Switch threads as often as can be, so that a race shows itself."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
 def slowly(outcome, calls):
     def called():
         calls.append(None)
-        for _ in range(2000):  # long enough for every other thread to come by
-            pass
+        time.sleep(0.05)  # gives every other thread the time to come by
         return outcome() if callable(outcome) else outcome
 
     return called
 
 
-def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake, hasty):
+def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake):
     calls = []
     load = slowly(lambda: attnreg.Kernels(print, print), calls)
     entry = Entry("mine", "a test", fake("mine", load=load).backend)
@@ -537,7 +528,7 @@ def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake, hasty)
     assert len(calls) == 1
 
 
-def test_eight_threads_that_discover_at_once_get_one_whole_registry_of_one_discovery(monkeypatch, hasty):
+def test_eight_threads_that_discover_at_once_get_one_whole_registry_of_one_discovery(monkeypatch):
     calls = []
     monkeypatch.setattr(_registry, "discover", slowly(discover, calls))
     seen = in_threads(_registry.entries)
@@ -546,7 +537,7 @@ def test_eight_threads_that_discover_at_once_get_one_whole_registry_of_one_disco
     assert "math" in seen[0]
 
 
-def test_eight_threads_can_make_the_first_call_at_once(fake, routers, hasty, ran):
+def test_eight_threads_can_make_the_first_call_at_once(fake, routers, ran):
     calls = []
     recorder = fake("mine")
     kernels = attnreg.Kernels(recorder.forward, recorder.backward)

@@ -204,6 +204,12 @@ def test_strict_is_what_the_strongest_that_mentions_it_says(
     assert policy.current().strict == strict
 
 
+def test_settings_that_do_not_mention_strict_leave_it_to_the_weaker_ones(write):
+    attnreg.configure(write("strict = true"))
+    attnreg.configure({"disabled": ["one"]})
+    assert policy.current().strict == "attnreg.toml:1"
+
+
 def test_strict_turns_a_preference_that_cannot_serve_into_an_error_that_names_both(monkeypatch, fake, ran):
     narrow = fake("narrow", dtypes=("float16",)).backend
     monkeypatch.setenv("ATTNREG_STRICT", "yes")
@@ -439,12 +445,23 @@ def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import(
 
 def test_an_error_that_is_raised_again_keeps_nothing_of_the_times_before(monkeypatch, packed):
     monkeypatch.setenv("ATTNREG_STRICT", "2")
-    depths = set()
-    for _ in range(5):
-        with pytest.raises(ConfigError) as error:
-            sdpa()
-        depths.add(len(error.traceback))
-    assert len(depths) == 1
+    for call in (sdpa, lambda: attnreg.register_backend("math")):
+        depths = []
+        for _ in range(5):
+            with pytest.raises(ConfigError) as error:
+                call()
+            depths.append(len(error.traceback))
+        assert len(set(depths[1:])) == 1, depths
+
+
+def test_an_environment_that_was_mended_counts_after_a_reload_only(monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "2")
+    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
+    monkeypatch.delenv("ATTNREG_STRICT")
+    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
+    assert refusal(ConfigError, attnreg.register_backend, "math").startswith("ATTNREG_STRICT: got '2'")
+    attnreg.reload()
+    sdpa()
 
 
 def test_a_scope_does_not_hide_a_bad_environment(monkeypatch):
