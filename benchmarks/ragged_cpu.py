@@ -56,8 +56,8 @@ SETTINGS = (
     Setting("8 x 1024", 8, 1024),
     Setting("32 x 256", 32, 256),
     Setting("64 x 64", 64, 64),
-    Setting("4 x 4096", 4, 4096),
     Setting("128 x 512 skewed", 128, 512, skewed=True),
+    Setting("4 x 4096", 4, 4096),
 )
 
 
@@ -126,12 +126,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(" · ".join(f"{key} {value}" for key, value in machine().items()))
-    results = [
-        measure(setting, dtype, causal, options.rounds)
-        for causal in (False, True)
-        for dtype in (torch.float32, torch.bfloat16)
-        for setting in SETTINGS
-    ]
+    results = []
+    for setting in SETTINGS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for causal in (False, True):
+                results.append(measure(setting, dtype, causal, options.rounds))
+                # As it goes: the longest setting takes as long as all the others together.
+                print(
+                    results[-1]["setting"],
+                    dtype,
+                    "causal" * causal,
+                    f"{results[-1]['ratio']:.2f}",
+                    flush=True,
+                )
     rows = [
         (
             f"{row['setting']}, {row['dtype']}{', causal' if row['causal'] else ''}",
