@@ -37,6 +37,11 @@ class AuxRequest(NamedTuple):
     lse: bool = False
 
 
+# Asked here, once: the torch.compile of torch 2.11 can't trace the question.
+_AUTOCASTS = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
+)
+
 _flash_forward = torch.ops.aten._flash_attention_forward.default
 _FLASH_ARGUMENTS = frozenset(argument.name for argument in _flash_forward._schema.arguments)
 
@@ -155,7 +160,7 @@ def heads_differ(query: Tensor, key: Tensor) -> InvalidInputError:
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
     device = query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))

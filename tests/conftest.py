@@ -94,7 +94,9 @@ def fake():
 
     def make(name="fake", *, backward=True, load=None, **limits):
         recorder = Recorder()
-        options = {
+        # Known issues of a backend of that name are taken for its own while its version is unknown.
+        options = {"version": lambda: "1.0"}
+        options |= {
             key: limits.pop(key)
             for key in ("unavailable", "version", "refuses", "install", "priority", "experimental")
             if key in limits

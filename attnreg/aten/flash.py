@@ -43,13 +43,15 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
         out, lse, rng_state, unused, debug_mask = turn.torch(plan)
-        return out, lse, rng_state, unused if pin is None else scope.stamp(pin, query), debug_mask
+        if pin is not None:
+            lse, unused = _swap_infinity(lse, torch.inf), scope.stamp(pin, query)
+        return out, lse, rng_state, unused, debug_mask
     out, lse = plan.kernel(query, key, value, call)
     counters.count(plan.counters)
     rng_state = call.rng_state
     if rng_state is None:
         rng_state = query.new_empty(2, dtype=torch.uint64)
-    lse = lse.float().contiguous() if turn.original is None else _swap_infinity(lse, -torch.inf)
+    lse = _swap_infinity(lse, -torch.inf) if pin is None and turn.original else lse.float().contiguous()
     return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
 
 
@@ -67,7 +69,9 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     plan = prepare("backward", query, key, value, call, tied(turn, dropout), native)
     if plan.original:
         return turn.torch(plan)  # type: ignore[no-any-return]
-    lse = asked.logsumexp if turn.original is None else _swap_infinity(asked.logsumexp, torch.inf)
+    lse = asked.logsumexp
+    if turn.pin is None and turn.original is not None:
+        lse = _swap_infinity(lse, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
     return like(grads[0], query), like(grads[1], key), like(grads[2], value)
@@ -109,7 +113,11 @@ def _no_gradient(asked: FlashForward) -> str:
 
 
 def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
-    """Turn the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel."""
+    """Turn the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel.
+
+    Torch's holds where its kernel may serve either direction: with a pin it serves neither, and between
+    backends the LSE stays as the contract has it.
+    """
     return torch.where(lse == sign, -sign, lse).float().contiguous()
 
 

@@ -1,0 +1,95 @@
+"""cuDNN's plans and handles: built once, found again.
+
+A plan is immutable and may run in several threads; a handle belongs to one thread and one device.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.backends._cudnn_graph import build
+from attnreg.backends._cudnn_problem import Start
+from attnreg.errors import UnsupportedInputError
+from attnreg.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from attnreg.backends._cudnn_graph import Graph
+    from attnreg.backends._cudnn_offsets import Offsets
+    from attnreg.backends._cudnn_problem import Problem, Slot
+
+__all__ = ["Plans"]
+
+# More than a training run needs (packed problems are rounded), few enough to stay small: a plan
+# holds some hundred kilobytes of host memory.
+_KEPT = 512
+
+
+class Plans:
+    """The plans of this process.
+
+    Attributes:
+        built: how many plans were built for each direction.
+    """
+
+    def __init__(self, cudnn: ModuleType) -> None:
+        self.built = {"forward": 0, "backward": 0}
+        self._cudnn = cudnn
+        self._building = open_after_fork(threading.Lock())
+        self._plans: dict[Problem, Graph] = {}
+        self._own = threading.local()
+
+    def run(
+        self, problem: Problem, tensors: Mapping[Slot, Tensor], offsets: Offsets | None, stream: int
+    ) -> None:
+        """Run a problem's plan on a stream of its device, which has to be the current one.
+
+        Raises:
+            UnsupportedInputError: cuDNN has no kernel for it, or it would have to be planned while a
+                CUDA graph is captured.
+        """
+        plan = self._plans.get(problem) or self._plan(problem)
+        buffers = [
+            offsets.starts(*operand) if isinstance(operand, Start) and offsets else tensors[operand]  # type: ignore[index]
+            for operand in plan.operands
+        ]
+        workspace = None
+        if plan.workspace:
+            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=buffers[0].device)
+        plan.run.execute(
+            buffers, workspace, handle=self._handle(problem.device, stream), tensor_uids=plan.uids
+        )
+
+    def _plan(self, problem: Problem) -> Graph:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedInputError(
+                f"cuDNN has no plan yet for this {problem.direction}, and can't make one while a CUDA "
+                "graph is captured; run the call once before the capture"
+            )
+        with self._building:
+            if problem not in self._plans:
+                while len(self._plans) >= _KEPT:
+                    del self._plans[next(iter(self._plans))]
+                handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
+                self._plans[problem] = build(self._cudnn, problem, handle)
+                self.built[problem.direction] += 1
+            return self._plans[problem]
+
+    def _handle(self, device: int, stream: int) -> Any:
+        handles = getattr(self._own, "handles", None)
+        if handles is None:
+            handles = self._own.handles = {}
+        found = handles.get(device)
+        if found is None:
+            found = handles[device] = [self._cudnn.create_handle(), None]
+        if found[1] != stream:
+            self._cudnn.set_stream(found[0], stream)
+            found[1] = stream
+        return found[0]

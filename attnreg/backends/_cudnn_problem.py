@@ -1,0 +1,106 @@
+"""What one cuDNN plan is built for.
+
+A plan takes cuDNN 0.04 to 0.9 s, so packed problems are rounded up: `rounded` says how far. What was
+measured on an H200: a longer longest sequence costs nothing; an empty sequence more costs 11 ns per
+head in the forward and 23 ns in the backward; more tokens cost the backward memory. And a longest
+sequence of 1, which is never planned, with an empty one beside it gave a wrong LSE.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnreg.discovery import Direction
+
+__all__ = ["Problem", "Slot", "Start", "Strides", "rounded"]
+
+
+class Slot(enum.IntEnum):
+    """The tensors of a graph; the numbers are cuDNN's uids."""
+
+    Q = 1
+    K = 2
+    V = 3
+    OUT = 4
+    STATS = 5
+    GRAD_OUT = 6
+    GRAD_Q = 7
+    GRAD_K = 8
+    GRAD_V = 9
+    ROWS = 10
+    KEYS = 11
+
+
+class Start(NamedTuple):
+    """Where the sequences of a packed tensor begin: whose sequences, and the tensor's token stride."""
+
+    of_keys: bool
+    stride: int
+
+
+Strides = tuple[int, int, int]
+
+# Numbers that the backward's workspace for a gradient of the query always has: 128 MB in float32.
+_WORKSPACE = 2**25
+
+
+class Problem(NamedTuple):
+    """Everything that a plan depends on; equal problems share a plan.
+
+    Strides are those of (batch, head, token) in elements; a packed tensor has 0 for the batch. The
+    head dim lies dense. Results are contiguous.
+    """
+
+    direction: Direction
+    device: int
+    dtype: torch.dtype
+    batch: int
+    max_q: int
+    max_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    window: tuple[int, int]
+    packed: bool
+    tokens_q: int
+    tokens_k: int
+    strides_q: Strides
+    strides_k: Strides
+    strides_v: Strides
+    strides_out: Strides = (0, 0, 0)
+    strides_grad_out: Strides = (0, 0, 0)
+
+
+def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, width: int) -> tuple[int, ...]:
+    """Return the batch, lengths and totals that a packed problem is planned for.
+
+    Args:
+        batch, max_q, max_k, tokens_q, tokens_k: those of the call.
+        width: heads times head dim of the query; what a token costs in the backward's workspace.
+    """
+    # A sequence more costs nothing beside long ones, and a third of itself beside those of 64 tokens.
+    mean = tokens_q / batch
+    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 else 2**0.5
+    least = max(256, _WORKSPACE // width)
+    return (
+        _up(batch, 8, step), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
+        _total(tokens_q, least), _total(tokens_k, least),
+    )  # fmt: skip
+
+
+def _total(tokens: int, least: int) -> int:
+    """Round up coarsely where the workspace is small, to keep the plans few."""
+    return _up(tokens, least, 4) if tokens <= 4 * least else _up(tokens, 4 * least, 2)
+
+
+def _up(number: int, least: int, step: float) -> int:
+    while least < number:
+        least = math.ceil(least * step)
+    return least

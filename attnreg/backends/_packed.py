@@ -1,0 +1,134 @@
+"""What is derived from the offsets of packed sequences, kept for as long as they exist unchanged.
+
+The layers of a model share their offsets, so whatever a backend derives from them, it derives once.
+A CUDA tensor's values aren't at hand on the host; `facts` asks the device and doesn't wait: until
+the answer is there, nothing is taken for granted, and rows that may belong to no sequence cost what
+they cost. While a CUDA graph is captured nothing is kept: a replay reads what the offsets hold then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from attnreg.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.backend import Call
+
+__all__ = ["Facts", "derived", "facts", "stream_of"]
+
+# Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
+# the purposes that something is derived for.
+_KEPT = 64
+
+# What the host reads before the device has answered.
+_UNANSWERED = 2
+
+T = TypeVar("T")
+
+
+class _Source(NamedTuple):
+    """What something was derived from: tensors by identity and version, and what else went in.
+
+    And the stream, since another one doesn't wait for what this one derives.
+    """
+
+    stream: int
+    tensors: tuple[tuple[int, int] | None, ...]
+    purpose: tuple[object, ...]
+
+
+_lock = open_after_fork(threading.Lock())
+_kept: dict[_Source, tuple[tuple[weakref.ref[Tensor] | None, ...], object]] = {}
+
+
+def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
+    """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
+    tensors = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
+    if torch.cuda.is_current_stream_capturing() or any(x is not None and x.is_inference() for x in tensors):
+        return make()  # changes of an inference tensor leave no trace
+    versions = tuple(None if x is None else (id(x), x._version) for x in tensors)
+    source = _Source(stream, versions, purpose)
+    found = _kept.get(source)
+    if found is not None and all(
+        x is None if ref is None else ref() is x for ref, x in zip(found[0], tensors, strict=True)
+    ):
+        return found[1]  # type: ignore[return-value]
+    made = make()
+    with _lock:
+        while len(_kept) >= _KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[source] = tuple(None if x is None else weakref.ref(x) for x in tensors), made
+    return made
+
+
+class Facts:
+    """What the device has said about a packed batch; nothing holds before it has."""
+
+    def __init__(self, answer: Tensor | None = None) -> None:
+        self._answer = answer
+        self._whole = self._covered = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row belongs to a sequence, and each sequence has both queries and keys or neither."""
+        self._read()
+        return self._whole
+
+    @property
+    def covered(self) -> bool:
+        """Whether, beside that, no sequence has fewer keys than queries, so that no mask blinds a row."""
+        self._read()
+        return self._covered
+
+    def _read(self) -> None:
+        if self._answer is not None:
+            whole, covered = self._answer.tolist()
+            if _UNANSWERED not in (whole, covered):
+                self._whole, self._covered, self._answer = bool(whole), bool(covered), None
+
+
+_UNKNOWN = Facts()
+
+
+def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
+    """Return what is known of a packed call's sequences by now."""
+    if call.seqused_k is not None or call.block_table is not None:
+        return _UNKNOWN
+    if torch.cuda.is_current_stream_capturing():
+        return _UNKNOWN
+    return derived(call, stream, ("facts", tokens_q, tokens_k), lambda: _ask(call, tokens_q, tokens_k))
+
+
+def _ask(call: Call, tokens_q: int, tokens_k: int) -> Facts:
+    if call.cu_seqlens_q is None or call.cu_seqlens_q.is_cpu:
+        return _UNKNOWN
+    there = torch.full((2,), _UNANSWERED, dtype=torch.uint8, pin_memory=True)
+    there.copy_(_answer(call, tokens_q, tokens_k), non_blocking=True)
+    return Facts(there)
+
+
+def _answer(call: Call, tokens_q: int, tokens_k: int) -> Tensor:
+    """Return `whole` and `covered` as a tensor on the device."""
+    ends_q, ends_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if ends_q is None or ends_k is None:
+        raise AssertionError("a dense call has no offsets")
+    filled = ends_q[-1] == tokens_q
+    if ends_k is ends_q:
+        return (filled & (tokens_q == tokens_k)).expand(2)
+    queries, keys = ends_q.diff(), ends_k.diff()
+    whole = filled & (ends_k[-1] == tokens_k) & ((queries > 0) == (keys > 0)).all()
+    return torch.stack((whole, whole & (keys >= queries).all()))
+
+
+def stream_of(tensor: Tensor) -> int:
+    """Return the current CUDA stream of a tensor's device, as a number."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())

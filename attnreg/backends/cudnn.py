@@ -1,0 +1,231 @@
+"""cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
+
+What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
+tensors the LSE lies with the token first; a mask is a band with its own alignment, whose left bound
+counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_graph`
+describes a `_cudnn_problem`, `_cudnn_plans` keeps what was planned, `_cudnn_offsets` derives lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from importlib.util import find_spec
+from math import inf
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg.backend import Backend, Kernels
+from attnreg.backends._cudnn_offsets import Offsets
+from attnreg.backends._cudnn_plans import Plans
+from attnreg.backends._cudnn_problem import Problem, Slot, rounded
+from attnreg.backends._packed import derived, facts, stream_of
+from attnreg.capabilities import Capabilities, Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.backend import Call
+    from attnreg.discovery import Direction
+    from attnreg.spec import AttentionSpec
+
+__all__ = ["BACKEND"]
+
+PACKAGE = "nvidia-cudnn-frontend"
+
+FORWARD = Capabilities(
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16"),
+    compute_capability=((8, 0), (12, 1)),
+    head_dim=Range(8, 256, 8),
+    head_dim_v=Range(8, 256, 8),
+    varlen=True,
+    gqa=True,
+    causal=True,
+    window=True,
+    seqused_k=True,
+    deterministic=True,
+    capture=True,
+)
+# Its deterministic backward takes B * H * S_q * S_k * 2 bytes on Hopper.
+BACKWARD = Capabilities(
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16"),
+    compute_capability=((8, 0), (12, 1)),
+    head_dim=Range(8, 256, 8),
+    head_dim_v=Range(8, 256, 8),
+    varlen=True,
+    gqa=True,
+    causal=True,
+    window=True,
+    seqused_k=True,
+    capture=True,
+)
+
+
+def _unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here"
+    try:
+        installed(PACKAGE)
+    except PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    if find_spec("cudnn") is None:
+        return f"{PACKAGE} is installed, but its module cudnn is missing"
+    return None
+
+
+def _version() -> str | None:
+    """Return cuDNN's version, then the frontend's: it is cuDNN whose kernels are right or wrong."""
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if number is None:
+        return None
+    major, rest = divmod(number, 10000)
+    return f"{major}.{rest // 100}.{rest % 100} (frontend {installed(PACKAGE)})"
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    reasons = []
+    masked = spec.window != (-1, -1)
+    if not spec.varlen and masked and spec.max_q > spec.max_k:
+        reasons.append(f"a mask must not meet more queries than keys, got {spec.max_q} and {spec.max_k}")
+    if not spec.varlen and spec.seqused_k:
+        reasons.append("seqused_k must be None with dense tensors, got a tensor")
+    if not spec.varlen and spec.max_q == spec.max_k == 1:
+        reasons.append("query and key must not both have length 1")
+    size, capability = max(spec.head_dim, spec.head_dim_v), spec.device.capability
+    if size > 128 and capability is not None and capability[0] not in (9, 10):
+        reasons.append(f"head_dim must be 8 to 128 on compute capability {capability[0]}.x, got {size}")
+    return tuple(reasons)
+
+
+def _load() -> Kernels:
+    import cudnn
+
+    cudnn.backend_version()  # raises if the library is missing, which importing doesn't notice
+    plans = Plans(cudnn)
+    return Kernels(functools.partial(forward, plans), functools.partial(backward, plans))
+
+
+def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE."""
+    shape = (*query.shape[:-1], value.shape[-1])
+    if not (query.numel() and key.numel() and call.max_q and call.max_k):
+        lse_shape = (query.shape[1], query.shape[0]) if call.varlen else _heads_first(query)
+        return query.new_zeros(shape), query.new_full(lse_shape, -inf, dtype=torch.float32)
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    problem, offsets, stream = _problem("forward", query, key, value, call)
+    stats_shape = query.shape[:-1] if offsets else _heads_first(query)
+    if offsets is None or facts(call, len(query), len(key), stream).whole:
+        out, stats = query.new_empty(shape), query.new_empty(stats_shape, dtype=torch.float32)
+    else:
+        out, stats = query.new_zeros(shape), query.new_full(stats_shape, -inf, dtype=torch.float32)
+    tensors = {Slot.Q: query, Slot.K: key, Slot.V: value, Slot.OUT: out, Slot.STATS: stats}
+    _run(plans, problem, tensors, offsets, stream)
+    return out, stats.t().contiguous() if offsets else stats
+
+
+def backward(
+    plans: Plans,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    inputs = (query, key, value)
+    if not (query.numel() and key.numel() and call.max_q and call.max_k):
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
+        return grad_q, grad_k, grad_v
+    # Of packed queries that aren't contiguous cuDNN 9.19 writes a wrong gradient.
+    query = query.contiguous() if call.varlen else query
+    query, key, value, out, grad_out = map(_readable, (query, key, value, out, grad_out))
+    problem, offsets, stream = _problem("backward", query, key, value, call)
+    problem = problem._replace(
+        strides_out=_strides(out, problem.packed), strides_grad_out=_strides(grad_out, problem.packed)
+    )
+    whole = offsets is None or facts(call, len(query), len(key), stream).whole
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
+    tensors = {
+        Slot.Q: query, Slot.K: key, Slot.V: value, Slot.OUT: out, Slot.GRAD_OUT: grad_out,
+        Slot.STATS: lse.t().contiguous() if offsets else lse.contiguous(),
+        Slot.GRAD_Q: grad_q, Slot.GRAD_K: grad_k, Slot.GRAD_V: grad_v,
+    }  # fmt: skip
+    _run(plans, problem, tensors, offsets, stream)
+    return grad_q, grad_k, grad_v
+
+
+def _problem(
+    direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> tuple[Problem, Offsets | None, int]:
+    """Return what to plan, the offsets of packed tensors, and the stream to run on."""
+    device, packed = query.get_device(), call.cu_seqlens_q is not None
+    stream = stream_of(query)
+    batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
+    offsets = None
+    if call.cu_seqlens_q is not None:
+        totals = len(query), len(key)
+        width = query.shape[-2] * query.shape[-1]
+        batch, max_q, max_k, *rounded_totals = rounded(
+            len(call.cu_seqlens_q) - 1, max_q, max_k, *totals, width
+        )
+        if direction == "backward":
+            tokens = rounded_totals[0], rounded_totals[1]
+        offsets = derived(call, stream, ("cuDNN", batch), lambda: Offsets(call, batch))
+    problem = Problem(
+        direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
+        query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
+        _strides(query, packed), _strides(key, packed), _strides(value, packed),
+    )  # fmt: skip
+    return problem, offsets, stream
+
+
+def _run(
+    plans: Plans, problem: Problem, tensors: dict[Slot, Tensor], offsets: Offsets | None, stream: int
+) -> None:
+    if offsets is not None:
+        tensors[Slot.ROWS], tensors[Slot.KEYS] = offsets.rows, offsets.keys
+    if torch.cuda.current_device() == problem.device:
+        plans.run(problem, tensors, offsets, stream)
+    else:
+        with torch.cuda.device(problem.device):
+            plans.run(problem, tensors, offsets, stream)
+
+
+def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Return the strides of (batch, head, token)."""
+    if packed:
+        token, head, _ = x.stride()
+        return 0, head, token
+    batch, token, head, _ = x.stride()
+    return batch, head, token
+
+
+def _heads_first(query: Tensor) -> tuple[int, int, int]:
+    batch, rows, heads, _ = query.shape
+    return batch, heads, rows
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
+    width = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(step and step % width == 0 for step in x.stride()[:-1])
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+BACKEND = Backend(
+    name="cuDNN",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    refuses=_refuses,
+    install="pip install 'attnreg[cudnn]'",
+    priority=20,
+)

@@ -1,0 +1,223 @@
+"""A stand-in for nvidia-cudnn-frontend on a CPU: its names and signatures, its faults, and float64.
+
+A graph keeps what was described to it; running it reads the buffers by the described dims, strides
+and offsets only, as cuDNN would. What cuDNN 9.19 was seen to get wrong on an H200 is wrong here, too.
+"""
+
+import threading
+import types
+from math import inf, nan
+
+import torch
+
+
+class GraphNotSupportedError(RuntimeError):
+    """What the frontend raises where no engine takes a graph."""
+
+
+class Described:
+    """A tensor of a graph."""
+
+    def __init__(self, uid=None, dim=None, stride=None, data_type=None, name=""):
+        self.uid, self.dim, self.stride, self.data_type, self.name = uid, dim, stride, data_type, name
+        self.starts, self.output = None, False
+
+    def set_uid(self, uid):
+        self.uid = uid
+        return self
+
+    def set_output(self, output):
+        self.output = output
+        return self
+
+    def set_data_type(self, data_type):
+        self.data_type = data_type
+        return self
+
+    def set_dim(self, dim):
+        self.dim = list(dim)
+        return self
+
+    def set_stride(self, stride):
+        self.stride = list(stride)
+        return self
+
+    def set_ragged_offset(self, starts):
+        self.starts = starts
+        return self
+
+
+class Graph:
+    """`cudnn.pygraph`, as far as the adapter goes."""
+
+    def __init__(self, *, handle, io_data_type, intermediate_data_type, compute_data_type):
+        assert handle is not None, "a graph without a handle runs on stream 0 for ever"
+        assert intermediate_data_type == compute_data_type == "FLOAT"
+        self.io_data_type, self.tensors, self.options, self.steps = io_data_type, {}, {}, []
+        self.running = threading.local()
+
+    def tensor(self, *, dim, stride, data_type, uid, name):
+        assert uid not in self.tensors
+        self.tensors[uid] = Described(uid, dim, stride, data_type, name)
+        return self.tensors[uid]
+
+    def sdpa(self, *, name, q, k, v, generate_stats, attn_scale, **options):
+        assert generate_stats is True
+        self._take(attn_scale, options, q, k)
+        self.inputs, self.results = (q, k, v), (Described(), Described())
+        return self.results
+
+    def sdpa_backward(self, *, name, q, k, v, o, dO, stats, attn_scale, **options):  # noqa: N803
+        self._take(attn_scale, options, q, k)
+        if q.dim[2] == k.dim[2] == 1:
+            raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
+        self.inputs, self.results = (q, k, v, o, dO, stats), (Described(), Described(), Described())
+        return self.results
+
+    def _take(self, attn_scale, options, q, k):
+        assert isinstance(attn_scale, float)
+        assert options.get("diagonal_band_left_bound", 1) > 0
+        assert options.get("diagonal_band_right_bound", 0) >= 0
+        packed = q.starts is not None
+        assert options.get("use_padding_mask", False) == packed
+        masked = any(name.startswith("diagonal") for name in options)
+        if not packed and masked and q.dim[2] > k.dim[2]:
+            raise GraphNotSupportedError("bottom right with more queries than keys")
+        self.scale, self.options = attn_scale, options
+
+    def validate(self):
+        self.steps.append("validate")
+
+    def build_operation_graph(self):
+        self.steps.append("operations")
+
+    def create_execution_plans(self, modes):
+        assert modes == ["A", "FALLBACK"]
+        self.steps.append("plans")
+
+    def check_support(self):
+        self.steps.append("support")
+
+    def build_plans(self):
+        self.steps.append("build")
+
+    def get_workspace_size(self):
+        return 64
+
+    def execute(self, buffers, workspace, handle, tensor_uids):
+        assert self.steps == ["validate", "operations", "plans", "support", "build"]
+        assert workspace.numel() >= 64
+        assert handle.stream is not None
+        handle.ran += 1
+        self.running.buffers = dict(zip(tensor_uids, buffers, strict=True))
+        assert len(self.running.buffers) == len(buffers)
+        batch = self.inputs[0].dim[0]
+        for entry in range(batch):
+            (self._backward if len(self.inputs) > 3 else self._forward)(entry)
+
+    def _view(self, tensor, entry, length):
+        """Return (H, S, D) of one sequence, as the description says it lies in the buffer."""
+        buffer = self.running.buffers[tensor.uid]
+        _, heads, longest, size = tensor.dim
+        start = entry * tensor.stride[0]
+        if tensor.starts is not None:
+            assert list(tensor.starts.dim) == [tensor.dim[0] + 1, 1, 1, 1]
+            assert self.running.buffers[tensor.starts.uid].dtype == torch.int64
+            start = int(self.running.buffers[tensor.starts.uid][entry])
+            assert length <= longest
+        if length == 0:
+            return buffer.new_empty(heads, 0, size)
+        return buffer.as_strided((heads, length, size), tensor.stride[1:], buffer.storage_offset() + start)
+
+    def _lengths(self, entry):
+        q, k = self.inputs[:2]
+        if "seq_len_q" not in self.options:
+            return q.dim[2], k.dim[2]
+        return tuple(
+            int(self.running.buffers[self.options[name].uid][entry]) for name in ("seq_len_q", "seq_len_kv")
+        )
+
+    def _scores(self, entry):
+        rows, keys = self._lengths(entry)
+        q, k, v = (
+            self._view(x, entry, n).double() for x, n in zip(self.inputs, (rows, keys, keys), strict=False)
+        )
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        distance = torch.arange(keys) - torch.arange(rows)[:, None]
+        if self.options.get("diagonal_alignment") == "BOTTOM_RIGHT":
+            distance -= keys - rows
+        seen = distance < inf
+        if "diagonal_band_left_bound" in self.options:
+            seen &= -distance < self.options["diagonal_band_left_bound"]
+        if "diagonal_band_right_bound" in self.options:
+            seen &= distance <= self.options["diagonal_band_right_bound"]
+        return q, k, v, (q @ k.mT * self.scale).masked_fill(~seen, -inf), group
+
+    def _forward(self, entry):
+        (rows, keys), (out, stats) = self._lengths(entry), self.results
+        if rows == 0:
+            return
+        out, stats = self._view(out, entry, rows), self._view(stats, entry, rows)[..., 0]
+        if keys == 0:
+            out.fill_(nan)
+            stats.fill_(1e21)
+            return
+        _, _, v, scores, _ = self._scores(entry)
+        lse = scores.logsumexp(-1)
+        out.copy_(torch.exp(scores - lse.clamp(min=-1e300)[..., None]) @ v)
+        stats.copy_(lse)
+        if self.inputs[0].starts is not None and self.inputs[0].dim[2] == 1:
+            stats.fill_(1e21)
+
+    def _backward(self, entry):
+        rows, keys = self._lengths(entry)
+        if rows == 0 or keys == 0:
+            return
+        q, k, v, scores, group = self._scores(entry)
+        out, grad = (self._view(x, entry, rows).double() for x in self.inputs[3:5])
+        lse = self._view(self.inputs[5], entry, rows).double()
+        weights = torch.exp(scores - lse.clamp(min=-1e300))
+        through = weights * (grad @ v.mT - (out * grad).sum(-1, keepdim=True)) * self.scale
+        grad_q, grad_k, grad_v = through @ k, through.mT @ q, weights.mT @ grad
+        query = self.inputs[0]
+        if query.starts is not None and query.stride[1:3] != [query.dim[3], query.dim[1] * query.dim[3]]:
+            grad_q = grad_q + 1.0
+        for result, value, length in zip(
+            self.results, (grad_q, grad_k, grad_v), (rows, keys, keys), strict=True
+        ):
+            shared = value if value.shape[0] == result.dim[1] else value.unflatten(0, (-1, group)).sum(1)
+            self._view(result, entry, length).copy_(shared)
+
+
+class Handle:
+    """A cuDNN handle: which thread made it, the stream it is set to, how often it ran something."""
+
+    def __init__(self):
+        self.stream, self.ran, self.set = None, 0, 0
+
+
+def module():
+    """Return a module that looks like `cudnn`."""
+    made = types.ModuleType("cudnn")
+    made.handles, made.graphs = [], []
+
+    def create_handle():
+        made.handles.append(Handle())
+        return made.handles[-1]
+
+    def set_stream(handle, stream):
+        handle.stream, handle.set = stream, handle.set + 1
+
+    def pygraph(**options):
+        made.graphs.append(Graph(**options))
+        return made.graphs[-1]
+
+    made.create_handle, made.set_stream, made.pygraph = create_handle, set_stream, pygraph
+    made.backend_version = lambda: 91900
+    made.cudnnGraphNotSupportedError = GraphNotSupportedError
+    kinds = ("HALF", "BFLOAT16", "FLOAT", "INT32", "INT64")
+    made.data_type = types.SimpleNamespace(**{kind: kind for kind in kinds})
+    made.heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    made.diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
+    return made

@@ -1,0 +1,356 @@
+"""Promises of the cuDNN backend: what is described to cuDNN, and what is made of its results."""
+
+import random
+import sys
+import threading
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import fake_cudnn
+import pytest
+import torch
+
+from attnreg import AttentionSpec, Call, Device, UnsupportedInputError
+from attnreg.backends import _cudnn_plans, _packed, cudnn
+from attnreg.backends._cudnn_problem import Problem, rounded
+from attnreg.discovery import Entry
+from attnreg.verification import QUICK, measure
+
+H200 = Device("cuda", (9, 0), simulated=True)
+
+
+def reasons(case):
+    spec = case.spec(H200)
+    both = (*cudnn.FORWARD.unsupported(spec), *cudnn.BACKWARD.unsupported(spec))
+    return both or cudnn._refuses(spec)
+
+
+RUNS = {str(case): case for case in QUICK if not reasons(case)}
+
+
+@pytest.fixture
+def module(monkeypatch):
+    made = fake_cudnn.module()
+    monkeypatch.setitem(sys.modules, "cudnn", made)
+    monkeypatch.setattr(_packed, "_kept", {})
+    monkeypatch.setattr(cudnn, "stream_of", lambda tensor: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+@pytest.fixture
+def kernels(module):
+    return cudnn._load()
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in RUNS.items()])
+def test_what_it_says_it_can_run_is_right(kernels, case):
+    errors = measure(kernels, case)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+
+
+def test_the_matrix_meets_the_faults_of_cudnn():
+    """Or the tests above would pass without what works around them."""
+    runs = RUNS.values()
+    assert any(case.varlen and 0 in case.lens_k and max(case.lens_q) for case in runs)
+    assert any(case.varlen and case.max_q == 1 and 0 in case.lens_q for case in runs)
+    assert any(case.varlen and case.layout in ("packed", "heads first") for case in runs)
+    assert any(case.tail and case.poison for case in runs)
+
+
+def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, tail=0):
+    lens_k = lens_k or lens_q
+    torch.manual_seed(0)
+    query = torch.randn(sum(lens_q) + tail, heads[0], dim).bfloat16()
+    key, value = (torch.randn(sum(lens_k) + tail, heads[1], dim).bfloat16() for _ in "kv")
+    ends = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k)]
+    if lens_q == lens_k:
+        ends[1] = ends[0]
+    call = Call(0.25, max(lens_q), max(lens_k), (-1, 0), *ends)
+    return query, key, value, call
+
+
+# Plans
+
+
+def test_batches_of_other_lengths_share_a_plan(kernels, module):
+    for lens in ([3, 9], [40, 2, 77], [129] * 8):
+        kernels.forward(*ragged(lens))
+    assert len(module.graphs) == 1
+    assert kernels.forward.args[0].built == {"forward": 1, "backward": 0}
+
+
+@pytest.mark.parametrize("difference", ["scale", "window", "heads", "dim", "dtype"])
+def test_what_a_plan_depends_on_makes_another(kernels, module, difference):
+    query, key, value, call = ragged([3, 9])
+    kernels.forward(query, key, value, call)
+    if difference in ("heads", "dim"):
+        query, key, value, call = ragged([3, 9], **{difference: {"heads": (4, 4), "dim": 32}[difference]})
+    elif difference == "dtype":
+        query, key, value = query.half(), key.half(), value.half()
+    else:
+        call = call._replace(**{difference: {"scale": 0.5, "window": (2, 0)}[difference]})
+    kernels.forward(query, key, value, call)
+    assert len(module.graphs) == 2
+
+
+def test_a_thousand_ragged_batches_need_few_plans():
+    draw = random.Random(0)
+    forward, backward = set(), set()
+    for _ in range(1000):
+        longest = draw.randint(1, 4096)
+        lens = [draw.randint(1, longest) for _ in range(draw.randint(1, 64))]
+        planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), 16 * 64)
+        assert all(
+            size >= real
+            for size, real in zip(
+                planned, (len(lens), max(lens), max(lens), sum(lens), sum(lens)), strict=True
+            )
+        )
+        forward.add(planned[:3])
+        backward.add(planned)
+    assert len(forward) <= 24
+    assert len(backward) <= 24
+
+
+def test_short_sequences_are_planned_with_less_to_spare():
+    assert rounded(65, 64, 64, 65 * 32, 65 * 32, 1024)[0] < 80
+    assert rounded(65, 4096, 4096, 65 * 2048, 65 * 2048, 1024)[0] == 128
+
+
+def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):
+    monkeypatch.setattr(_cudnn_plans, "_KEPT", 2)
+    query, key, value, call = ragged([3, 9])
+    for scale in (0.1, 0.2, 0.3):
+        kernels.forward(query, key, value, call._replace(scale=scale))
+    plans = kernels.forward.args[0]
+    assert [problem.scale for problem in plans._plans] == [0.2, 0.3]
+
+
+def test_a_problem_that_cudnn_declines_is_told_in_its_words(kernels, module, monkeypatch):
+    def declined(self):
+        raise fake_cudnn.GraphNotSupportedError("no engine")
+
+    monkeypatch.setattr(fake_cudnn.Graph, "check_support", declined)
+    with pytest.raises(UnsupportedInputError, match="cuDNN has no forward plan for this call: no engine"):
+        kernels.forward(*ragged([3, 9]))
+    assert not kernels.forward.args[0]._plans
+
+
+def test_nothing_is_planned_while_a_graph_is_captured_and_what_is_planned_runs(kernels, monkeypatch):
+    inputs = ragged([3, 9])
+    out, _ = kernels.forward(*inputs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    again, _ = kernels.forward(*inputs)
+    assert torch.equal(out, again)
+    with pytest.raises(UnsupportedInputError, match="run the call once before the capture"):
+        kernels.forward(*inputs[:3], inputs[3]._replace(scale=0.5))
+
+
+# Handles
+
+
+def test_each_thread_has_a_handle_of_its_own(kernels, module):
+    results, inputs = [], ragged([3, 9])
+
+    def work():
+        results.extend(kernels.forward(*inputs)[0] for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(handle.ran for handle in module.handles) == [3, 3]
+    assert len(module.graphs) == 1
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_handle_follows_the_current_stream(kernels, module, monkeypatch):
+    inputs = ragged([3, 9])
+    kernels.forward(*inputs)
+    kernels.forward(*inputs)
+    monkeypatch.setattr(cudnn, "stream_of", lambda tensor: 8)
+    kernels.forward(*inputs)
+    (handle,) = module.handles
+    assert (handle.stream, handle.set, handle.ran) == (8, 2, 3)
+
+
+# What is derived from offsets
+
+
+def test_layers_share_what_is_derived_and_changed_offsets_do_not(kernels, monkeypatch):
+    made = []
+    original = cudnn.Offsets
+
+    def counted(*args):
+        made.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(cudnn, "Offsets", counted)
+    query, key, value, call = ragged([3, 9])
+    out, lse = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    kernels.forward(query, key, value, call)
+    assert len(made) == 1
+    call.cu_seqlens_q[1] = 5
+    changed, _ = kernels.forward(query, key, value, call)
+    assert len(made) == 2
+    fresh = call._replace(cu_seqlens_q=torch.tensor([0, 5, 12]).int())
+    assert torch.equal(
+        changed, kernels.forward(query, key, value, fresh._replace(cu_seqlens_k=fresh.cu_seqlens_q))[0]
+    )
+
+
+@pytest.mark.parametrize("trace", ["inference tensors", "a capture"])
+def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch, trace):
+    query, key, value, call = ragged([3, 9])
+    kernels.forward(query, key, value, call)
+    if trace == "a capture":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    else:
+        with torch.inference_mode():
+            ends = call.cu_seqlens_q.clone()
+        call = call._replace(cu_seqlens_q=ends, cu_seqlens_k=ends)
+    kernels.forward(query, key, value, call)
+    with torch.inference_mode():
+        call.cu_seqlens_q[1] = 5
+        changed, _ = kernels.forward(query, key, value, call)
+        fresh = torch.tensor([0, 5, 12]).int()
+        expected, _ = kernels.forward(
+            query, key, value, call._replace(cu_seqlens_q=fresh, cu_seqlens_k=fresh)
+        )
+    assert torch.equal(changed, expected)
+
+
+class Answered(_packed.Facts):
+    whole = covered = True
+
+
+def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernels, monkeypatch):
+    filled = []
+    monkeypatch.setattr(
+        torch.Tensor, "new_zeros", lambda self, *a, **k: filled.append("out") or self.new_full(*a, 0, **k)
+    )
+    query, key, value, call = ragged([3, 9])
+    out, lse = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    assert len(filled) == 4
+    monkeypatch.setattr(cudnn, "facts", lambda *_: Answered())
+    again, _ = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    assert len(filled) == 4
+    assert torch.equal(out, again)
+
+
+def test_the_device_says_once_what_holds_of_a_batch():
+    query, key, _, call = ragged([3, 9], [4, 9], tail=0)
+    holds = _packed._answer(call, len(query), len(key)).tolist()
+    assert holds == [True, True]
+    assert _packed._answer(call, len(query) + 1, len(key)).tolist() == [False, False]
+    assert _packed._answer(call, len(query), len(key) + 1).tolist() == [False, False]
+    fewer = ragged([3, 9], [4, 8])[3]
+    assert _packed._answer(fewer, 12, 12).tolist() == [True, False]
+    keyless = ragged([3, 9], [12, 0])[3]
+    assert _packed._answer(keyless, 12, 12).tolist() == [False, False]
+    same = ragged([3, 0, 9])[3]
+    assert _packed._answer(same, 12, 12).tolist() == [True, True]
+    assert _packed._answer(same, 13, 13).tolist() == [False, False]
+
+
+# What it says of itself
+
+
+def spec(**changes):
+    given = {"device": H200, "dtype": "bfloat16", "batch": 2, "max_q": 64, "max_k": 64, "heads_q": 4}
+    return AttentionSpec(**{**given, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ()),
+        ({"max_q": 65, "window": (-1, 0)}, ("a mask must not meet more queries than keys, got 65 and 64",)),
+        ({"max_q": 65}, ()),
+        ({"max_q": 65, "window": (-1, 0), "varlen": True}, ()),
+        ({"seqused_k": True}, ("seqused_k must be None with dense tensors, got a tensor",)),
+        ({"seqused_k": True, "varlen": True}, ()),
+        ({"max_q": 1, "max_k": 1}, ("query and key must not both have length 1",)),
+        ({"max_q": 1, "max_k": 1, "varlen": True}, ()),
+        ({"head_dim": 256, "head_dim_v": 256}, ()),
+        (
+            {"head_dim": 136, "device": Device("cuda", (8, 6), simulated=True)},
+            ("head_dim must be 8 to 128 on compute capability 8.x, got 136",),
+        ),
+    ],
+)
+def test_limits_that_no_field_can_say(changes, expected):
+    assert cudnn._refuses(spec(**changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "direction", "expected"),
+    [
+        ({"dropout": 0.1}, "forward", "dropout_p must be 0, got 0.1"),
+        ({"head_dim": 20, "head_dim_v": 20}, "forward", "head_dim must be 8 to 256 in steps of 8, got 20"),
+        ({"dtype": "float32"}, "forward", "dtype must be float16 or bfloat16, got float32"),
+        ({"deterministic": True}, "backward", "not deterministic, and deterministic algorithms are on"),
+        ({"bias": True}, "forward", "attn_bias must be None, got a tensor"),
+    ],
+)
+def test_reasons_against_a_call(changes, direction, expected):
+    entry = Entry("cuDNN", "a test", cudnn.BACKEND)
+    assert expected in entry.reasons(spec(**changes), direction)
+
+
+def test_why_it_cant_load_here(monkeypatch):
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    assert cudnn._unavailable() == "torch finds no CUDA GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cudnn, "installed", missing)
+    assert cudnn._unavailable() == "nvidia-cudnn-frontend is not installed"
+    monkeypatch.setattr(cudnn, "installed", lambda package: "1.32.0")
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: None)
+    assert "its module cudnn is missing" in cudnn._unavailable()
+
+
+def test_its_version_is_cudnns(monkeypatch):
+    monkeypatch.setattr(cudnn, "installed", lambda package: "1.32.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert cudnn._version() == "9.19.0 (frontend 1.32.0)"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    assert cudnn._version() is None
+
+
+def test_a_missing_library_is_found_at_load(module):
+    def absent():
+        raise RuntimeError("libcudnn not found")
+
+    module.backend_version = absent
+    with pytest.raises(RuntimeError, match="libcudnn not found"):
+        cudnn._load()
+
+
+def test_calls_without_rows_or_keys_reach_no_kernel(kernels, module):
+    query, key, value, call = ragged([3, 9])
+    for empty in ((query[:0], key, value), (query, key[:0], value[:0])):
+        out, lse = kernels.forward(*empty, call)
+        assert out.shape == empty[0].shape
+        assert not out.any()
+        assert lse.shape == (4, len(empty[0]))
+        assert (lse == -torch.inf).all()
+        grads = kernels.backward(out, *empty, out, lse, call)
+        assert [grad.shape for grad in grads] == [x.shape for x in empty]
+        assert not any(grad.any() for grad in grads)
+    assert not module.graphs
+
+
+def test_problems_are_values():
+    inputs = {name: None for name in Problem._fields if not name.startswith("strides")}
+    strides = {"strides_q": (0, 1, 2), "strides_k": (0, 1, 2), "strides_v": (0, 1, 2)}
+    assert Problem(**inputs, **strides) == Problem(**inputs, **strides)
