@@ -107,7 +107,8 @@ class Backend:
         forward, backward: what each direction can run; `backward=None` if it has none.
         load: imports the provider and returns its kernels; called once, when first needed.
         unavailable: returns why the provider can't load here, or None; cheap, imports nothing.
-        version: returns the provider's version, or None where it has none.
+        version: returns the provider's version, or None where it has none; what else is worth
+            saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
         install: the command that installs what is missing.
         priority: rank in the default order of the devices it serves, the highest first.

@@ -13,7 +13,7 @@ import threading
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnreg import backends
+from attnreg import backends, known_issues
 from attnreg.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, RegistrationError
 from attnreg.locks import open_after_fork
@@ -101,14 +101,16 @@ class Entry:
         offered = self.backend.forward if direction == "forward" else self.backend.backward
         if offered is None:
             return ("has no backward",)
+        # What is missing here needn't be missing on the machine that is being asked about.
+        missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         try:
             against = offered.unsupported(spec)
             if not against and self.backend.refuses is not None:
                 against = _reasons(self.backend.refuses(spec))
+            if not against and not missing:
+                against = known_issues.against(self.name, self.backend.version, spec, direction)
         except Exception as error:  # noqa: BLE001 - a backend's own check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
-        # What is missing here needn't be missing on the machine that is being asked about.
-        missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         return (missing, *against) if missing else against
 
     def version(self) -> str:

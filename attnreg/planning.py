@@ -84,9 +84,13 @@ def make_plan(
     if made.original:
         now.keep(look_up, made)
         return made
-    return made._replace(
-        kernel=examined(made.kernel, direction, made.backend, lambda: now.keep(look_up, made))
-    )
+
+    def passed() -> None:
+        # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
+        if not spec.capturing:
+            now.keep(look_up, made)
+
+    return made._replace(kernel=examined(made.kernel, direction, made.backend, passed))
 
 
 def decide(

@@ -298,7 +298,7 @@ def test_python_without_asserts_refuses_the_same_in_the_same_words():
     kinds = {line.split(":")[0] for line in here}
     assert kinds == {"UnknownBackendError", "RegistrationError", "InvalidInputError", "ConfigError"}
     assert here[0].startswith(
-        "UnknownBackendError: no backend is named 'FA77'; did you mean 'FA2'? known backends: "
+        "UnknownBackendError: no backend is named 'FA77'; did you mean 'FA4'? known backends: "
     )
 
 

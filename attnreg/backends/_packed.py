@@ -53,7 +53,7 @@ _kept: dict[_Source, tuple[tuple[weakref.ref[Tensor] | None, ...], object]] = {}
 def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
     tensors = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
-    if torch.cuda.is_current_stream_capturing() or any(x is not None and x.is_inference() for x in tensors):
+    if _capturing(call) or any(x is not None and x.is_inference() for x in tensors):
         return make()  # changes of an inference tensor leave no trace
     versions = tuple(None if x is None else (id(x), x._version) for x in tensors)
     source = _Source(stream, versions, purpose)
@@ -103,7 +103,7 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known of a packed call's sequences by now."""
     if call.seqused_k is not None or call.block_table is not None:
         return _UNKNOWN
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing(call):
         return _UNKNOWN
     return derived(call, stream, ("facts", tokens_q, tokens_k), lambda: _ask(call, tokens_q, tokens_k))
 
@@ -127,6 +127,11 @@ def _answer(call: Call, tokens_q: int, tokens_k: int) -> Tensor:
     queries, keys = ends_q.diff(), ends_k.diff()
     whole = filled & (ends_k[-1] == tokens_k) & ((queries > 0) == (keys > 0)).all()
     return torch.stack((whole, whole & (keys >= queries).all()))
+
+
+def _capturing(call: Call) -> bool:
+    offsets = call.cu_seqlens_q
+    return offsets is not None and offsets.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(tensor: Tensor) -> int:

@@ -1,8 +1,9 @@
-"""FA2: FlashAttention 2, the CUDA kernels that come with torch.
+"""FA2: FlashAttention 2, the CUDA kernels that come with torch, and the package flash-attn beside them.
 
-They sit below `aten::_flash_attention_forward` and its backward, whose convention is the contract's
-but for the LSE of a row without a key (+inf there, -inf here) and rows past the last offset, which
-the kernels never write.
+Torch's own kernels run whatever they can. The package is used only where it can do more: a backward
+with ALiBi slopes, and a paged key-value cache on torch 2.11. Both depart from the contract in the
+LSE of a row without a key (+inf there, -inf here) and in rows past the last offset, which they
+never write.
 """
 
 from __future__ import annotations
@@ -11,34 +12,99 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import native
 from attnreg.backend import Backend, Call, Kernels
+from attnreg.backends import _fa2_rows as rows
+from attnreg.backends._fa2_native import PAGES, SPLITS, Native
+from attnreg.backends._fa2_package import Package, installed, missing, package
 from attnreg.capabilities import Capabilities, Range
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from attnreg.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
 
-OP = "_flash_attention_{}"
+
+class _Forward(Capabilities):
+    """The fields, and what only this direction adds."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_forward_reasons(spec))
+
+
+class _Backward(Capabilities):
+    """The fields, and what only this direction adds."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_backward_reasons(spec))
+
 
 # torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: compute capability 8.0 on,
 # fp16 and bf16, head dims in steps of 8 up to 256, equal for value and query.
-FORWARD = Capabilities(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    compute_capability=((8, 0), (12, 1)),
-    head_dim=Range(8, 256, 8),
-    varlen=True,
-    gqa=True,
-    causal=True,
-    window=True,
-    deterministic=True,
-    capture=True,
-)
-BACKWARD = FORWARD
+LIMITS: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((8, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "varlen": True,
+    "gqa": True,
+    "causal": True,
+    "window": True,
+    "dropout": True,
+    "alibi": True,
+    "deterministic": True,
+    "capture": True,
+}
+FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
+BACKWARD = _Backward(**LIMITS)
+
+
+def _packages_forward(paged: bool, alibi: bool, dropout: bool) -> bool:
+    """Whether only the package can run a forward: the backward must find the mask that it drew."""
+    return (paged and not PAGES) or (alibi and dropout)
+
+
+def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
+    paged = spec.page_size is not None
+    if spec.seqused_k and not spec.varlen:
+        yield "seqused_k needs packed tensors, got dense ones"
+    if paged and spec.dropout > 0.0:
+        yield "dropout_p must be 0 with a block_table, which has no backward"
+    if _packages_forward(paged, spec.alibi, spec.dropout > 0.0):
+        what = "block_table needs torch 2.12 or" if paged else "alibi_slopes with dropout need"
+        if lack := missing(spec.device.simulated):
+            yield f"{what} {lack}"
+        if spec.num_splits is not None:
+            yield f"num_splits must be None with alibi_slopes and dropout, got {spec.num_splits}"
+
+
+def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
+    # torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: too little shared memory.
+    small = spec.device.capability is not None and (
+        (8, 6) <= spec.device.capability <= (8, 9) or spec.device.capability >= (12, 0)
+    )
+    if small and spec.head_dim > 192 and (spec.head_dim <= 224 or spec.dropout > 0.0):
+        yield (
+            "head_dim must be at most 192, or above 224 without dropout, on compute capability "
+            f"8.6 to 8.9 and 12, got {spec.head_dim}"
+        )
+    if spec.alibi and (lack := missing(spec.device.simulated)):
+        yield f"the gradient with alibi_slopes needs {lack}"
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    reasons = []
+    if spec.dropout == 1.0:
+        reasons.append("dropout_p must be below 1, got 1.0")
+    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
+    if spec.varlen and largest >= 2**31:
+        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
+    return tuple(reasons)
 
 
 def _unavailable() -> str | None:
@@ -49,98 +115,38 @@ def _unavailable() -> str | None:
     return None
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    reasons = []
-    left, right = spec.window
-    if left >= 0 and right < 0 and spec.max_k < spec.max_q - 1:
-        # The kernel takes an open right bound for one of max_k, which then hides keys.
-        reasons.append(
-            f"window {spec.window} must not meet more queries than keys, got {spec.max_q} and {spec.max_k}"
-        )
-    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
-    if spec.varlen and largest >= 2**31:
-        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
-    return tuple(reasons)
+def _version() -> str:
+    beside = installed()
+    return f"{torch.__version__} (flash-attn {beside})" if beside else str(torch.__version__)
 
 
 def _load() -> Kernels:
-    run_forward = native.kernel(OP.format("forward"), "CUDA")
-    run_backward = native.kernel(OP.format("backward"), "CUDA")
+    torchs = Native()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if _nothing_to_do(query, key):
-            return _empty(query, value, call)
-        arguments = map(_readable, (query, key, value))
-        out, lse, *_ = run_forward(*arguments, *_masks(query, key, call), False, **_options(call))
-        return _zero_tail(out, call.cu_seqlens_q), _contract_lse(lse, call)
+        if rows.nothing_to_do(query, key, call):
+            return rows.empty(query, call)
+        paged, alibi = call.block_table is not None, call.alibi_slopes is not None
+        use: Native | Package = package() if _packages_forward(paged, alibi, call.dropout > 0.0) else torchs
+        out, lse = use.forward(query, key, value, call)
+        return (out, lse) if rows.covered(query, key, call) else rows.by_contract(out, lse, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if _nothing_to_do(query, key):
+        if rows.nothing_to_do(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        # This kernel knows a row without a key by an LSE of +inf.
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)
-        nothing = torch.empty(2, dtype=torch.uint64, device=query.device)
-        arguments = map(_readable, (grad_out, query, key, value, out))
-        grads = run_backward(
-            *arguments, lse, *_masks(query, key, call), nothing, nothing[0], **_options(call)
-        )
+        use: Native | Package = torchs if call.alibi_slopes is None else package()
+        if rows.covered(query, key, call):
+            return use.backward(grad_out, query, key, value, out, lse.contiguous(), call)
+        grads = use.backward(grad_out, query, key, value, out, rows.kernels_lse(lse), call)
         offsets = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
-        grad_q, grad_k, grad_v = (_zero_tail(grad, ends) for grad, ends in zip(grads, offsets, strict=True))
+        grad_q, grad_k, grad_v = (
+            rows.zero_tail(grad, ends) for grad, ends in zip(grads, offsets, strict=True)
+        )
         return grad_q, grad_k, grad_v
 
     return Kernels(forward, backward)
-
-
-def _masks(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
-    """Return the offsets, the longest lengths, dropout and is_causal, as both ops order them."""
-    # With one query per sequence and fewer key heads the kernel folds heads into rows, and then
-    # takes no empty sequence; a longest length of 2 keeps it from that.
-    folds = call.varlen and call.max_q == 1 and query.shape[-2] != key.shape[-2]
-    return call.cu_seqlens_q, call.cu_seqlens_k, 2 if folds else call.max_q, call.max_k, 0.0, call.causal
-
-
-def _options(call: Call) -> dict[str, Any]:
-    return {"scale": call.scale, "window_size_left": call.window[0], "window_size_right": call.window[1]}
-
-
-def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
-    return query.numel() == 0 or key.numel() == 0
-
-
-def _empty(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    shape = query.shape[:-1]
-    lse_shape = (shape[1], shape[0]) if call.varlen else (shape[0], shape[2], shape[1])
-    return out, query.new_full(lse_shape, -torch.inf, dtype=torch.float32)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
-    width = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(step % width == 0 for step in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _contract_lse(lse: Tensor, call: Call) -> Tensor:
-    lse = torch.where(lse == torch.inf, -torch.inf, lse)
-    return (
-        lse
-        if call.cu_seqlens_q is None
-        else lse.masked_fill_(_tail(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
-    )
-
-
-def _zero_tail(packed: Tensor, offsets: Tensor | None) -> Tensor:
-    """Zero the rows past the last offset, which the kernel has never written."""
-    if offsets is None:
-        return packed
-    return packed.masked_fill_(_tail(packed.shape[0], offsets)[:, None, None], 0.0)
-
-
-def _tail(tokens: int, offsets: Tensor) -> Tensor:
-    return torch.arange(tokens, device=offsets.device) >= offsets[-1]
 
 
 BACKEND = Backend(
@@ -149,7 +155,7 @@ BACKEND = Backend(
     backward=BACKWARD,
     load=_load,
     unavailable=_unavailable,
-    version=lambda: torch.__version__,
+    version=_version,
     refuses=_refuses,
     priority=10,
 )

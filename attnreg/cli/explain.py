@@ -1,12 +1,12 @@
 """`attnreg explain`: which backend would run a call, on this machine or on a simulated device."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnreg.cli.failures import NOTHING_RUNS
 from attnreg.cli.output import AsJson, print_json
-from attnreg.cli.parsing import device_of, dtype_name, names, numbers
+from attnreg.cli.parsing import names, spec_of
 from attnreg.cli.torch_first import import_torch
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def explain(
     Every other backend is listed with every reason against it. Nothing is run.
     """
     import_torch()
-    spec = _spec(
+    spec = spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
@@ -123,36 +123,6 @@ def _report(found: "Explanation", as_json: bool) -> None:
         typer.echo(str(found))
     if not found.runs:
         raise typer.Exit(NOTHING_RUNS)
-
-
-def _spec(
-    q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
-) -> "AttentionSpec":
-    from attnreg.dispatch import bounds
-    from attnreg.errors import InvalidInputError
-    from attnreg.spec import AttentionSpec
-
-    batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
-    batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")
-    if (batch, head_dim) != (batch_k, head_dim_k):
-        raise InvalidInputError(
-            f"--kv: got batch {batch_k} and head dim {head_dim_k}, expected those of --q, "
-            f"{batch} and {head_dim}"
-        )
-    left, right = numbers("--window", window, "left,right")
-    return AttentionSpec(
-        device=device_of("--device", device),
-        dtype=dtype_name("--dtype", dtype),
-        batch=batch,
-        max_q=max_q,
-        max_k=max_k,
-        heads_q=heads_q,
-        heads_k=heads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-        window=bounds((left, right), causal, max_q, max_k),
-        **facts,
-    )
 
 
 def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> "Explanation":

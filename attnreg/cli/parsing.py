@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnreg.errors import InvalidInputError, did_you_mean
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attnreg.spec import Device
+    from attnreg.spec import AttentionSpec, Device
 
-__all__ = ["device_of", "dtype_name", "names", "numbers", "torch_device"]
+__all__ = ["device_of", "dtype_name", "names", "numbers", "spec_of", "torch_device"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -86,3 +86,33 @@ def torch_device(option: str, text: str) -> torch.device:
             there = " or ".join(f"cuda:{index}" for index in range(gpus))
             raise InvalidInputError(f"{option}: got {text!r}, expected {there}")
     return found
+
+
+def spec_of(
+    q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
+) -> AttentionSpec:
+    """Read what the options say of a call: `--q`, `--kv`, `--device`, `--dtype` and `--window`."""
+    from attnreg.dispatch import bounds
+    from attnreg.spec import AttentionSpec
+
+    batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
+    batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")
+    if (batch, head_dim) != (batch_k, head_dim_k):
+        raise InvalidInputError(
+            f"--kv: got batch {batch_k} and head dim {head_dim_k}, expected those of --q, "
+            f"{batch} and {head_dim}"
+        )
+    left, right = numbers("--window", window, "left,right")
+    return AttentionSpec(
+        device=device_of("--device", device),
+        dtype=dtype_name("--dtype", dtype),
+        batch=batch,
+        max_q=max_q,
+        max_k=max_k,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        window=bounds((left, right), causal, max_q, max_k),
+        **facts,
+    )

@@ -74,6 +74,8 @@ SHAPES: tuple[Case, ...] = (
     *(_dense(f"window {w}", 113, 113, window=w) for w in WINDOWS),
     *(_dense(f"window {w}, few queries", 63, 203, window=w) for w in WINDOWS),
     *(_dense(f"window {w}, few keys", 203, 63, window=w) for w in WINDOWS),
+    # As far to the right as there are keys, and yet a bound: rows see keys one more with each row.
+    _dense("window (-1, 100), few keys", 203, 63, window=(-1, 100)),
     *(_varlen(f"varlen window {w}", *RAGGED_UNEQUAL, window=w, heads=(4, 2)) for w in WINDOWS),
     *(_dense(f"layout {name}", 65, 65, layout=name, heads=(4, 2)) for name in LAYOUTS),
     *(_varlen(f"varlen layout {name}", *RAGGED, layout=name, heads=(4, 2)) for name in LAYOUTS),

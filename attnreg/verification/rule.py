@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attnreg import known_issues
 from attnreg.spec import Device
 from attnreg.verification.inputs import inputs
 from attnreg.verification.oracle import Results, attention
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backend import Backend, Kernels
-    from attnreg.capabilities import Capabilities
     from attnreg.spec import AttentionSpec
     from attnreg.verification.cases import Case
 
@@ -108,11 +108,11 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
     place = _described(device)
     for case in cases:
         spec = case.spec(place)
-        against = _reasons(backend, backend.forward, spec)
+        against = _reasons(backend, "forward", spec)
         if against:
             yield Outcome(case, {}, against)
             continue
-        against = _reasons(backend, backend.backward, spec)
+        against = _reasons(backend, "backward", spec)
         runnable = kernels._replace(backward=None) if against else kernels
         try:
             yield Outcome(case, measure(runnable, case, device), against)
@@ -120,11 +120,13 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
             yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
 
 
-def _reasons(backend: Backend, offered: Capabilities | None, spec: AttentionSpec) -> tuple[str, ...]:
+def _reasons(backend: Backend, direction: str, spec: AttentionSpec) -> tuple[str, ...]:
+    offered = backend.forward if direction == "forward" else backend.backward
     if offered is None:
         return ("has no backward",)
     try:
-        return offered.unsupported(spec) or tuple(backend.refuses(spec) if backend.refuses else ())
+        against = offered.unsupported(spec) or tuple(backend.refuses(spec) if backend.refuses else ())
+        return against or known_issues.against(backend.name, backend.version, spec, direction)
     except Exception as error:  # noqa: BLE001 - a broken check is a reason like any other
         return (f"check failed: {type(error).__name__}: {error}",)
 

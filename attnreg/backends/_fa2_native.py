@@ -1,0 +1,79 @@
+"""FA2's first provider: the kernels inside torch, below `aten::_flash_attention_forward` and its backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg import native
+from attnreg.backends import _fa2_rows as rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.backend import Call
+
+__all__ = ["PAGES", "SPLITS", "Native"]
+
+OP = "_flash_attention_{}"
+
+_taken = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+
+# Both came with torch 2.12.
+PAGES, SPLITS = "block_table" in _taken, "num_splits" in _taken
+
+
+class Native:
+    """Torch's two kernels, captured before a router covers them."""
+
+    def __init__(self) -> None:
+        self._forward = native.kernel(OP.format("forward"), "CUDA")
+        self._backward = native.kernel(OP.format("backward"), "CUDA")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE as the kernel gives them."""
+        tensors = map(rows.readable, (query, key, value))
+        further = {"seqused_k": call.seqused_k, "alibi_slopes": call.alibi_slopes}
+        if call.block_table is not None:
+            further["block_table"] = call.block_table
+        splits = {} if call.num_splits is None else {"num_splits": call.num_splits}
+        out, lse, rng_state, *_ = self._forward(
+            *tensors, *_lengths(query, key, call), False, **_options(call), **further, **splits
+        )
+        if call.rng_state is not None:
+            # The kernel draws its mask from torch's generator and says with which seed and offset.
+            call.rng_state.view(torch.int64).copy_(rng_state.view(torch.int64))
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients as the kernel gives them."""
+        tensors = map(rows.readable, (grad_out, query, key, value, out))
+        rng_state = call.rng_state
+        if rng_state is None:
+            rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        # The argument after it is unused, as its name says; it has to be there.
+        grads = self._backward(
+            *tensors, lse, *_lengths(query, key, call), rng_state, rng_state[0], **_options(call)
+        )
+        return grads[0], grads[1], grads[2]
+
+
+def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
+    """Return the offsets, the longest lengths, dropout and is_causal, as both ops order them."""
+    offsets = call.cu_seqlens_q, rows.key_offsets(call) if call.varlen else None
+    return *offsets, *rows.longest(query, key, call), call.dropout, rows.mask(call)[0]
+
+
+def _options(call: Call) -> dict[str, Any]:
+    _, left, right = rows.mask(call)
+    return {"scale": call.scale, "window_size_left": left, "window_size_right": right}

@@ -1,0 +1,71 @@
+"""Rows that belong to no sequence: which they are, and tensors in which they hold zeros.
+
+FA4 loads whole tiles. A tile that ends beyond its sequence takes the rows after it along, at a
+weight of zero, and zero times NaN is NaN. So what no query may see has to be finite, whatever the
+caller has left there. It costs a copy, as only the GPU knows where a packed batch ends; once it has
+told (`_packed.facts`), a batch without such rows costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg.backends._packed import derived, facts, stream_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.backend import Call
+
+__all__ = ["blank", "unseen", "whole"]
+
+
+def whole(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that every row belongs to a sequence and counts."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), _stream(query)).whole
+
+
+def unseen(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """Return the query rows and the key rows that no sequence counts; None where there can't be any."""
+    purpose = ("FA4", call.block_table is None, query.shape[:-2], key.shape[:-2])
+    return derived(call, _stream(query), purpose, lambda: _unseen(query, key, call))
+
+
+def _unseen(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    offsets_q, offsets_k, used = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+    queries = None if offsets_q is None else _past(query.shape[0], offsets_q)
+    if call.block_table is not None:
+        return queries, None
+    if offsets_k is None:
+        return queries, None if used is None else _arange(key.shape[1], used) >= used[:, None]
+    if used is None:
+        return queries, _past(key.shape[0], offsets_k)
+    rows = _arange(key.shape[0], offsets_k)
+    # One end more than there are sequences: that of the rows past the last, of which none counts.
+    ends = torch.cat((offsets_k[:-1] + used, offsets_k.new_zeros(1)))
+    return queries, rows >= ends[torch.searchsorted(offsets_k[1:], rows, right=True)]
+
+
+def blank(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros in those rows, taken from `zeros`; themselves where there are none."""
+    if rows is None:
+        return tensors
+    # A view of what is filled already: a number would be sent to the GPU by one more launch.
+    rows, zero = rows[..., None, None], zeros.as_strided((), ())
+    return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def _past(tokens: int, offsets: Tensor) -> Tensor:
+    return _arange(tokens, offsets) >= offsets[-1]
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=like.dtype, device=like.device)
+
+
+def _stream(tensor: Tensor) -> int:
+    return stream_of(tensor) if tensor.is_cuda else 0

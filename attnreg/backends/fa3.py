@@ -1,0 +1,198 @@
+"""FA3: FlashAttention 3, the Hopper kernels that the package flash_attn_3 registers with torch.
+
+Nobody has run this adapter on a GPU: there is no built package to test it with. Layouts, windows
+and LSE are the contract's. What has to be put right: LSE is +inf where there is no key at all, rows
+past the last offset are never written, and what no query may see has to be finite.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.backend import Backend, Call, Kernels
+from attnreg.backends._fa3_rows import blank, keys_past, readable, rows_past
+from attnreg.capabilities import Capabilities, Range
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.spec import AttentionSpec
+
+__all__ = ["BACKEND"]
+
+PACKAGE = "flash_attn_3"
+
+# What the adapter passes; the rest of each operator's arguments keeps its default.
+SHARED = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+    *("softmax_scale", "is_causal", "window_size_left", "window_size_right"),
+)
+TAKEN = {
+    "fwd": (*SHARED, "page_table", "num_splits"),
+    "bwd": (*SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"),
+}
+
+
+class _Backward(Capabilities):
+    """The fields, and what only this direction adds."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_deterministic(spec))
+
+
+def _deterministic(spec: AttentionSpec) -> list[str]:
+    # Head dims are rounded up to 64, 96, 128, 192 or 256, and the check is on that.
+    if spec.deterministic and spec.head_dim > 192:
+        return [f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}"]
+    return []
+
+
+# hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too,
+# where it is FA2 over again; this is for Hopper, and its kernels don't run on anything newer.
+LIMITS: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((9, 0), (9, 0)),
+    "head_dim": Range(8, 256, 8),
+    "varlen": True,
+    "gqa": True,
+    "causal": True,
+    "window": True,
+    "seqused_k": True,
+    "deterministic": True,
+    "capture": True,
+}
+FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1))
+BACKWARD = _Backward(**LIMITS)
+
+
+def _unavailable() -> str | None:
+    try:
+        here = find_spec(PACKAGE) is not None
+    except ValueError:  # somebody has put a module without a spec in its place
+        here = False
+    if not here:
+        return f"{PACKAGE} isn't installed"
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU here"
+
+
+def _version() -> str | None:
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def _load() -> Kernels:
+    import_module(f"{PACKAGE}._C")  # registers the operators
+    run_forward, run_backward = (_checked(name) for name in TAKEN)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if _nothing_to_do(query, key):
+            return _empty(query, call)
+        queries = rows_past(query, call.cu_seqlens_q)
+        key, value = blank(keys_past(key, call), key, value)
+        # One split: several would be added up in an order that changes.
+        out, lse = run_forward(
+            *map(readable, (query, key, value)),
+            page_table=call.block_table, num_splits=1, **_arguments(call),
+        )[:2]  # fmt: skip
+        (out,) = blank(queries, out)
+        unseen = lse == torch.inf if queries is None else (lse == torch.inf) | queries
+        return out, lse.masked_fill(unseen, -torch.inf)
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Given, because what is returned differs: some versions return these three first, others don't.
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
+        if _nothing_to_do(query, key):
+            return grad_q, grad_k, grad_v
+        queries = rows_past(query, call.cu_seqlens_q)
+        query, grad_out, out = blank(queries, query, grad_out, out)
+        key, value = blank(keys_past(key, call), key, value)
+        run_backward(
+            *map(readable, (query, key, value)),
+            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
+            dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic, **_arguments(call),
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v
+
+    return Kernels(forward, backward)
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """Return what both operators are given beside their tensors."""
+    lengths = (call.max_q, call.max_k) if call.varlen else (None, None)
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": lengths[0],
+        "max_seqlen_k": None if call.cu_seqlens_k is None else lengths[1],
+        "softmax_scale": call.scale,
+        "is_causal": call.causal,
+        "window_size_left": call.window[0],
+        "window_size_right": call.window[1],
+    }
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    """Return an operator by keywords, after checking that it takes what the adapter passes.
+
+    Raises:
+        RegistrationError: it doesn't, or wants more; names the argument and the version.
+    """
+    package = f"{PACKAGE} {_version() or 'of no known version'}"
+    operator = getattr(getattr(torch.ops, PACKAGE), name, None)
+    if operator is None:
+        raise RegistrationError(f"{package} registers no operator {PACKAGE}::{name}")
+    arguments = operator.default._schema.arguments
+    if lacking := [taken for taken in TAKEN[name] if taken not in {one.name for one in arguments}]:
+        raise RegistrationError(
+            f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {operator.default._schema}"
+        )
+    # Older versions declare no defaults: what isn't used is passed as None.
+    further = [one for one in arguments if one.name not in TAKEN[name] and not one.has_default_value()]
+    if wanted := [one.name for one in further if one.type.kind() != "OptionalType"]:
+        raise RegistrationError(
+            f"{PACKAGE}::{name} of {package} needs {', '.join(wanted)}, which attnreg doesn't know"
+        )
+    unused = dict.fromkeys((one.name for one in further), None)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        return operator.default(q=query, k=key, v=value, **given, **unused)
+
+    return run
+
+
+def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
+    return query.numel() == 0 or key.numel() == 0
+
+
+def _empty(query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+    return torch.zeros_like(query), lse.transpose(-1, -2).contiguous()
+
+
+BACKEND = Backend(
+    name="FA3",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
+    # Below FA2, which is tested: whoever wants it asks for it by name.
+    priority=5,
+    experimental=True,
+)

@@ -1,0 +1,188 @@
+"""FA4: FlashAttention 4, the CuTe kernels of the package flash-attn-4 for Hopper and Blackwell.
+
+Layouts, LSE and masks are the contract's. What has to be put right: an open side of a window is
+None there, rows past the last offset are never written, and rows of no sequence have to be finite
+(`_fa4_rows`). A NaN within one sequence of a packed batch can still spread to the one before it.
+
+Kernels are compiled at the first call of their kind and kept on disk (`_fa4_package`); inside a CUDA
+graph that can't happen (`_fa4_kinds`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.backend import Backend, Call, Kernels
+from attnreg.backends._fa4_kinds import kind_of, repeated, seen
+from attnreg.backends._fa4_limits import BACKWARD, FORWARD, refuses
+from attnreg.backends._fa4_package import KNOWN, functions, installed, release, unavailable
+from attnreg.backends._fa4_rows import blank, unseen, whole
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["BACKEND"]
+
+# The compiler crashes when two threads use it at once. Held around every call, known kind or not: it
+# costs 0.1 µs of 50, and which call will compile is in the end the package's to say. Autograd runs
+# backwards on threads of its own, so it is one lock for both directions.
+_compiling = open_after_fork(threading.RLock())
+
+
+def _load() -> Kernels:
+    run_forward, run_backward = functions()
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if _nothing_to_do(query, key):
+            return _empty(query, value, call)
+        call = _closed_up(call)
+        given = _arguments(call, None) | {"num_splits": 1, "return_lse": True}
+        if not whole(query, key, call):
+            _, keys = unseen(query, key, call)
+            given["out"], given["lse"] = _empty(query, value, call)
+            (value,) = blank(keys, given["out"], value)
+        if call.block_table is not None:
+            given["page_table"] = call.block_table
+        results = _run("forward", run_forward, {"q": query, "k": key, "v": value}, given, call)
+        out, lse = _first(results, 2, "_flash_attn_fwd")
+        return out, lse
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _nothing_to_do(query, key):
+            return _zeros(query), _zeros(key), _zeros(value)
+        call = _closed_up(call)
+        given = _arguments(call, 0.0) | {"deterministic": call.deterministic, "out": out, "lse": lse}
+        if not whole(query, key, call):
+            queries, keys = unseen(query, key, call)
+            given |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
+            query, grad_out = blank(queries, given["dq"], query, grad_out)
+            key, value = blank(keys, given["dk"], key, value)
+        tensors = {"q": query, "k": key, "v": value, "dout": grad_out}
+        results = _run("backward", run_backward, tensors, given, call)
+        grad_q, grad_k, grad_v = _first(results, 3, "_flash_attn_bwd")
+        return grad_q, grad_k, grad_v
+
+    return Kernels(forward, backward)
+
+
+def _arguments(call: Call, softcap: float | None) -> dict[str, Any]:
+    """Return what both functions are given; without a softcap one wants None, the other 0.0."""
+    left, right = call.window
+    # A negative bound means what it says there; only None is open.
+    causal = left < 0 and right == 0
+    return {
+        "softmax_scale": call.scale,
+        "softcap": softcap,
+        "causal": causal,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 and not causal else None,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }
+
+
+def _closed_up(call: Call) -> Call:
+    """Return a call whose integers lie without gaps: asserted even of a single one, whose stride is moot."""
+    apart = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        if (tensor := getattr(call, name)) is not None and tensor.stride(-1) != 1
+    }
+    return call._replace(**apart) if apart else call
+
+
+def _run(
+    direction: str,
+    function: Callable[..., Any],
+    tensors: dict[str, Tensor],
+    given: dict[str, Any],
+    call: Call,
+) -> Any:
+    """Call the package, one thread at a time, on the tensors' device; never to compile in a CUDA graph."""
+    query = tensors["q"]
+    kind = kind_of(direction, query, tensors["k"], tensors["v"], call)
+    exact = (kind, repeated(*tensors.values()))
+    new = exact not in seen
+    if new and _capturing(query):
+        raise UnsupportedInputError(
+            f"FA4 has to run this kind of {direction} once before it can be recorded in a CUDA graph"
+        )
+    try:
+        with _compiling, _current(query.device):
+            results = function(**tensors, **given)
+    except Exception as error:
+        if new:
+            error.add_note(f"{release()} has loaded, but its first {direction} of this kind failed")
+        raise
+    if new:
+        seen.update((kind, exact))
+    return results
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make it the current device, which the kernels are compiled for and launched on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _first(results: Any, count: int, name: str) -> tuple[Tensor, ...]:
+    """Return the first results; further ones differ from release to release."""
+    first = results[:count] if isinstance(results, tuple) else ()
+    if len(first) == count and all(isinstance(one, torch.Tensor) for one in first):
+        return first
+    kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
+    raise BackendUnavailableError(
+        f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
+        f"expected {count} tensors or more; attnreg knows {KNOWN}"
+    )
+
+
+def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
+    return query.numel() == 0 or key.numel() == 0
+
+
+def _empty(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of rows that see no key.
+
+    Also where the kernel writes the rest: filling both first is one pass over the output, and one
+    launch each, where clearing the rows past the last offset afterwards is two passes and a mask.
+    """
+    *rows, heads, _ = query.shape
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    out = query.new_zeros((*rows, heads, value.shape[-1]))
+    return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(tensor.shape)
+
+
+BACKEND = Backend(
+    name="FA4",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=unavailable,
+    version=installed,
+    refuses=refuses,
+    install="pip install 'attnreg[fa4]'",
+    priority=30,
+)
