@@ -215,11 +215,14 @@ def _eager(
         token = scope.enter(scope.exclusive(backend))
     elif scope.current() is None and (arguments[0].is_cuda or not state().active):
         token = scope.enter(scope.OWN)
+    # What is as it would be anyway isn't named: taking a keyword apart costs torch a microsecond.
+    if scale is not None:
+        optional["scale"] = scale
+    causal = window == (-1, 0)
+    if not causal and window != (-1, -1):
+        optional["window_size_left"], optional["window_size_right"] = window
     try:
-        result = _flash_forward(
-            *arguments, 0.0, False, False,
-            scale=scale, window_size_left=window[0], window_size_right=window[1], **optional,
-        )  # fmt: skip
+        result = _flash_forward(*arguments, 0.0, causal, False, **optional)
     finally:
         if token is not None:
             scope.leave(token)

@@ -23,6 +23,8 @@ _taken = {argument.name for argument in torch.ops.aten._flash_attention_forward.
 # Both came with torch 2.12.
 PAGES, SPLITS = "block_table" in _taken, "num_splits" in _taken
 
+OPTIONAL = ("seqused_k", "block_table", "num_splits")
+
 
 class Native:
     """Torch's two kernels, captured before a router covers them."""
@@ -34,12 +36,8 @@ class Native:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and LSE as the kernel gives them."""
         tensors = map(rows.readable, (query, key, value))
-        further = {"seqused_k": call.seqused_k, "alibi_slopes": call.alibi_slopes}
-        if call.block_table is not None:
-            further["block_table"] = call.block_table
-        splits = {} if call.num_splits is None else {"num_splits": call.num_splits}
         out, lse, rng_state, *_ = self._forward(
-            *tensors, *_lengths(query, key, call), False, **_options(call), **further, **splits
+            *tensors, *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
         )
         if call.rng_state is not None:
             # The kernel draws its mask from torch's generator and says with which seed and offset.
@@ -63,7 +61,7 @@ class Native:
             rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
         # The argument after it is unused, as its name says; it has to be there.
         grads = self._backward(
-            *tensors, lse, *_lengths(query, key, call), rng_state, rng_state[0], **_options(call)
+            *tensors, lse, *_lengths(query, key, call), rng_state, rng_state[0], **_options(query, call)
         )
         return grads[0], grads[1], grads[2]
 
@@ -74,6 +72,12 @@ def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
     return *offsets, *rows.longest(query, key, call), call.dropout, rows.mask(call)[0]
 
 
-def _options(call: Call) -> dict[str, Any]:
-    _, left, right = rows.mask(call)
-    return {"scale": call.scale, "window_size_left": left, "window_size_right": right}
+def _options(query: Tensor, call: Call, further: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return what isn't as it would be anyway: taking a keyword apart costs torch a microsecond."""
+    options: dict[str, Any] = {name: given for name in further if (given := getattr(call, name)) is not None}
+    causal, left, right = rows.mask(call)
+    if left >= 0 or (right >= 0 and not causal):
+        options["window_size_left"], options["window_size_right"] = left, right
+    if call.scale != query.shape[-1] ** -0.5:
+        options["scale"] = call.scale
+    return options

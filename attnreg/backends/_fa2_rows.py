@@ -30,13 +30,17 @@ __all__ = [
 def readable(x: Tensor) -> Tensor:
     """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
     width = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(step % width == 0 for step in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1:
+        if x.is_contiguous() and x.shape[-1] % width == 0:  # the usual case, known at once
+            return x
+        if all(step % width == 0 for step in x.stride()[:-1]):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def nothing_to_do(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether there is no score to compute; the kernels refuse some of these calls."""
-    sequences = 1 if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
 
@@ -74,7 +78,7 @@ def key_offsets(call: Call) -> Tensor | None:
 def covered(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that every row sees a key and is written, so that nothing is to be put right."""
     if call.cu_seqlens_q is not None:
-        return query.is_cuda and facts(call, len(query), len(key), stream_of(query)).covered
+        return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).covered
     return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 

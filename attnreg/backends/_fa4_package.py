@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import tempfile
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,11 +19,11 @@ import torch
 from attnreg.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-__all__ = ["KNOWN", "functions", "installed", "release", "unavailable"]
+__all__ = ["KNOWN", "functions", "installed", "quiet", "release", "unavailable"]
 
 PACKAGE = "flash-attn-4"
 KNOWN = "4.0.0b19 to 4.0.0b36"
@@ -78,13 +80,22 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         BackendUnavailableError: one of them lacks a parameter; says which, and of what version.
     """
     _keep_compiled()  # the package reads both variables when it is imported
-    interface = import_module("flash_attn.cute.interface")
+    with quiet():
+        interface = import_module("flash_attn.cute.interface")
     forward, backward = (_checked(interface, name) for name in TAKEN)
     # From 4.0.0b26 on it copies by itself what its kernels can't load.
     copier = getattr(interface, "maybe_contiguous", None)
     if copier is not None and "align_bytes" in inspect.signature(copier).parameters:
         return forward, backward
     return _aligning(forward), _aligning(backward)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what the package's compiler has to say about itself, which users can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _places(module: str) -> list[str]:

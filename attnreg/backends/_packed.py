@@ -8,9 +8,10 @@ they cost. While a CUDA graph is captured nothing is kept: a replay reads what t
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -35,38 +36,29 @@ _UNANSWERED = 2
 T = TypeVar("T")
 
 
-class _Source(NamedTuple):
-    """What something was derived from: tensors by identity and version, and what else went in.
-
-    And the stream, since another one doesn't wait for what this one derives.
-    """
-
-    stream: int
-    tensors: tuple[tuple[int, int] | None, ...]
-    purpose: tuple[object, ...]
-
-
 _lock = open_after_fork(threading.Lock())
-_kept: dict[_Source, tuple[tuple[weakref.ref[Tensor] | None, ...], object]] = {}
+# By stream, as another one doesn't wait for what this one derives; by identity and version of the
+# tensors; and by purpose. Then what they were, as identities come back, and what was derived.
+_kept: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] = {}
 
 
 def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
-    tensors = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
-    if _capturing(call) or any(x is not None and x.is_inference() for x in tensors):
-        return make()  # changes of an inference tensor leave no trace
-    versions = tuple(None if x is None else (id(x), x._version) for x in tensors)
-    source = _Source(stream, versions, purpose)
+    tensors = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k) if x is not None]
+    if _capturing(call):
+        return make()
+    try:
+        source = (stream, purpose, *[(id(x), x._version) for x in tensors])
+    except RuntimeError:
+        return make()  # an inference tensor: its changes leave no trace
     found = _kept.get(source)
-    if found is not None and all(
-        x is None if ref is None else ref() is x for ref, x in zip(found[0], tensors, strict=True)
-    ):
+    if found is not None and all(map(operator.is_, [ref() for ref in found[0]], tensors)):
         return found[1]  # type: ignore[return-value]
     made = make()
     with _lock:
         while len(_kept) >= _KEPT:
             del _kept[next(iter(_kept))]
-        _kept[source] = tuple(None if x is None else weakref.ref(x) for x in tensors), made
+        _kept[source] = tuple(map(weakref.ref, tensors)), made
     return made
 
 
@@ -101,9 +93,7 @@ _UNKNOWN = Facts()
 
 def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known of a packed call's sequences by now."""
-    if call.seqused_k is not None or call.block_table is not None:
-        return _UNKNOWN
-    if _capturing(call):
+    if call.seqused_k is not None or call.block_table is not None or _capturing(call):
         return _UNKNOWN
     return derived(call, stream, ("facts", tokens_q, tokens_k), lambda: _ask(call, tokens_q, tokens_k))
 

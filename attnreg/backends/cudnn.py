@@ -118,7 +118,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
     query, key, value = _readable(query), _readable(key), _readable(value)
     problem, offsets, stream = _problem("forward", query, key, value, call)
     stats_shape = query.shape[:-1] if offsets else _heads_first(query)
-    if offsets is None or facts(call, len(query), len(key), stream).whole:
+    if offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole:
         out, stats = query.new_empty(shape), query.new_empty(stats_shape, dtype=torch.float32)
     else:
         out, stats = query.new_zeros(shape), query.new_full(stats_shape, -inf, dtype=torch.float32)
@@ -149,7 +149,7 @@ def backward(
     problem = problem._replace(
         strides_out=_strides(out, problem.packed), strides_grad_out=_strides(grad_out, problem.packed)
     )
-    whole = offsets is None or facts(call, len(query), len(key), stream).whole
+    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
     tensors = {
         Slot.Q: query, Slot.K: key, Slot.V: value, Slot.OUT: out, Slot.GRAD_OUT: grad_out,
@@ -169,10 +169,10 @@ def _problem(
     batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
     offsets = None
     if call.cu_seqlens_q is not None:
-        totals = len(query), len(key)
+        totals = query.shape[0], key.shape[0]
         width = query.shape[-2] * query.shape[-1]
         batch, max_q, max_k, *rounded_totals = rounded(
-            len(call.cu_seqlens_q) - 1, max_q, max_k, *totals, width
+            call.cu_seqlens_q.shape[0] - 1, max_q, max_k, *totals, width
         )
         if direction == "backward":
             tokens = rounded_totals[0], rounded_totals[1]
@@ -214,8 +214,12 @@ def _heads_first(query: Tensor) -> tuple[int, int, int]:
 def _readable(x: Tensor) -> Tensor:
     """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
     width = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(step and step % width == 0 for step in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1:
+        if x.is_contiguous() and x.shape[-1] % width == 0:  # the usual case, known at once
+            return x
+        if all(step and step % width == 0 for step in x.stride()[:-1]):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 BACKEND = Backend(

@@ -1,9 +1,9 @@
 """FA2: FlashAttention 2, the CUDA kernels that come with torch, and the package flash-attn beside them.
 
-Torch's own kernels run whatever they can. The package is used only where it can do more: a backward
-with ALiBi slopes, and a paged key-value cache on torch 2.11. Both depart from the contract in the
-LSE of a row without a key (+inf there, -inf here) and in rows past the last offset, which they
-never write.
+Torch's own kernels run whatever they can. The package is used only where it can do more: ALiBi
+slopes, which torch's kernels are built without, and a paged key-value cache on torch 2.11. Both
+depart from the contract in the LSE of a row without a key (+inf there, -inf here) and in rows past
+the last offset, which they never write.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256
 BACKWARD = _Backward(**LIMITS)
 
 
-def _packages_forward(paged: bool, alibi: bool, dropout: bool) -> bool:
-    """Whether only the package can run a forward: the backward must find the mask that it drew."""
-    return (paged and not PAGES) or (alibi and dropout)
+def _packages_forward(paged: bool, alibi: bool) -> bool:
+    """Whether only the package can run a forward."""
+    return alibi or (paged and not PAGES)
 
 
 def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -75,12 +75,12 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
-    if _packages_forward(paged, spec.alibi, spec.dropout > 0.0):
-        what = "block_table needs torch 2.12 or" if paged else "alibi_slopes with dropout need"
+    if _packages_forward(paged, spec.alibi):
+        what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"
         if lack := missing(spec.device.simulated):
             yield f"{what} {lack}"
-        if spec.num_splits is not None:
-            yield f"num_splits must be None with alibi_slopes and dropout, got {spec.num_splits}"
+        if spec.num_splits is not None and spec.alibi:
+            yield f"num_splits must be None with alibi_slopes, got {spec.num_splits}"
 
 
 def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
             f"8.6 to 8.9 and 12, got {spec.head_dim}"
         )
     if spec.alibi and (lack := missing(spec.device.simulated)):
-        yield f"the gradient with alibi_slopes needs {lack}"
+        yield f"alibi_slopes need {lack}"
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -126,8 +126,8 @@ def _load() -> Kernels:
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if rows.nothing_to_do(query, key, call):
             return rows.empty(query, call)
-        paged, alibi = call.block_table is not None, call.alibi_slopes is not None
-        use: Native | Package = package() if _packages_forward(paged, alibi, call.dropout > 0.0) else torchs
+        packages = _packages_forward(call.block_table is not None, call.alibi_slopes is not None)
+        use: Native | Package = package() if packages else torchs
         out, lse = use.forward(query, key, value, call)
         return (out, lse) if rows.covered(query, key, call) else rows.by_contract(out, lse, call)
 

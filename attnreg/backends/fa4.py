@@ -19,7 +19,7 @@ import torch
 from attnreg.backend import Backend, Call, Kernels
 from attnreg.backends._fa4_kinds import kind_of, repeated, seen
 from attnreg.backends._fa4_limits import BACKWARD, FORWARD, refuses
-from attnreg.backends._fa4_package import KNOWN, functions, installed, release, unavailable
+from attnreg.backends._fa4_package import KNOWN, functions, installed, quiet, release, unavailable
 from attnreg.backends._fa4_rows import blank, unseen, whole
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.locks import open_after_fork
@@ -121,7 +121,7 @@ def _run(
             f"FA4 has to run this kind of {direction} once before it can be recorded in a CUDA graph"
         )
     try:
-        with _compiling, _current(query.device):
+        with _compiling, _current(query.device), quiet() if new else contextlib.nullcontext():
             results = function(**tensors, **given)
     except Exception as error:
         if new:
