@@ -111,7 +111,7 @@ def select(
     """
     wanted = [preference for preference in policy.preferences if preference.governs(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
-    ranked = _ranked(spec, entries, wanted, native)
+    ranked = _ranked(spec, direction, entries, wanted, native)
     against = {name: _reasons(entries[name], spec, direction, policy, only) for name in ranked}
     able = [name for name in ranked if not against[name] and (only is None or ranked[name] == only.source)]
     chosen = able[0] if able else None
@@ -136,7 +136,11 @@ def _serves(entry: Entry, spec: AttentionSpec) -> bool:
 
 
 def _ranked(
-    spec: AttentionSpec, entries: Mapping[str, Entry], wanted: list[Preference], native: str
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    wanted: list[Preference],
+    native: str,
 ) -> dict[str, str]:
     """Return every backend, the first choice first, with the source of its rank."""
     ranked: dict[str, str] = {}
@@ -145,7 +149,7 @@ def _ranked(
             # A backend may have been taken out of the registry while a scope still names it.
             if name.casefold() in entries:
                 ranked.setdefault(name.casefold(), preference.source)
-    priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
+    priority = {name: entry.priority(direction) for name, entry in entries.items()}
     default = f"default order for {spec.device.keys[0]}"
     for name in sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name)):
         ranked.setdefault(name, default)

@@ -21,6 +21,47 @@ def pytest_addoption(parser):
     )
 
 
+# As the backends spell themselves, whatever the command line does.
+SPELLED = {name.casefold(): name for name in ("FA2", "FA3", "FA4", "cuDNN", "math", "cpu")}
+
+
+def pytest_generate_tests(metafunc):
+    """Give `named`, and `other` beside it, each backend of `--backends`; markers say which are slow or meant."""
+    given = [name.strip() for name in metafunc.config.getoption("--backends").split(",") if name.strip()]
+    names = [SPELLED.get(name.casefold(), name) for name in given] or ["none"]
+    slow, only = (metafunc.definition.get_closest_marker(name) for name in ("slow_for", "only_for"))
+    for argument in {"named", "other"}.intersection(metafunc.fixturenames):
+        values = [
+            pytest.param(name, marks=[pytest.mark.slow] if slow and name in slow.args else [])
+            for name in names
+            if not given or only is None or name in only.args
+        ]
+        metafunc.parametrize(argument, values)
+
+
+@pytest.fixture(autouse=True)
+def gpu_is_there(request, fresh_registry):
+    """Fail a GPU test that can't mean anything here: it was asked for, so it isn't skipped."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    if not torch.cuda.is_available():
+        pytest.fail("a test marked gpu needs a CUDA GPU, and torch finds none here", pytrace=False)
+    if {"named", "other"}.intersection(request.fixturenames) and not request.config.getoption("--backends"):
+        pytest.fail("name the backends: pytest -m gpu --backends=FA2,FA4,cuDNN,math", pytrace=False)
+    aten.ensure()  # alike for all: a test before may have taken the routers out
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """Stop at the first CUDA error that lasts: every test after it would fail for its sake."""
+    if report.failed and "gpu" in report.keywords and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            pytest.exit(f"{report.nodeid} has left the GPU unusable, so no test can follow: {first}", 1)
+
+
 @pytest.fixture(autouse=True)
 def fresh_registry(monkeypatch):
     """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
@@ -98,7 +139,15 @@ def fake():
         options = {"version": lambda: "1.0"}
         options |= {
             key: limits.pop(key)
-            for key in ("unavailable", "version", "refuses", "install", "priority", "experimental")
+            for key in (
+                "unavailable",
+                "version",
+                "refuses",
+                "install",
+                "priority",
+                "backward_priority",
+                "experimental",
+            )
             if key in limits
         }
         capabilities = attnreg.Capabilities(**{**EVERYTHING, **limits})

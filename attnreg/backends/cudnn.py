@@ -231,5 +231,7 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     install="pip install 'attnreg[cudnn]'",
-    priority=20,
+    # On an H200 its forwards are the fastest of most shapes, FA4's backwards (docs/benchmarks.md).
+    priority=30,
+    backward_priority=20,
 )

@@ -184,5 +184,6 @@ BACKEND = Backend(
     version=installed,
     refuses=refuses,
     install="pip install 'attnreg[fa4]'",
-    priority=30,
+    priority=20,
+    backward_priority=30,
 )
