@@ -3,12 +3,13 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
+BACKENDS ?= FA2,FA4,cuDNN,math
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo bench clean
+.PHONY: help venv lint test test-slow test-gpu test-gpu-slow demo bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(READY) ## set up .venv, as every other target does when it has to
 
@@ -33,10 +34,13 @@ test: $(READY) ## every test that needs no GPU and no minutes
 	$(PY) -m pytest
 
 test-slow: $(READY) ## the tests that take minutes
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m "slow and not gpu"
 
-test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math makes a missing one fail, not skip
-	$(PY) -m pytest -m gpu $(if $(BACKENDS),--backends=$(BACKENDS))
+test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends, a missing one fails
+	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS)
+
+test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
+	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS)
 
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@$(PY) -m attnreg demo

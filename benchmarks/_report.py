@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["interleaved", "machine", "per_call", "save", "show"]
+__all__ = ["interleaved", "machine", "median_ratio", "per_call", "save", "show", "show_machine"]
 
 
 def machine() -> dict[str, str]:
@@ -34,7 +36,29 @@ def machine() -> dict[str, str]:
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["driver"] = _driver()
+        facts.update(_packages("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend"))
     return facts
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\d{3}\.\d+(\.\d+)?", text)
+    return found.group() if found else "unknown"
+
+
+def _packages(*names: str) -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _processor() -> str:
@@ -44,6 +68,11 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores" if names else platform.machine()
+
+
+def show_machine() -> None:
+    """Print what the figures were measured on."""
+    print(" · ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
 
 
 def per_call(run: Callable[[], object], calls: int) -> float:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import shutil
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import attnreg
-from attnreg import _registry, aten, counters, policy, scope
+from attnreg import _registry, aten, counters, policy, scope, trace
+from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.state import state
 
@@ -26,7 +29,9 @@ SPELLED = {name.casefold(): name for name in ("FA2", "FA3", "FA4", "cuDNN", "mat
 
 
 def pytest_generate_tests(metafunc):
-    """Give `named`, and `other` beside it, each backend of `--backends`; markers say which are slow or meant."""
+    """Give `named` and `other` of GPU tests each backend of `--backends` that their markers leave in."""
+    if metafunc.definition.get_closest_marker("gpu") is None:
+        return
     given = [name.strip() for name in metafunc.config.getoption("--backends").split(",") if name.strip()]
     names = [SPELLED.get(name.casefold(), name) for name in given] or ["none"]
     slow, only = (metafunc.definition.get_closest_marker(name) for name in ("slow_for", "only_for"))
@@ -39,8 +44,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(argument, values)
 
 
+# A registry that nobody has used would plan everything again; plans take cuDNN up to a second each.
+plans_of_this_run = functools.cache(cudnn_backend.Plans)
+
+
 @pytest.fixture(autouse=True)
-def gpu_is_there(request, fresh_registry):
+def gpu_is_there(request, fresh_registry, monkeypatch):
     """Fail a GPU test that can't mean anything here: it was asked for, so it isn't skipped."""
     if request.node.get_closest_marker("gpu") is None:
         return
@@ -49,6 +58,7 @@ def gpu_is_there(request, fresh_registry):
     if {"named", "other"}.intersection(request.fixturenames) and not request.config.getoption("--backends"):
         pytest.fail("name the backends: pytest -m gpu --backends=FA2,FA4,cuDNN,math", pytrace=False)
     aten.ensure()  # alike for all: a test before may have taken the routers out
+    monkeypatch.setattr(cudnn_backend, "Plans", plans_of_this_run)
 
 
 @pytest.hookimpl(trylast=True)
@@ -67,8 +77,10 @@ def fresh_registry(monkeypatch):
     """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
     for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
         monkeypatch.delenv(name)
-    for name, value in (("_sources", None), ("_unreadable", None), ("_active", False)):
+    for name, value in (("_sources", None), ("_unreadable", None), ("_active", False), ("_watchers", 0)):
         monkeypatch.setattr(policy, name, value)
+    for name, value in (("_recordings", ()), ("_followed", None)):
+        monkeypatch.setattr(trace, name, value)
     monkeypatch.setattr(_registry, "_entries", None)
     monkeypatch.setattr(_registry, "_registrations", ())
     monkeypatch.setattr(counters, "_fallbacks", {})
@@ -205,3 +217,13 @@ def packed():
 def current_state():
     """Return the function that gives the state decisions are made from."""
     return state
+
+
+@pytest.fixture(scope="session")
+def inductor():
+    """Name the compiler that torch.compile is tested with: Inductor, where what it writes can be built.
+
+    For a CPU that takes a C++ compiler, and no space in the path of the torch that it links.
+    """
+    buildable = shutil.which(os.environ.get("CXX", "g++")) and " " not in torch.__file__
+    return "inductor" if buildable else "aot_eager"

@@ -10,8 +10,8 @@ import fake_cudnn
 import pytest
 import torch
 
-from attnreg import AttentionSpec, Call, Device, UnsupportedInputError
-from attnreg.backends import _cudnn_plans, _packed, cudnn
+from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
+from attnreg.backends import _cudnn_plans, cudnn
 from attnreg.backends._cudnn_problem import Problem, rounded
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, measure
@@ -32,7 +32,7 @@ RUNS = {str(case): case for case in QUICK if not reasons(case)}
 def module(monkeypatch):
     made = fake_cudnn.module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
-    monkeypatch.setattr(_packed, "_kept", {})
+    monkeypatch.setattr(packed, "_kept", {})
     monkeypatch.setattr(cudnn, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
@@ -210,7 +210,7 @@ def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch
     query, key, value, call = ragged([3, 9])
     kernels.forward(query, key, value, call)
     if trace == "a capture":
-        monkeypatch.setattr(_packed, "_capturing", lambda call: True)
+        monkeypatch.setattr(packed, "_of_a_graph", lambda offsets: True)
     else:
         with torch.inference_mode():
             ends = call.cu_seqlens_q.clone()
@@ -226,7 +226,7 @@ def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch
     assert torch.equal(changed, expected)
 
 
-class Answered(_packed.Facts):
+class Answered(packed.Facts):
     whole = covered = True
 
 
@@ -248,17 +248,23 @@ def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernel
 
 def test_the_device_says_once_what_holds_of_a_batch():
     query, key, _, call = ragged([3, 9], [4, 9], tail=0)
-    holds = _packed._answer(call, len(query), len(key)).tolist()
+    holds = packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query), len(key)).tolist()
     assert holds == [True, True]
-    assert _packed._answer(call, len(query) + 1, len(key)).tolist() == [False, False]
-    assert _packed._answer(call, len(query), len(key) + 1).tolist() == [False, False]
+    assert packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query) + 1, len(key)).tolist() == [
+        False,
+        False,
+    ]
+    assert packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query), len(key) + 1).tolist() == [
+        False,
+        False,
+    ]
     fewer = ragged([3, 9], [4, 8])[3]
-    assert _packed._answer(fewer, 12, 12).tolist() == [True, False]
+    assert packed._answer(fewer.cu_seqlens_q, fewer.cu_seqlens_k, 12, 12).tolist() == [True, False]
     keyless = ragged([3, 9], [12, 0])[3]
-    assert _packed._answer(keyless, 12, 12).tolist() == [False, False]
+    assert packed._answer(keyless.cu_seqlens_q, keyless.cu_seqlens_k, 12, 12).tolist() == [False, False]
     same = ragged([3, 0, 9])[3]
-    assert _packed._answer(same, 12, 12).tolist() == [True, True]
-    assert _packed._answer(same, 13, 13).tolist() == [False, False]
+    assert packed._answer(same.cu_seqlens_q, same.cu_seqlens_k, 12, 12).tolist() == [True, True]
+    assert packed._answer(same.cu_seqlens_q, same.cu_seqlens_k, 13, 13).tolist() == [False, False]
 
 
 # What it says of itself

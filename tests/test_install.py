@@ -420,7 +420,7 @@ def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog)
     assert table(FLASH_OP, "CUDA") != theirs
     assert [record.getMessage() for record in caplog.records] == [
         "torch.nn.attention had 'FA4' active: attnreg has restored torch's own kernels, to which it falls "
-        "back, and chooses for each call from now on; it knows no backend 'FA4'"
+        "back, and chooses for each call from now on; register_backend('FA4') asks for it"
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert aten.shadowed_by() == ""

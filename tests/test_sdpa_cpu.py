@@ -24,10 +24,10 @@ def one_thread():
 
 
 @pytest.fixture
-def compiled():
-    """Compile a function in one graph with Inductor; start and leave no cache."""
+def compiled(inductor):
+    """Compile a function in one graph; start and leave no cache."""
     torch._dynamo.reset()
-    yield lambda f, **options: torch.compile(f, fullgraph=True, **options)
+    yield lambda f, **options: torch.compile(f, fullgraph=True, backend=inductor, **options)
     torch._dynamo.reset()
 
 

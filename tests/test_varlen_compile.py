@@ -193,14 +193,14 @@ SCATTERING = attnreg.Kernels(
 )
 
 
-def test_a_backend_may_lay_out_its_results_as_it_likes(packed, fake, ran):
+def test_a_backend_may_lay_out_its_results_as_it_likes(packed, fake, ran, inductor):
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
     rest = (cu_q, cu_k, max_q, max_k)
     expected = with_gradients(attnreg.varlen_attn, inputs, *rest)
     ran()
     with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
         # What Inductor generates asserts the strides of everything that an op returns.
-        got = with_gradients(compiled(attnreg.varlen_attn, "inductor"), inputs, *rest)
+        got = with_gradients(compiled(attnreg.varlen_attn, inductor), inputs, *rest)
     assert ran() == {"scattered": (1, 1)}
     assert_same(got, expected)
 
@@ -351,9 +351,9 @@ def test_marked_dimensions_are_compiled_once(packed):
 # ---- which backend runs
 
 
-def test_a_scope_around_a_compiled_call_holds_for_it_and_its_backward(packed, fake, ran):
+def test_a_scope_around_a_compiled_call_holds_for_it_and_its_backward(packed, fake, ran, inductor):
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
-    attend = compiled(attnreg.varlen_attn, "inductor")
+    attend = compiled(attnreg.varlen_attn, inductor)
     rest = (cu_q, cu_k, max_q, max_k)
     with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
         expected = with_gradients(attend, inputs, *rest)

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg import counters, scope
+from attnreg.aten import express
 from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
+from attnreg.packed import facts, stream_of
 from attnreg.planning import Native
+from attnreg.state import state
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from attnreg.planning import Plan
 
 __all__ = ["ROUTES"]
 
@@ -43,15 +48,16 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
         out, lse, rng_state, unused, debug_mask = turn.torch(plan)
-        if pin is not None:
-            lse, unused = _swap_infinity(lse, torch.inf), scope.stamp(pin, query)
-        return out, lse, rng_state, unused, debug_mask
+        return out, lse, rng_state, unused if pin is None else scope.stamp(pin, query), debug_mask
     out, lse = plan.kernel(query, key, value, call)
     counters.count(plan.counters)
+    _remember("forward", turn, plan, dropout)
     rng_state = call.rng_state
     if rng_state is None:
         rng_state = query.new_empty(2, dtype=torch.uint64)
-    lse = _swap_infinity(lse, -torch.inf) if pin is None and turn.original else lse.float().contiguous()
+    if turn.original is not None and not _every_row_sees_a_key(query, key, call):
+        lse = _swap_infinity(lse, -torch.inf)
+    lse = lse.float().contiguous()
     return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
 
 
@@ -70,11 +76,18 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     if plan.original:
         return turn.torch(plan)  # type: ignore[no-any-return]
     lse = asked.logsumexp
-    if turn.pin is None and turn.original is not None:
+    if turn.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
+    _remember("backward", turn, plan, dropout)
     return like(grads[0], query), like(grads[1], key), like(grads[2], value)
+
+
+def _remember(direction: str, turn: Turn, plan: Plan, dropout: float) -> None:
+    """Have calls like this one go straight to torch's kernel, if that is what has served it."""
+    if turn.pin is scope.OWN and plan.backend == FA2.name and dropout == 0.0 and turn.original is not None:
+        express.remember(direction, turn.args, turn.kwargs, plan, state())
 
 
 def _call(
@@ -113,19 +126,30 @@ def _no_gradient(asked: FlashForward) -> str:
 
 
 def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
-    """Turn the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel.
+    """Turn the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel."""
+    return torch.where(lse == sign, -sign, lse)
 
-    Torch's holds where its kernel may serve either direction: with a pin it serves neither, and between
-    backends the LSE stays as the contract has it.
-    """
-    return torch.where(lse == sign, -sign, lse).float().contiguous()
+
+def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether that is known, so that no LSE is infinite."""
+    if call.cu_seqlens_q is None:
+        return call.max_q <= call.max_k and call.seqused_k is None
+    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).covered
 
 
 _KEYS = ("CPU", "CUDA")
 
 ROUTES = (
-    Route("_flash_attention_forward", _KEYS, FlashForward, _forward, FA2),
-    Route("_flash_attention_backward", _KEYS, FlashBackward, _backward, FA2, "unused"),
+    Route("_flash_attention_forward", _KEYS, FlashForward, _forward, FA2, express=express.forward),
+    Route(
+        "_flash_attention_backward",
+        _KEYS,
+        FlashBackward,
+        _backward,
+        FA2,
+        "unused",
+        express=express.backward,
+    ),
     Route(
         "_flash_attention_forward_no_dropout_inplace",
         _KEYS,

@@ -89,6 +89,7 @@ class Route(NamedTuple):
         native: the backend that torch's own kernel of this op belongs to.
         carrier: in a backward, the argument through which the forward's choice comes.
         quick: how to know a call again without taking its arguments apart.
+        express: what may answer a call before anything else is asked, or return None.
         calls_ops: whether torch's own kernel calls other ops that are routed, too.
         since: the torch that brought it; older ones go without.
     """
@@ -100,6 +101,7 @@ class Route(NamedTuple):
     native: Native
     carrier: str = ""
     quick: Quick | None = None
+    express: Callable[..., Any] | None = None
     calls_ops: bool = False
     since: str = "2.11"
 
@@ -112,6 +114,7 @@ def router(
     if original is not None and route.calls_ops:
         original = _undisturbed(original)
     op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
+    express = route.express if original is not None else None
     at, flags, carried_at = quick or Quick(0, slice(0))
     # Names of this function are found faster than attributes of modules; this is every call's way.
     current, read_stamp, count = scope.current, scope.read_stamp, counters.count
@@ -122,6 +125,10 @@ def router(
         now, known_as, scoped = state(), None, current()
         if scoped is scope.INSIDE_TORCH and original is not None:
             return original(*args, **kwargs)
+        if express is not None and not kwargs:
+            result = express(original, args, now, scoped)
+            if result is not None:
+                return result
         if quick is not None and not kwargs and original is not None:
             pin = read_stamp(args[carried_at]) if carrier else scoped
             if pin is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnreg.backends._cpu_flash import lse_dtype
 from attnreg.backends._cpu_tiles import Part, Strip, cut
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def forward(
     done = [_strip_forward(flash, q, k, v, scale, strip, bias) for strip in strips]
     if blind := strips[0].row if strips else q.size(2):
         shape = (q.size(0), blind, q.size(1))
-        done.insert(0, (q.new_zeros(*shape, v.size(3)), q.new_full(shape, -inf)))
+        done.insert(0, (q.new_zeros(*shape, v.size(3)), q.new_full(shape, -inf, dtype=lse_dtype(q))))
     if len(done) == 1:
         return done[0]
     outs, lses = zip(*done, strict=True)

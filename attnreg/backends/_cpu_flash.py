@@ -6,25 +6,28 @@ What it does otherwise, found by running torch 2.13, and what is put right here:
 - A mask has to have the dtype of the query, and can't be boolean.
 - A row that sees no key gets LSE 0 from the forward; from an LSE of -inf the backward makes NaN.
 - An empty query or key ends the process by a division by zero: callers pass none.
-- Its half-precision products are no faster than float32, those of short sequences up to ten times
-  slower, and its backward sums gradients in half precision: half types are computed in float32.
+- Its float16 products, and in the backward its bfloat16 ones of short sequences, are up to ten
+  times slower than float32, and its backward sums gradients in the dtype of the query: float16 is
+  computed in float32, bfloat16 in the backward.
 """
 
 from __future__ import annotations
 
+import functools
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnreg import native
+from attnreg.backends._cpu_tiles import CAUSAL_ROWS, LONGEST_CAUSAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["Flash", "additive", "lse_dtype", "readable", "working_dtype"]
+__all__ = ["Flash", "additive", "forward_dtype", "lse_dtype", "readable"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -90,21 +93,18 @@ class Flash(NamedTuple):
 
 
 def lse_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the LSE."""
+    """Return the dtype of the LSE, in which the backward is computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def working_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a call is computed in."""
-    return x.dtype if x.dtype == torch.bfloat16 and WORK16 else torch.promote_types(x.dtype, torch.float32)
+def forward_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that the forward is computed in."""
+    return x.dtype if x.dtype == torch.bfloat16 else lse_dtype(x)
 
 
-WORK16 = True
-
-
-def readable(x: Tensor) -> Tensor:
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (B, S, H, D) as a (B, H, S, D) that the kernels can read."""
-    x = x.to(working_dtype(x))
+    x = x.to(dtype)
     # Rows closer together than they are long (an expanded tensor) would be read by a slow product.
     return (x if x.stride(-1) == 1 and x.stride(1) >= x.size(-1) else x.contiguous()).transpose(1, 2)
 
@@ -124,9 +124,22 @@ def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple
     if band is None:
         return False, bias
     rows, keys = q.size(2), k.size(2)
-    if bias is None and band[0] <= 1 - rows and band[1] == 0:
-        return True, None
+    if bias is None and band[0] <= 1 - rows:
+        if band[1] == 0:
+            return True, None
+        if band[1] == keys - rows and rows <= CAUSAL_ROWS and keys <= LONGEST_CAUSAL:
+            start = LONGEST_CAUSAL - keys
+            return False, _corner(q.dtype)[:, :, CAUSAL_ROWS - rows :, start:]
     distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None]
     hidden = ((distance < band[0]) | (distance > band[1]))[None, None]
     base = q.new_zeros(hidden.shape) if bias is None else bias
     return False, base.masked_fill(hidden, -inf)
+
+
+@functools.lru_cache(maxsize=4)
+def _corner(dtype: torch.dtype) -> Tensor:
+    """Return the lowest strip of the largest causal square: that of any other is a corner of it."""
+    mask = torch.zeros(1, 1, CAUSAL_ROWS, LONGEST_CAUSAL, dtype=dtype, device="cpu")
+    hidden = torch.ones(CAUSAL_ROWS, CAUSAL_ROWS, dtype=torch.bool, device="cpu").triu(1)
+    mask[..., -CAUSAL_ROWS:].masked_fill_(hidden, -inf)
+    return mask

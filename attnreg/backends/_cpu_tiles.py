@@ -1,8 +1,9 @@
 """How a masked problem is cut into calls of a kernel that knows only "all keys" and "causal".
 
 The kernel's causal mask is aligned top-left, the contract's bottom-right, and it knows no window.
-Cutting the rows into strips, and the keys of each strip into parts, needs no mask tensor for
-causal attention and for a window one of a tile, so that the cost grows with what is visible.
+Cutting the rows into strips, and the keys of each strip into parts, needs no mask larger than a
+strip, and lets the cost grow with what is visible: the kernel itself computes blocks of 512 keys
+whole, causal or not.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-__all__ = ["Part", "Strip", "Visible", "cut", "visible"]
+__all__ = ["CAUSAL_ROWS", "LONGEST_CAUSAL", "Part", "Strip", "Visible", "cut", "visible"]
 
 OPEN = (-1, -1)
-CAUSAL = (-1, 0)
 
-# Rows of a tile under a window: short tiles compute little that is masked, long ones run faster.
-_NARROW, _WIDE = 64, 192
+# Rows of a strip under a window: low strips compute little that is masked, high ones run faster.
+_LOW, _HIGH = 64, 192
+# Up to this length a causal square is faster in strips than in the kernel's own causal mode.
+LONGEST_CAUSAL = 1280
+CAUSAL_ROWS = 128
 
 
 class Visible(NamedTuple):
@@ -72,10 +75,10 @@ def cut(len_q: int, len_k: int, window: tuple[int, int]) -> tuple[Strip, ...]:
     rows, keys = len_q - seen.row, len_k - seen.key
     if seen.window == OPEN:
         strips = [Strip(0, rows, (Part(0, keys),))]
-    elif seen.window[0] < 0:
-        strips = _stairs(rows, keys, seen.window[1])
-    else:
+    elif seen.window[0] >= 0 or (rows == keys and _LOW < rows <= LONGEST_CAUSAL):
         strips = _tiles(rows, keys, seen.window)
+    else:
+        strips = _stairs(rows, keys, seen.window[1])
     return tuple(_moved(strip, seen.row, seen.key) for strip in strips)
 
 
@@ -88,10 +91,13 @@ def _stairs(rows: int, keys: int, right: int) -> list[Strip]:
 
 
 def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
-    """Cut a window into tiles of rows with the keys in their reach, equal neighbours as one strip."""
+    """Cut a window into strips with the keys in their reach, equal neighbours as one strip."""
     shift = keys - rows
-    low, high = shift - window[0], (shift + window[1] if window[1] >= 0 else keys)
-    size = _NARROW if high - low < 4 * _NARROW else _WIDE
+    low, high = (
+        (shift - window[0] if window[0] >= 0 else -rows),
+        (shift + window[1] if window[1] >= 0 else keys),
+    )
+    size = _height(rows, high - low)
     strips: list[Strip] = []
     for row in range(0, rows, size):
         height = min(size, rows - row)
@@ -102,6 +108,12 @@ def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
         else:
             strips.append(strip)
     return strips
+
+
+def _height(rows: int, reach: int) -> int:
+    if reach >= rows:
+        return _LOW if rows <= LONGEST_CAUSAL // 2 else CAUSAL_ROWS
+    return _LOW if reach < 4 * _LOW else _HIGH
 
 
 def _banded(row: int, rows: int, first: int, last: int, low: int, high: int) -> Part:

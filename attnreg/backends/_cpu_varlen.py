@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backends import _cpu_dense as dense
-from attnreg.backends._cpu_flash import lse_dtype, readable
+from attnreg.backends._cpu_flash import forward_dtype, lse_dtype, readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,8 @@ def forward(
     out = rows.result(q.shape, q.dtype)
     lse = rows.result(q.shape[:2], lse_dtype(q), -inf)
     to = zip(runs, rows.views(out), rows.views(lse), strict=True)
-    tensors = zip(rows.batches(q), keys.batches(k), keys.batches(v), strict=True)
+    dtype = forward_dtype(q)
+    tensors = zip(rows.batches(q, dtype), keys.batches(k, dtype), keys.batches(v, dtype), strict=True)
     for (run, run_out, run_lse), (query, key, value) in zip(to, tensors, strict=True):
         found = dense.forward(flash, query, key, value, scale, run.window)
         _write(run_out, found[0])
@@ -58,7 +59,7 @@ def backward(
     grads = rows.result(q.shape, q.dtype), keys.result(k.shape, k.dtype), keys.result(v.shape, v.dtype)
     to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
     sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
-    tensors = zip(*(side.batches(x) for side, x in sides), strict=True)
+    tensors = zip(*(side.batches(x, lse.dtype) for side, x in sides), strict=True)
     for run, views, (g, query, key, value, o, row_lse) in zip(runs, to, tensors, strict=True):
         found = dense.backward(flash, g, query, key, value, o, row_lse[..., 0], scale, run.window)
         for view, grad in zip(views, found, strict=True):
@@ -94,9 +95,9 @@ class _Spans:
             gap.fill_(fill)
         return x
 
-    def batches(self, x: Tensor) -> list[Tensor]:
+    def batches(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Return the part of each run as a batch (count, H, S, D) that the kernels can read."""
-        parts = self._split(readable(x.unsqueeze(0)), 2)[1::2]
+        parts = self._split(readable(x.unsqueeze(0), dtype), 2)[1::2]
         return [
             part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             for part, count in zip(parts, self._counts, strict=True)

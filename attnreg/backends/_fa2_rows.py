@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.backends._packed import facts, stream_of
+from attnreg.packed import facts, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor

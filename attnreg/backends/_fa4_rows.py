@@ -3,7 +3,7 @@
 FA4 loads whole tiles. A tile that ends beyond its sequence takes the rows after it along, at a
 weight of zero, and zero times NaN is NaN. So what no query may see has to be finite, whatever the
 caller has left there. It costs a copy, as only the GPU knows where a packed batch ends; once it has
-told (`_packed.facts`), a batch without such rows costs nothing.
+told (`packed.facts`), a batch without such rows costs nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.backends._packed import derived, facts, stream_of
+from attnreg.packed import derived, facts, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,10 @@
-"""The backend on CPU, built on torch's own CPU flash kernel."""
+"""The backend on CPU, built on torch's own CPU flash kernel.
+
+That kernel is what SDPA runs on a CPU too; here it also takes packed sequences, windows and
+bottom-right masks. `_cpu_runs` finds the sequences of a call, `_cpu_tiles` cuts their masks,
+`_cpu_dense` and `_cpu_varlen` call the kernel, which `_cpu_flash` keeps to the contract. Where the
+CPU multiplies bfloat16 in hardware, `_cpu_bfloat16` has a faster backward for it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backend import Backend, Kernels
+from attnreg.backends import _cpu_bfloat16 as bfloat16
 from attnreg.backends import _cpu_dense as dense
 from attnreg.backends import _cpu_varlen as varlen
-from attnreg.backends._cpu_flash import Flash, additive, readable, working_dtype
+from attnreg.backends._cpu_flash import Flash, additive, forward_dtype, lse_dtype, readable
 from attnreg.backends._cpu_runs import runs_of
 from attnreg.capabilities import Capabilities, Range
 
@@ -25,14 +32,16 @@ __all__ = ["BACKEND"]
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
     if not (q.numel() and k.numel()):
-        return _nothing_seen(q, call)
+        return _nothing_seen(q)
     if _is_packed(call):
-        tensors = [_rows(x) for x in (q, k, v)]
-        out, lse = varlen.forward(flash, tensors[0], tensors[1], tensors[2], call.scale, runs_of(q, k, call))
+        query, key, value = (_rows(x) for x in (q, k, v))
+        out, lse = varlen.forward(flash, query, key, value, call.scale, runs_of(q, k, call))
         return out.view(q.shape), _heads_first(lse, q)
-    query, key, value = (readable(x) for x in (q, k, v))
-    bias = additive(call.attn_bias, working_dtype(q))
-    out, lse = dense.forward(flash, query, key, value, call.scale, call.window, bias)
+    dtype = forward_dtype(q)
+    query, key, value = (readable(x, dtype) for x in (q, k, v))
+    out, lse = dense.forward(
+        flash, query, key, value, call.scale, call.window, additive(call.attn_bias, dtype)
+    )
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
@@ -42,15 +51,18 @@ def backward(
     """Return the gradients of query, key and value."""
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if lse.dtype != torch.promote_types(q.dtype, torch.float32):
+    dtype = lse_dtype(q)
+    if lse.dtype != dtype:
         lse = forward(flash, q, k, v, call)[1]
-    if _is_packed(call):
+    multiplies = bfloat16.takes(q, call)
+    if multiplies or _is_packed(call):
         g, query, key, value, o = (_rows(x) for x in (grad_out, q, k, v, out))
-        rows = lse.transpose(-1, -2).reshape(-1, q.size(-2))
-        grads = varlen.backward(flash, g, query, key, value, o, rows, call.scale, runs_of(q, k, call))
+        rows = lse.mT.reshape(-1, q.size(-2))
+        solve = bfloat16.backward if multiplies else functools.partial(varlen.backward, flash)
+        grads = solve(g, query, key, value, o, rows, call.scale, runs_of(q, k, call))
     else:
-        g, query, key, value, o = (readable(x) for x in (grad_out, q, k, v, out))
-        bias = additive(call.attn_bias, working_dtype(q))
+        g, query, key, value, o = (readable(x, dtype) for x in (grad_out, q, k, v, out))
+        bias = additive(call.attn_bias, dtype)
         grads = dense.backward(flash, g, query, key, value, o, lse, call.scale, call.window, bias)
     grad_q, grad_k, grad_v = (
         grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
@@ -58,10 +70,10 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
-def _nothing_seen(q: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return what rows get that have no key: output 0 and an LSE of -inf."""
-    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.zeros_like(q), lse.t().contiguous() if q.dim() == 3 else lse.transpose(1, 2).contiguous()
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    return out, _heads_first(q.new_full(q.shape[:-1], -torch.inf, dtype=lse_dtype(q)), q)
 
 
 def _is_packed(call: Call) -> bool:
@@ -73,10 +85,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _heads_first(lse: Tensor, q: Tensor) -> Tensor:
-    return lse.t().contiguous() if q.ndim == 3 else lse.view(q.shape[:3]).transpose(1, 2).contiguous()
+    return lse.view(q.shape[:-1]).mT.contiguous()
 
 
-RANGE = Capabilities(
+CAPABILITIES = Capabilities(
     devices=("cpu",),
     dtypes=("float16", "bfloat16", "float32", "float64"),
     head_dim=Range(1, 2**31 - 1),
@@ -98,4 +110,4 @@ def load() -> Kernels:
     return Kernels(functools.partial(forward, flash), functools.partial(backward, flash))
 
 
-BACKEND = Backend(name="cpu", priority=100, forward=RANGE, backward=RANGE, load=load)
+BACKEND = Backend(name="cpu", priority=100, forward=CAPABILITIES, backward=CAPABILITIES, load=load)

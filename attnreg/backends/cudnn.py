@@ -21,8 +21,8 @@ from attnreg.backend import Backend, Kernels
 from attnreg.backends._cudnn_offsets import Offsets
 from attnreg.backends._cudnn_plans import Plans
 from attnreg.backends._cudnn_problem import Problem, Slot, rounded
-from attnreg.backends._packed import derived, facts, stream_of
 from attnreg.capabilities import Capabilities, Range
+from attnreg.packed import derived, facts, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,7 +231,5 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     install="pip install 'attnreg[cudnn]'",
-    # On an H200 its forwards are the fastest of most shapes, FA4's backwards (docs/benchmarks.md).
-    priority=30,
-    backward_priority=20,
+    priority=20,
 )

@@ -184,6 +184,6 @@ BACKEND = Backend(
     version=installed,
     refuses=refuses,
     install="pip install 'attnreg[fa4]'",
-    priority=20,
-    backward_priority=30,
+    # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
+    priority=30,
 )

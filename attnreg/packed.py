@@ -9,6 +9,7 @@ they cost. While a CUDA graph is captured nothing is kept: a replay reads what t
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["Facts", "derived", "facts", "stream_of"]
+__all__ = ["Facts", "derived", "facts", "facts_of", "stream_of"]
 
 # Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
 # the purposes that something is derived for.
@@ -45,7 +46,11 @@ _kept: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] 
 def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
     tensors = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k) if x is not None]
-    if _capturing(call):
+    return _derived(tensors, stream, purpose, make)
+
+
+def _derived(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
+    if tensors and _of_a_graph(tensors[0]):
         return make()
     try:
         source = (stream, purpose, *[(id(x), x._version) for x in tensors])
@@ -93,24 +98,28 @@ _UNKNOWN = Facts()
 
 def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known of a packed call's sequences by now."""
-    if call.seqused_k is not None or call.block_table is not None or _capturing(call):
+    ends_q, ends_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if ends_q is None or ends_k is None or call.seqused_k is not None or call.block_table is not None:
         return _UNKNOWN
-    return derived(call, stream, ("facts", tokens_q, tokens_k), lambda: _ask(call, tokens_q, tokens_k))
+    return facts_of(ends_q, ends_k, tokens_q, tokens_k, stream)
 
 
-def _ask(call: Call, tokens_q: int, tokens_k: int) -> Facts:
-    if call.cu_seqlens_q is None or call.cu_seqlens_q.is_cpu:
+def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
+    """Return what is known by now of the sequences that two offsets describe, all of whose keys count."""
+    if ends_q.is_cpu or _of_a_graph(ends_q):
         return _UNKNOWN
+    purpose = ("facts", tokens_q, tokens_k)
+    return _derived([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
+
+
+def _ask(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Facts:
     there = torch.full((2,), _UNANSWERED, dtype=torch.uint8, pin_memory=True)
-    there.copy_(_answer(call, tokens_q, tokens_k), non_blocking=True)
+    there.copy_(_answer(ends_q, ends_k, tokens_q, tokens_k), non_blocking=True)
     return Facts(there)
 
 
-def _answer(call: Call, tokens_q: int, tokens_k: int) -> Tensor:
+def _answer(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
     """Return `whole` and `covered` as a tensor on the device."""
-    ends_q, ends_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if ends_q is None or ends_k is None:
-        raise AssertionError("a dense call has no offsets")
     filled = ends_q[-1] == tokens_q
     if ends_k is ends_q:
         return (filled & (tokens_q == tokens_k)).expand(2)
@@ -119,9 +128,15 @@ def _answer(call: Call, tokens_q: int, tokens_k: int) -> Tensor:
     return torch.stack((whole, whole & (keys >= queries).all()))
 
 
-def _capturing(call: Call) -> bool:
-    offsets = call.cu_seqlens_q
-    return offsets is not None and offsets.is_cuda and torch.cuda.is_current_stream_capturing()
+def _of_a_graph(offsets: Tensor) -> bool:
+    """Whether a CUDA graph is captured, or what is allocated may have to go with one.
+
+    Inductor's CUDA-graph trees run a function once in a graph's memory before they capture it, and
+    count what is left there afterwards.
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        return True
+    return offsets.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(tensor: Tensor) -> int:

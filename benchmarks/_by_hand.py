@@ -1,0 +1,179 @@
+"""The kernels of each provider called by hand: no registry, no adapter, no check.
+
+FA2 is aten's CUDA kernel as it was before any router, FA4 the package's two functions, cuDNN the
+prepared graphs that the adapter has built, run on results allocated for each call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg import _registry, native
+from attnreg.backends._cudnn_problem import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from _batch import Tensors
+    from torch import Tensor
+
+    from attnreg.backend import Call
+
+__all__ = ["ByHand", "attention", "by_hand"]
+
+
+class ByHand(NamedTuple):
+    """Two functions: `forward(q, k, v)` and `backward(grad, q, k, v, *what the forward returned)`."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+class _Attention(torch.autograd.Function):
+    """The least autograd that joins the two."""
+
+    @staticmethod
+    def forward(ctx: Any, hand: ByHand, *inputs: Tensor) -> Any:
+        """Call the kernel."""
+        results = hand.forward(*inputs)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.hand = hand
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        """Call the backward's kernel."""
+        return None, *ctx.hand.backward(grad_out, *ctx.saved_tensors)
+
+
+def attention(hand: ByHand) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of query, key and value that autograd can go back through."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Attention.apply(hand, q, k, v)  # type: ignore[no-untyped-call, no-any-return]
+        return hand.forward(q, k, v)[0]
+
+    return run
+
+
+def by_hand(name: str, call: Call, tensors: Tensors) -> ByHand:
+    """Return a backend's kernels for one kind of call; `tensors` are an example in the contract's layout."""
+    if name == "FA2":
+        return _fa2(call)
+    return _fa4(call) if name == "FA4" else _cudnn(call, tensors)
+
+
+def _fa2(call: Call) -> ByHand:
+    run_forward = native.kernel("_flash_attention_forward", "CUDA")
+    run_backward = native.kernel("_flash_attention_backward", "CUDA")
+    lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, 0.0, call.causal)
+    left, right = call.window
+    options = {"scale": call.scale, "window_size_left": left, "window_size_right": right}
+    state = torch.empty(2, dtype=torch.uint64, device="cuda")
+    of_dropout = state, state[0]  # there is none, but the backward wants its random state
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run_forward(q, k, v, *lengths, False, **options)[:2])
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run_backward(grad, q, k, v, *results, *lengths, *of_dropout, **options))
+
+    return ByHand(forward, backward)
+
+
+def _fa4(call: Call) -> ByHand:
+    from attnreg.backends._fa4_package import functions
+
+    run_forward, run_backward = functions()
+    shared = {
+        "softmax_scale": call.scale,
+        "causal": call.causal,
+        "window_size_left": None,
+        "window_size_right": None,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }
+
+    plain = {"softcap": 0.0, "deterministic": False}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run_forward(q=q, k=k, v=v, num_splits=1, return_lse=True, **shared)[:2])
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        out, lse = results
+        grads = run_backward(q=q, k=k, v=v, out=out, dout=grad, lse=lse, **shared, **plain)
+        return tuple(grads[:3])
+
+    return ByHand(forward, backward)
+
+
+class _Spy:
+    """Stands before a cuDNN graph for one call, to see what it is run on."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.buffers: list[Tensor] = []
+        self.options: dict[str, Any] = {}
+
+    def execute(self, buffers: list[Tensor], workspace: Tensor | None, **options: Any) -> None:
+        """Keep the arguments, and pass them on."""
+        self.buffers, self.options = buffers, options
+        self.graph.execute(buffers, workspace, **options)
+
+
+class _Prepared:
+    """A cuDNN graph, and of what it was run on all that stays: lengths and beginnings of the sequences."""
+
+    def __init__(self, plans: Any, kernel: Callable[..., Any], *arguments: Any) -> None:
+        kernel(*arguments)  # plans, if nothing has yet
+        kept = plans._plans
+        plans._plans = {problem: plan._replace(run=_Spy(plan.run)) for problem, plan in kept.items()}
+        try:
+            kernel(*arguments)
+        finally:
+            spied, plans._plans = plans._plans, kept
+        (self.plan,) = (plan for plan in spied.values() if plan.run.buffers)
+        spy = self.plan.run
+        operands = zip(self.plan.operands, spy.buffers, strict=True)
+        lasting = (Slot.ROWS, Slot.KEYS)
+        self.fixed = {what: x for what, x in operands if what in lasting or not isinstance(what, Slot)}
+        self.execute, self.options, spy.buffers = spy.graph.execute, spy.options, []
+
+    def run(self, tensors: dict[Any, Tensor]) -> None:
+        """Run it on these tensors."""
+        buffers = [tensors[what] if what in tensors else self.fixed[what] for what in self.plan.operands]
+        workspace = None
+        if self.plan.workspace:
+            workspace = torch.empty(self.plan.workspace, dtype=torch.uint8, device=buffers[0].device)
+        self.execute(buffers, workspace, **self.options)
+
+
+def _cudnn(call: Call, tensors: Tensors) -> ByHand:
+    kernels = _registry.find("cuDNN").kernels()
+    plans = kernels.forward.args[0]  # type: ignore[attr-defined]
+    inputs = [x.detach() for x in tensors.inputs()]
+    there = _Prepared(plans, kernels.forward, *inputs, call)
+    back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *kernels.forward(*inputs, call), call)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(q)
+        # Packed: token first, as cuDNN has it; the adapter turns it round.
+        rows = q.shape[:-1] if call.varlen else (q.shape[0], q.shape[2], q.shape[1])
+        stats = q.new_empty(rows, dtype=torch.float32)
+        there.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
+        return out, stats
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        out, stats = results
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        slots = (Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS, Slot.GRAD_OUT)
+        given = dict(zip(slots, (q, k, v, out, stats, grad), strict=True))
+        back.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
+        return grads
+
+    return ByHand(forward, backward)

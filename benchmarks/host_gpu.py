@@ -1,0 +1,183 @@
+"""What a call costs the host, on a GPU and at a shape so small that the host is all there is.
+
+    python benchmarks/host_gpu.py [--quick] [--rounds N] [--json FILE]
+
+2 sequences of 128 tokens, 8 heads of 64, bfloat16. Wall time of a few calls without waiting for the
+device, too few to fill its queue. From the top down:
+
+- `varlen_attn`: torch's, then attnreg's, in its default order and led by each backend,
+- aten's flash op with its C++ autograd, without attnreg,
+- each backend's kernels as attnreg calls them, without registry and autograd,
+- what these call: aten's kernel, FA4's functions, cuDNN's prepared graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from _batch import TOLERANCE, Batch, exact, far
+from _by_hand import ByHand, by_hand
+from _gpu import host_per_call, need_gpu
+from _report import interleaved, save, show, show_machine
+from _sides import available, by_default, led_by, misled, served, torch_alone
+
+import attnreg
+from attnreg import _registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+CALLS, DEFAULT = 30, "attnreg, default order"
+AIMS = {"forward, grad": 30.0, "forward + backward": 110.0}
+STEPS = ("forward, no grad", *AIMS)
+
+
+class Side(NamedTuple):
+    """Who is called: a front that autograd goes back through, or two kernels."""
+
+    what: Callable[..., Tensor] | ByHand
+    within: Callable[[], AbstractContextManager[Any]]
+
+    def steps(self, batch: Batch) -> dict[str, Callable[[], Any]]:
+        """Return what is timed, by its name; kernels know nothing of gradients."""
+        *inputs, grad = batch.sets[0]
+        plain = [x.detach() for x in inputs]
+        what = self.what
+        if isinstance(what, ByHand):
+
+            def through() -> tuple[Tensor, ...]:
+                return what.backward(grad, *plain, *what.forward(*plain))
+
+            return {"forward, no grad": lambda: what.forward(*plain)[0], "forward + backward": through}
+        return {
+            "forward, no grad": lambda: what(*plain),
+            "forward, grad": lambda: what(*inputs),
+            "forward + backward": lambda: torch.autograd.grad(what(*inputs), inputs, grad),
+        }
+
+
+def adapter(name: str, batch: Batch) -> ByHand:
+    """Return a backend's kernels as attnreg calls them."""
+    kernels, call = _registry.find(name).kernels(), batch.call()
+    if kernels.backward is None:
+        raise ValueError(f"{name} has no backward")
+    backward = kernels.backward
+    return ByHand(
+        lambda q, k, v: kernels.forward(q, k, v, call),
+        lambda grad, q, k, v, out, lse: backward(grad, q, k, v, out, lse, call),
+    )
+
+
+def aten_op(batch: Batch) -> Callable[..., Tensor]:
+    """Return aten's flash op as a function of query, key and value."""
+    op = torch.ops.aten._flash_attention_forward.default
+    rest = (batch.offsets, batch.offsets, batch.longest, batch.longest, 0.0, False, False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return op(q, k, v, *rest)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def sides(batch: Batch, backends: list[str]) -> dict[str, Side]:
+    """Return all that are timed."""
+    found = {
+        "torch varlen_attn": Side(batch.with_torch, torch_alone),
+        DEFAULT: Side(batch.with_attnreg, by_default),
+        **{f"attnreg, {name}": Side(batch.with_attnreg, led_by(name)) for name in backends},
+        "aten op, C++ autograd": Side(aten_op(batch), torch_alone),
+        **{f"adapter, {name}": Side(adapter(name, batch), by_default) for name in backends},
+    }
+    for name in backends:
+        try:
+            hand = by_hand(name, batch.call(), batch.sets[0])
+        except Exception as problem:  # noqa: BLE001 - the others are worth their figures
+            print(f"left out: kernels of {name} by hand: {type(problem).__name__}: {problem}")
+        else:
+            found[f"kernels, {name}"] = Side(hand, by_default)
+    return found
+
+
+def checked(batch: Batch, all_sides: dict[str, Side]) -> dict[str, Side]:
+    """Return the sides that are right and ran what they say; prints why the others aren't."""
+    truth, right = exact(batch.sets[0], batch.lengths, batch.causal), {}
+    for name, side in all_sides.items():
+        attnreg.reset_stats()
+        try:
+            with side.within():
+                steps = side.steps(batch)
+                error = far((steps["forward, no grad"](), *steps["forward + backward"]()), truth)
+        except Exception as problem:  # noqa: BLE001 - as above
+            print(f"left out: {name}: {type(problem).__name__}: {problem}")
+            continue
+        wrong = "" if error <= TOLERANCE else f"WRONG, relative error {error:.2g}"
+        if name == DEFAULT:
+            print(f"{name}: ran {served()}")
+        elif name.startswith("attnreg"):
+            wrong = misled(name.removeprefix("attnreg, ")) or wrong
+        if wrong:
+            print(f"left out: {name}: {wrong}")
+        else:
+            right[name] = side
+    return right
+
+
+def measure(
+    batch: Batch, found: dict[str, Side], step: str, rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Time one step of all sides that have it."""
+
+    def timed(side: Side) -> Callable[[], float]:
+        def run() -> float:
+            with side.within():
+                called = side.steps(batch)[step]
+                called()  # a registration forgets the plans: the first call makes them
+                return host_per_call(called, calls)
+
+        return run
+
+    has_it = {name: timed(side) for name, side in found.items() if step in side.steps(batch)}
+    return interleaved(has_it, rounds)
+
+
+def main() -> None:
+    """Time everything, print the table, and whether the aims are reached."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a few rounds")
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=CALLS, help="per measurement")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    need_gpu()
+    show_machine()
+    batch = Batch([128, 128], 8, 64, causal=False)
+    found = checked(batch, sides(batch, available()))
+    rounds = 5 if options.quick else options.rounds
+    medians: dict[str, dict[str, float]] = {name: {} for name in found}
+    for step in STEPS:
+        for name, seconds in measure(batch, found, step, rounds, options.calls).items():
+            medians[name][step] = statistics.median(seconds) * 1e6
+    rows = [
+        (name, *(f"{taken[step]:.1f}" if step in taken else "-" for step in STEPS))
+        for name, taken in medians.items()
+    ]
+    show("Host time per call, µs; median", ("side", *STEPS), rows)
+    for name, taken in medians.items():
+        if name.startswith("attnreg"):
+            for step, aim in AIMS.items():
+                reached = "reached" if taken[step] <= aim else "MISSED"
+                print(f"{name}, {step}: {taken[step]:.1f} µs, aim {aim:.0f}: {reached}")
+    save(options.json, medians)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""On a GPU: CUDA graphs, no wait for the GPU, no memory to speak of, few plans."""
+
+import functools
+import random
+
+import gpu
+import pytest
+import torch
+
+import attnreg
+from attnreg import _registry
+from attnreg.backend import Call
+from attnreg.backends import _fa4_kinds, cudnn
+from attnreg.errors import UnsupportedInputError
+
+pytestmark = pytest.mark.gpu
+
+
+def capture(step):
+    """Record a step, after it ran on a side stream; returns the graph and what it writes to."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def replay(graph, results):
+    """Return what a replay has written, over results that were spoilt before it."""
+    for result in results:
+        result.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return [result.clone() for result in results]
+
+
+def on(named):
+    return functools.partial(attnreg.varlen_attn, backend=named)
+
+
+def test_a_captured_forward_replays_bit_for_bit(named):
+    given = gpu.packed().detached()
+    graph, results = capture(lambda: (on(named)(*given),))
+    (first,), (second,) = replay(graph, results), replay(graph, results)
+    assert torch.equal(first, second)
+    gpu.assert_near([first], gpu.expected(given)[0][:1])
+
+
+@pytest.fixture
+def deterministic(named, monkeypatch):
+    """Ask for gradients that repeat bitwise, of those backends that have them."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    able = _registry.find(named).backend.backward.deterministic
+    torch.use_deterministic_algorithms(able)
+    yield able
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
+    given = gpu.packed()
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out = on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
+
+    graph, results = capture(step)
+    first, second = replay(graph, results), replay(graph, results)
+    assert torch.equal(first[0], second[0])
+    if deterministic:
+        assert all(map(torch.equal, first, second))
+    for results in (first, second):
+        gpu.assert_near(results, gpu.expected(given)[0])
+
+
+def test_a_replay_follows_offsets_that_are_refilled(named):
+    given = gpu.packed((5, 300, 0, 42))
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out = on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
+
+    graph, results = capture(step)
+    for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
+        given.offsets_q.copy_(gpu.offsets_of(lengths))
+        gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.only_for("FA4", "cuDNN")
+def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
+    given = gpu.packed().detached()
+    seen = set(_fa4_kinds.seen)
+    _fa4_kinds.seen.clear()
+    cudnn.Plans.cache_clear()
+    try:
+        with (
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+            pytest.raises(UnsupportedInputError, match="once before"),
+        ):
+            on(named)(*given)
+    finally:
+        _fa4_kinds.seen.update(seen)
+    assert ran() == {}
+    gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_no_host_sync_in_forward_or_backward(named):
+    given = gpu.packed()
+    grad = gpu.incoming(given.query)
+    torch.autograd.grad(on(named)(*given), given.qkv, grad)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        torch.autograd.grad(on(named)(*given), given.qkv, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def peak(step):
+    """Return how much device memory a step takes at most, its results included."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = step()
+    torch.cuda.synchronize()
+    assert len(results) >= 4
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_is_that_of_the_kernels_and_an_lse(named):
+    given = gpu.packed((4096, 1024, 2048, 1024), heads=(8, 8))
+    grad = gpu.incoming(given.query)
+    kernels = _registry.find(named).kernels()
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    inputs = given.detached().qkv
+
+    def directly():
+        with torch.no_grad():
+            out, lse = kernels.forward(*inputs, call)
+            return out, lse, *kernels.backward(grad, *inputs, out, lse, call)
+
+    def through():
+        out = on(named)(*given)
+        return out, *torch.autograd.grad(out, given.qkv, grad)
+
+    lse = 8 * len(given.query) * 4
+    assert peak(through) <= peak(directly) + lse + 2**20
+
+
+@pytest.mark.only_for("cuDNN")
+def test_a_thousand_ragged_batches_take_few_plans(named):
+    drawn = random.Random(0)
+    cudnn.Plans.cache_clear()  # the plans of earlier tests
+    kernels = _registry.find(named).kernels()
+    most = gpu.packed((65536,), grad=False)
+    grad = gpu.incoming(most.query)
+    for _ in range(1000):
+        count, longest = drawn.randint(1, 64), drawn.choice((64, 256, 1024))
+        lengths = [drawn.randint(1, longest) for _ in range(count)]
+        tokens, offsets = sum(lengths), gpu.offsets_of(lengths)
+        query, key, value, given = (x[:tokens] for x in (*most.qkv, grad))
+        call = Call(64**-0.5, max(lengths), max(lengths), (-1, 0), offsets, offsets)
+        out, lse = kernels.forward(query, key, value, call)
+        kernels.backward(given, query, key, value, out, lse, call)
+    torch.cuda.synchronize()
+    built = kernels.forward.args[0].built
+    assert set(built) == {"forward", "backward"}
+    assert max(built.values()) <= 24, built

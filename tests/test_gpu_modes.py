@@ -1,0 +1,205 @@
+"""On a GPU: compiled, under autocast, checkpointed, deterministic; streams, threads, two devices."""
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import gpu
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+import attnreg
+from attnreg import _registry
+from attnreg.errors import UnsupportedInputError
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Inductor's advice, and no promise of attnreg's.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
+
+FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
+
+
+@pytest.fixture
+def compiled():
+    """Compile a function whole, as if nothing had been compiled before."""
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, fullgraph=True)
+    torch._dynamo.reset()
+
+
+# ---- torch.compile
+
+
+def test_compiled_calls_choose_when_they_run(named, compiled, ran):
+    inputs = gpu.heads_first()
+    attnreg.install()
+
+    def step(query, key, value):
+        return F.scaled_dot_product_attention(query * 1, key, value)
+
+    def results():
+        out = step(*inputs)
+        return out, *torch.autograd.grad(out, inputs, gpu.incoming(out))
+
+    step = compiled(step)
+    before = results()
+    ran()
+    with attnreg.register_backend(named):
+        after = results()
+    assert ran() == {named: (1, 1)}
+    assert max(map(gpu.relative_error, after, before)) < 2e-2
+
+
+@FRONTS
+def test_varlen_attn_compiles_whole(named, front, compiled, ran):
+    given = gpu.packed()
+    step = compiled(lambda query, *rest: front(query * 1, *rest))
+    with attnreg.register_backend(named):
+        got = gpu.run(step, given)
+    assert ran() == {named: (1, 1)}
+    gpu.assert_near(got, gpu.expected(given)[0])
+
+
+def test_a_dynamic_graph_serves_batches_of_every_size(named, compiled, ran):
+    step = compiled(lambda query, *rest: attnreg.varlen_attn(query * 1, *rest), dynamic=True)
+    batches = [gpu.packed(lengths) for lengths in ((5, 300, 42), (7, 129), (64, 64, 64, 200))]
+    with attnreg.register_backend(named):
+        got = [gpu.run(step, given) for given in batches]
+    assert ran() == {named: (3, 3)}
+    for results, given in zip(got, batches, strict=True):
+        gpu.assert_near(results, gpu.expected(given)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA ?[Gg]raph")
+def test_reduced_overhead_replays_the_backend_that_was_recorded(named, compiled, ran):
+    given = gpu.packed()
+    step = compiled(
+        lambda query, *rest: attnreg.varlen_attn(query * 1, *rest, backend=named), mode="reduce-overhead"
+    )
+    outputs = []
+    for _ in range(4):  # warmed up, recorded, replayed twice
+        torch.compiler.cudagraph_mark_step_begin()
+        outputs.append([x.clone() for x in gpu.run(step, given)])
+    assert set(ran()) == {named}
+    for results in outputs:
+        gpu.assert_near(results, gpu.expected(given)[0])
+    assert torch.equal(outputs[2][0], outputs[3][0])
+
+
+# ---- autocast, checkpointing, determinism
+
+
+@pytest.mark.parametrize("entry_point", ["scaled_dot_product_attention", "varlen_attn"])
+def test_autocast_reaches_attention_and_its_gradients_come_back_whole(named, entry_point, ran):
+    given = gpu.packed((300,), dtype=torch.float32)
+    with torch.autocast("cuda", gpu.BF16), attnreg.register_backend(named):
+        if entry_point == "varlen_attn":
+            out = attnreg.varlen_attn(*given)
+        else:
+            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in given.qkv))
+            out = out[0].transpose(0, 1)
+        grads = torch.autograd.grad(out, given.qkv, gpu.incoming(out))
+    assert ran() == {named: (1, 1)}
+    assert [x.dtype for x in (out, *grads)] == [gpu.BF16, *[torch.float32] * 3]
+    gpu.assert_near((out, *grads), gpu.expected(given)[0])
+
+
+@FRONTS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(named, front, reentrant, ran):
+    given = gpu.packed()
+    with attnreg.register_backend(named):
+        out = checkpoint(front, *given, use_reentrant=reentrant)
+        out.backward(gpu.incoming(out))
+    assert ran() == {named: (2, 1)}
+    gpu.assert_near((out, *(x.grad for x in given.qkv)), gpu.expected(given)[0])
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    # cuBLAS, which math's products go to, wants it said.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_repeat_bit_for_bit_or_are_refused(named, deterministic, ran):
+    given = gpu.packed((700, 5, 1300))
+    step = functools.partial(attnreg.varlen_attn, backend=named)
+    if not _registry.find(named).backend.backward.deterministic:
+        with pytest.raises(UnsupportedInputError, match="not deterministic, and deterministic"):
+            step(*given)
+        return
+    first = gpu.run(step, given)
+    for _ in range(5):
+        assert all(map(torch.equal, gpu.run(step, given), first))
+    assert ran() == {named: (6, 6)}
+    gpu.assert_near(first, gpu.expected(given)[0])
+
+
+@pytest.mark.only_for("cuDNN")
+def test_a_backward_that_is_not_deterministic_goes_elsewhere_with_the_reason(named, deterministic, ran):
+    given = gpu.packed((700, 5, 1300))
+    with attnreg.register_backend(named):
+        got = gpu.run(attnreg.varlen_attn, given)
+    reasons = {row.reason for row in attnreg.stats().fallbacks if row.backend == named and row.count}
+    calls = ran()
+    assert reasons == {"not deterministic, and deterministic algorithms are on"}
+    assert calls.get(named, (0, 0))[1] == 0
+    assert [sum(counts) for counts in zip(*calls.values(), strict=True)] == [1, 1]
+    gpu.assert_near(got, gpu.expected(given)[0])
+
+
+# ---- streams, threads, devices
+
+
+def test_a_side_stream_is_the_only_one_that_is_used(named):
+    there = gpu.packed()
+    gpu.run(functools.partial(attnreg.varlen_attn, backend=named), there)  # compiles, plans
+    zeros = [torch.zeros_like(x).requires_grad_() for x in there.qkv]
+    given = gpu.Packed(*zeros, *there[3:])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)  # whoever doesn't wait for this stream finds zeros
+        with torch.no_grad():
+            for tensor, values in zip(given.qkv, there.qkv, strict=True):
+                tensor.copy_(values)
+        got = gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given)
+    torch.cuda.synchronize()
+    gpu.assert_near(got, gpu.expected(there)[0])
+
+
+def test_two_threads_on_streams_of_their_own_get_their_own_results(named):
+    batches = [gpu.packed((300, 5, 42), seed=1), gpu.packed((7, 129, 64), seed=2)]
+    step = functools.partial(attnreg.varlen_attn, backend=named)
+    alone = [gpu.run(step, given)[0] for given in batches]
+    torch.cuda.synchronize()
+    start = threading.Barrier(2)
+
+    def work(given):
+        start.wait(60)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [gpu.run(step, given) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        for given, first, results in zip(batches, alone, pool.map(work, batches), strict=True):
+            assert all(torch.equal(out, first) for out, *_ in results)
+            gpu.assert_near(results[-1], gpu.expected(given)[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu_is_served_while_the_first_is_current(named, ran):
+    given = gpu.packed(device="cuda:1")
+    got = gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given)
+    assert ran() == {named: (1, 1)}
+    assert {x.device for x in got} == {torch.device("cuda:1")}
+    assert torch.cuda.current_device() == 0
+    gpu.assert_near(got, gpu.expected(given)[0])
