@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, policy
 from attnreg.errors import AttnregError
@@ -29,16 +29,18 @@ class State:
         entries: every known backend by its name in lower case.
         plans: the decisions made so far; they go with the state, so none outlives a change.
         passes: counters of those, by a shorter key, that leave a call to torch's own kernel.
+        express: what packed calls of attnreg's own front came down to, by their arguments.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
-    __slots__ = ("_error", "_policy", "active", "entries", "generation", "passes", "plans")
+    __slots__ = ("_error", "_policy", "active", "entries", "express", "generation", "passes", "plans")
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.passes: dict[tuple[object, ...], tuple[Counter, ...]] = {}
+        self.express: dict[tuple[object, ...], Any] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -58,6 +60,12 @@ class State:
         if len(self.passes) >= MOST_PLANS:
             self.passes.clear()
         self.passes[known_as] = plan.counters
+
+    def recognise(self, known_as: tuple[object, ...], express: object) -> None:
+        """Keep what a packed call came down to under its arguments."""
+        if len(self.express) >= MOST_PLANS:
+            self.express.clear()
+        self.express[known_as] = express
 
     @property
     def policy(self) -> Policy:

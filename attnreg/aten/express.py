@@ -1,99 +1,143 @@
-"""The shortest way of `varlen_attn` to torch's own flash kernel and back.
+"""The shortest way through a router for `varlen_attn`: a call that came before is known by its arguments.
 
-Where FA2 was chosen, every row is known to see a key, and the tensors lie as the kernel wants them,
-nothing is to be put right around that kernel: it gets the arguments as they came. Knowing such a call
-again costs a quarter of taking it apart.
+Taking a call apart, checking it and looking up its plan costs the host as much as a small kernel. All
+of that came out the same for the last call with these arguments, so what is left is to run the plan.
+Where that plan is torch's own kernel and every row is known to see a key, the kernel even gets the
+arguments as they came. Only calls of attnreg's own front come this way: nothing compiles around them,
+so what an op has to return beside its results can be the same tensors every time.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnreg import counters, scope
 from attnreg.packed import facts_of, stream_of
+from attnreg.state import state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from attnreg.backend import Call
     from attnreg.planning import Plan
     from attnreg.state import State
 
-__all__ = ["backward", "forward", "remember"]
+__all__ = ["Express", "backward", "forward", "remember"]
 
 FORWARD, BACKWARD = 10, 14  # arguments without a keyword
-
-_carriers: dict[torch.device, Tensor] = {}
+PLAIN = frozenset({"scale", "window_size_left", "window_size_right"})
 
 _deterministic = torch.are_deterministic_algorithms_enabled
+_warn_only = torch.is_deterministic_algorithms_warn_only_enabled
+_capturing = torch.cuda.is_current_stream_capturing
+_further: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+class Express(NamedTuple):
+    """What a call came down to.
+
+    Attributes:
+        plan: what runs it.
+        call: its call without offsets.
+        direct: whether the plan is torch's own kernel, so that the op's arguments will do.
+    """
+
+    plan: Plan
+    call: Call
+    direct: bool
 
 
 def forward(
-    original: Callable[..., Any], args: tuple[Any, ...], now: State, pin: scope.Pin | None
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, pin: Any
 ) -> tuple[Any, ...] | None:
-    """Return the results of a forward that has come this way before; None if it has to go the long way."""
+    """Return the results of a forward that came before; None if it has to go the long way."""
     if pin is not scope.OWN or len(args) != FORWARD:
         return None
-    query, key, value, ends_q, ends_k = args[:5]
-    ran = now.passes.get(_known_as("forward", args))
-    if ran is None or not _as_wanted(query, key, value, ends_q, ends_k):
+    known = now.express.get(_known_as("forward", args, kwargs))
+    if known is None or _capturing():
         return None
-    out, lse, rng_state, _, debug_mask = original(*args)
-    counters.count(ran)
-    return out, lse, rng_state, _carrier(query), debug_mask
+    query, key, value, ends_q, ends_k = args[:5]
+    covered = facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered
+    if not covered:
+        return None
+    if known.direct and _lies_well(query) and _lies_well(key) and _lies_well(value):
+        out, lse, *_ = original(*args, **kwargs)
+    else:
+        out, lse = known.plan.kernel(
+            query, key, value, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        )
+    counters.count(known.plan.counters)
+    return out, lse, *_beside(query)
 
 
 def backward(
-    original: Callable[..., Any], args: tuple[Any, ...], now: State, pin: scope.Pin | None
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, _: Any
 ) -> tuple[Any, ...] | None:
-    """Return the gradients likewise; a backward's pin comes with an argument, whatever scope it runs in."""
+    """Return the gradients likewise; a backward's pin comes with an argument."""
     if len(args) != BACKWARD or scope.read_stamp(args[13]) is not scope.OWN:
         return None
-    grad_out, query, key, value, out, _, ends_q, ends_k = args[:8]
-    ran = now.passes.get(_known_as("backward", args[1:4] + args[6:12]))
-    if ran is None or not _as_wanted(query, key, value, ends_q, ends_k):
+    known = now.express.get(_known_as("backward", args[1:4] + args[6:12], kwargs))
+    if known is None or _capturing():
         return None
-    if not (_lies_well(grad_out) and _lies_well(out)):
+    grad_out, query, key, value, out, lse, ends_q, ends_k = args[:8]
+    covered = facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered
+    if not covered:
         return None
-    grads: tuple[Any, ...] = original(*args)
-    counters.count(ran)
+    grads: tuple[Any, ...]
+    if known.direct and all(map(_lies_well, (grad_out, query, key, value, out))):
+        grads = original(*args, **kwargs)
+    else:
+        call = known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        grads = known.plan.kernel(grad_out, query, key, value, out, lse, call)
+    counters.count(known.plan.counters)
     return grads
 
 
-def remember(direction: str, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, now: State) -> None:
-    """Have calls like this one, which FA2 has served, come this way from now on."""
+def remember(
+    direction: str, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, call: Call, native: str
+) -> None:
+    """Have calls like this one, which `plan` has served, come this way from now on.
+
+    `native` is the backend that torch's own kernel of the op belongs to.
+    """
     arguments = args if direction == "forward" else args[1:4] + args[6:12]
     expected = FORWARD if direction == "forward" else BACKWARD
-    if kwargs or len(args) != expected or arguments[3] is None or arguments[5] == 1:
-        return  # with one query per sequence the kernel takes no empty sequence
-    now.remember(_known_as(direction, arguments), plan)
+    if len(args) != expected or call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        return
+    if call.dropout or not kwargs.keys() <= PLAIN or arguments[0].dtype == torch.float64:
+        return  # the LSE of float64 has to be made aten's float32
+    # With one query per sequence torch's kernel takes no empty sequence.
+    direct = plan.backend == native and call.max_q > 1
+    bare = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    state().recognise(_known_as(direction, arguments, kwargs), Express(plan, bare, direct))
 
 
-def _known_as(direction: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return everything that decided: the arguments from the query on, without the offsets' values."""
+def _known_as(direction: str, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return everything that decided: the arguments from the query on, but for the values of tensors."""
     query, key, value, ends_q, ends_k, *numbers = arguments
     return (
         direction, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device, *numbers,
-        None if ends_q is None else ends_q.shape, None if ends_k is None else ends_k.shape, _deterministic(),
+        query.device, key.device, value.device, *numbers, *kwargs.items(),
+        ends_q is not None and ends_q.shape, ends_k is not None and ends_k.shape,
+        _deterministic(), _warn_only(),
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )  # fmt: skip
 
 
-def _carrier(query: Tensor) -> Tensor:
-    """Return what carries the pin to the backward: always the same, as nobody writes or reads its value."""
-    found = _carriers.get(query.device)
+def _beside(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the op has beside its results: a random state, what carries the pin, a debug mask.
+
+    Nobody reads or writes their values.
+    """
+    found = _further.get(query.device)
     if found is None:
-        found = _carriers[query.device] = scope.stamp(scope.OWN, query)
+        rng_state = query.new_empty(2, dtype=torch.uint64)
+        found = _further[query.device] = rng_state, scope.stamp(scope.OWN, query), query.new_empty(0)
     return found
-
-
-def _as_wanted(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor) -> bool:
-    known = facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query))
-    return known.covered and _lies_well(query) and _lies_well(key) and _lies_well(value)
 
 
 def _lies_well(x: Tensor) -> bool:

@@ -18,7 +18,6 @@ from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
 from attnreg.packed import facts, stream_of
 from attnreg.planning import Native
-from attnreg.state import state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +50,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         return out, lse, rng_state, unused if pin is None else scope.stamp(pin, query), debug_mask
     out, lse = plan.kernel(query, key, value, call)
     counters.count(plan.counters)
-    _remember("forward", turn, plan, dropout)
+    _remember("forward", turn, plan, call)
     rng_state = call.rng_state
     if rng_state is None:
         rng_state = query.new_empty(2, dtype=torch.uint64)
@@ -80,14 +79,14 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
         lse = _swap_infinity(lse, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
-    _remember("backward", turn, plan, dropout)
+    _remember("backward", turn, plan, call)
     return like(grads[0], query), like(grads[1], key), like(grads[2], value)
 
 
-def _remember(direction: str, turn: Turn, plan: Plan, dropout: float) -> None:
-    """Have calls like this one go straight to torch's kernel, if that is what has served it."""
-    if turn.pin is scope.OWN and plan.backend == FA2.name and dropout == 0.0 and turn.original is not None:
-        express.remember(direction, turn.args, turn.kwargs, plan, state())
+def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
+    """Have further calls like this one go the shortest way."""
+    if turn.pin is scope.OWN and plan.proven and turn.original is not None:
+        express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name)
 
 
 def _call(

@@ -125,8 +125,8 @@ def router(
         now, known_as, scoped = state(), None, current()
         if scoped is scope.INSIDE_TORCH and original is not None:
             return original(*args, **kwargs)
-        if express is not None and not kwargs:
-            result = express(original, args, now, scoped)
+        if express is not None:
+            result = express(original, args, kwargs, now, scoped)
             if result is not None:
                 return result
         if quick is not None and not kwargs and original is not None:
