@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedInputError,
     )
     from attnreg.explanation import Explanation, explain
+    from attnreg.recording import record
     from attnreg.selection import Decision
     from attnreg.spec import AttentionSpec, Device
     from attnreg.use import use_backend
@@ -61,6 +62,7 @@ _HOMES = {
         "UnsupportedInputError",
     ),
     "explanation": ("Explanation", "explain"),
+    "recording": ("record",),
     "selection": ("Decision",),
     "spec": ("AttentionSpec", "Device"),
     "counters": ("Stats", "reset_stats", "stats"),
@@ -73,7 +75,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",
     "configure", "reload", "Settings",
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
-    "stats", "Stats", "reset_stats",
+    "stats", "Stats", "reset_stats", "record",
     "varlen_attn", "varlen_attn_out", "AuxRequest",
     "Backend", "Kernels", "Call", "Capabilities", "Range",
     "AttnregError", "BackendUnavailableError", "ConfigError", "InvalidInputError", "RegistrationError",

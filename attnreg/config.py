@@ -66,6 +66,11 @@ class Settings(_Table):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="The least severe messages that the 'attnreg' logger lets pass."
     )
+    policy: Literal["measured", "order"] = Field(
+        default="measured",
+        description="What decides where nothing is asked for: a measured table, where one is for the "
+        "device, or the default order alone.",
+    )
     tuned: TableFile | None = Field(
         default=None,
         description="A table measured by `attnreg tune`; relative to the folder of the settings file.",

@@ -28,6 +28,8 @@ class Environment(NamedTuple):
     disable: tuple[str, ...] = ()
     config: Path | None = None
     strict: bool | None = None
+    policy: str = ""
+    record: Path | None = None
 
 
 class Variable(NamedTuple):
@@ -67,6 +69,14 @@ def _boolean(text: str) -> bool:
     return _BOOLEANS[text.casefold()]
 
 
+def _policy(text: str) -> str:
+    if text.casefold() not in POLICIES:
+        raise ValueError(f"got {text!r}, expected {' or '.join(POLICIES)}{did_you_mean(text, POLICIES)}")
+    return text.casefold()
+
+
+POLICIES = ("measured", "order")
+
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
         "backend", _names, "the backend to prefer, or several separated by commas, the first preferred most"
@@ -75,6 +85,12 @@ VARIABLES = {
     "ATTNREG_CONFIG": Variable("config", _path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
         "strict", _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
+    ),
+    "ATTNREG_POLICY": Variable(
+        "policy", _policy, "what decides where nothing is asked for: measured (a table of times) or order"
+    ),
+    "ATTNREG_RECORD": Variable(
+        "record", _path, "the file (JSONL) to write what calls there were to, for `attnreg tune --from`"
     ),
 }
 

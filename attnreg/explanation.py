@@ -159,7 +159,8 @@ def _explained(asked: Asked, leading: Preference | None) -> Explanation:
         if spec.dropout > 0.0 and forward.backend is not None:
             policy = policy.led_by(tied_to(forward.backend))
         backward = _decision(spec, "backward", entries, policy, native)
-    notes = (*_front_notes(), *_assumptions(spec, forward, entries))
+    measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
+    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *measured)
     return Explanation(spec, forward, backward, notes)
 
 

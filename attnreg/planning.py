@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg import counters
+from attnreg import counters, trace
 from attnreg.discovery import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.examination import examined
@@ -52,12 +52,14 @@ class Plan(NamedTuple):
         kernel: its function.
         original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
         counters: what to add to once it ran.
+        proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
     """
 
     backend: str
     kernel: Callable[..., Any]
     original: bool
     counters: tuple[counters.Counter, ...]
+    proven: bool = True
 
 
 def make_plan(
@@ -80,7 +82,8 @@ def make_plan(
         # Better no forward than one whose gradients nobody can compute.
         _settle(spec, "backward", entries, policy, native)
     decision, kernel = _settle(spec, direction, entries, policy, native)
-    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, _counters(decision))
+    counted = _counters(decision) + trace.counters(spec, direction)
+    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted)
     if made.original:
         now.keep(look_up, made)
         return made
@@ -90,7 +93,7 @@ def make_plan(
         if not spec.capturing:
             now.keep(look_up, made)
 
-    return made._replace(kernel=examined(made.kernel, direction, made.backend, passed))
+    return made._replace(kernel=examined(made.kernel, direction, made.backend, passed), proven=False)
 
 
 def decide(
@@ -106,7 +109,9 @@ def decide(
         if preference.required and preference.governs(spec.device):
             for name in preference.names:
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
-    return select(spec, direction, entries, policy, native)
+    tables = None if native and policy.watching else policy.tables
+    prediction = tables.predict(spec, direction) if tables is not None else None
+    return select(spec, direction, entries, policy, native, prediction)
 
 
 def standing_in(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:

@@ -3,6 +3,7 @@
 1. The environment: the operator's override.
 2. `register_backend` and `configure(Settings(...))`: the program.
 3. The settings files: ATTNREG_CONFIG's, then the one given to `configure`.
+4. Where none of them says anything, a measured table for the device, if there is one.
 
 (`use_backend` and `backend=` are stronger still; they hold for single calls and are added there.)
 The environment and the files are read once, when they are first needed, and again by `reload`.
@@ -15,23 +16,26 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry
+from attnreg import _registry, trace
 from attnreg.errors import AttnregError
 from attnreg.selection import Policy, Preference
-from attnreg.sources import Sources, checked, disabled, log_level, read, strict
+from attnreg.sources import Sources, checked, disabled, log_level, read, strict, watching
+from attnreg.sources import policy as decides_by
+from attnreg.tuning.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attnreg.config import Settings
 
-__all__ = ["activate", "apply", "changed_by", "current", "is_active", "reread", "serves", "sources"]
+__all__ = ["activate", "apply", "changed_by", "current", "is_active", "reread", "serves", "sources", "watch"]
 
 log = logging.getLogger("attnreg")
 
 _sources: Sources | None = None
 _unreadable: AttnregError | None = None
 _active = False
+_watchers = 0
 
 
 def sources() -> Sources:
@@ -62,7 +66,9 @@ def current() -> Policy:
         ConfigError: the environment or its file can't be read.
     """
     now = sources()
-    return Policy(tuple(_preferences(now)), disabled(now), strict(now))
+    tables = Tables(now.tables, _registry.entries) if decides_by(now)[0] == "measured" else None
+    only_watching = serves(now) and watching(now) and not _active and not _registry.registrations()
+    return Policy(tuple(_preferences(now)), disabled(now), strict(now), tables, only_watching)
 
 
 def is_active() -> bool:
@@ -76,7 +82,7 @@ def is_active() -> bool:
 
 def serves(now: Sources) -> bool:
     """Whether torch's own entry points are to be served under these settings."""
-    return bool(_active or _registry.registrations() or now != Sources())
+    return bool(_active or _watchers or _registry.registrations() or now != Sources())
 
 
 def activate(active: bool) -> bool:
@@ -86,6 +92,14 @@ def activate(active: bool) -> bool:
         before, _active = _active, active
         _registry.changed()
         return before
+
+
+def watch(more: int) -> None:
+    """Have torch's entry points served so that one more, or with -1 one less, can record what they get."""
+    global _watchers
+    with _registry.lock:
+        _watchers += more
+        _registry.changed()
 
 
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
@@ -124,12 +138,8 @@ def _take_effect(before: Sources, now: Sources) -> None:
     level = log_level(now)
     if level or log_level(before):
         log.setLevel(level or logging.NOTSET)
-    for loaded in now.loaded:
-        if loaded.settings.tuned is not None and loaded not in before.loaded:
-            log.warning(
-                "%s: measured tables are not read by this version of attnreg; the default order decides",
-                loaded.describe(("tuned",)),
-            )
+    if now.environment.record != before.environment.record:
+        trace.follow(now.environment.record)
 
 
 def _preferences(now: Sources) -> Iterator[Preference]:

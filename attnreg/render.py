@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, NoReturn
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attnreg.selection import Decision
     from attnreg.spec import AttentionSpec
+    from attnreg.tuning.lookup import Prediction
 
 __all__ = ["decision_table", "fallback_line", "refuse"]
 
@@ -17,7 +20,9 @@ ELIGIBLE = "could run it"
 
 def decision_table(spec: AttentionSpec, decision: Decision) -> str:
     """Return a headline, the input line, and one aligned row per backend and reason."""
-    return "\n".join((_headline(spec, decision), f"  {spec}", *_rows(decision)))
+    predicted = decision.predicted if decision.backend is not None else None
+    measured = _predicted(spec, predicted) if predicted is not None else ()
+    return "\n".join((_headline(spec, decision), f"  {spec}", *_rows(decision), *measured))
 
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:
@@ -51,3 +56,23 @@ def _rows(decision: Decision) -> list[str]:
             label = name if number == 0 else ""
             rows.append(f"  {label:<{width}}  {' '.join(reason.split())}")  # a cause may have several lines
     return rows
+
+
+def _predicted(spec: AttentionSpec, prediction: Prediction) -> Iterator[str]:
+    """Yield what a measured table says: a row for each backend, where it comes from, and how sure that is."""
+    where = "in a CUDA graph" if spec.capturing else "in eager"
+    yield f"  predicted by {prediction.table}, {where}"
+    width = max(len(one.backend) for one in prediction.candidates)
+    for one in prediction.candidates:
+        told = one.trouble
+        if one.cost_us is not None:
+            told = (
+                f"{one.cost_us:.1f} µs (GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, "
+                f"first call {one.first_call_s:.2f} s)"
+            )
+        yield f"    {one.backend:<{width}}  {told}"
+    for point in prediction.points:
+        near = "measured itself" if point.distance < 1e-9 else f"{point.distance:.2f} away"
+        yield f"    from {point.size}, {near}"
+    for note in prediction.notes:
+        yield f"    {note}"

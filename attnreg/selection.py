@@ -6,14 +6,18 @@ to the next that can, and every reason is kept in the decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from attnreg.tuning.ranking import with_sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnreg.discovery import Direction, Entry
     from attnreg.spec import AttentionSpec, Device
+    from attnreg.tuning.lookup import Prediction
+    from attnreg.tuning.tables import Tables
 
 __all__ = ["Decision", "Policy", "Preference", "select", "tied_to"]
 
@@ -54,17 +58,22 @@ class Policy:
         preferences: the strongest first.
         disabled: name in lower case to the source that disabled it.
         strict: the source that made an unserved preference an error; empty if none did.
+        tables: what was measured, where the policy goes by that; how they are looked up is no part of
+            what was asked for.
+        watching: whether all that was asked for is to record calls: torch's own choices stand.
     """
 
     preferences: tuple[Preference, ...] = ()
     disabled: Mapping[str, str] = field(default_factory=dict)
     strict: str = ""
+    tables: Tables | None = field(default=None, compare=False, repr=False)
+    watching: bool = False
 
     def led_by(self, preference: Preference | None) -> Policy:
         """Return this policy with one more preference, stronger than all of its own."""
         if preference is None:
             return self
-        return Policy((preference, *self.preferences), self.disabled, self.strict)
+        return replace(self, preferences=(preference, *self.preferences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +83,14 @@ class Decision:
     Attributes:
         direction: `"forward"` or `"backward"`.
         backend: its name; None if none can run the call, or none may (see `refusal`).
-        source: who asked for it, or "default order for ...".
+        source: who asked for it, or "measured table ...", or "default order for ...".
         rejected: every backend that can't run the call, with all its reasons.
         passed_over: the rejected ones that would have come before `backend`; of those that nobody
             asked for only such as serve this kind of device.
         order: all backends in the order in which they were considered.
         asked_for: the backends that somebody asked for on this device.
         refusal: why there is none although one could run the call; else empty.
+        predicted: what a measured table says of the call; None if none does.
     """
 
     direction: Direction
@@ -91,6 +101,7 @@ class Decision:
     order: tuple[str, ...] = ()
     asked_for: tuple[str, ...] = ()
     refusal: str = ""
+    predicted: Prediction | None = None
 
 
 def select(
@@ -99,6 +110,7 @@ def select(
     entries: Mapping[str, Entry],
     policy: Policy,
     native: str = "",
+    prediction: Prediction | None = None,
 ) -> Decision:
     """Choose the backend for one direction of a call.
 
@@ -108,13 +120,19 @@ def select(
         entries: the known backends by name in lower case.
         policy: what was asked for.
         native: the backend whose kernel torch itself was about to run; leads the default order.
+        prediction: what a measured table says; it may change the default order.
     """
     wanted = [preference for preference in policy.preferences if preference.governs(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
-    ranked = _ranked(spec, direction, entries, wanted, native)
-    against = {name: _reasons(entries[name], spec, direction, policy, only) for name in ranked}
-    able = [name for name in ranked if not against[name] and (only is None or ranked[name] == only.source)]
-    chosen = able[0] if able else None
+    found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
+    able = {name for name, reasons in found.items() if not reasons}
+    priority = {name: entry.priority(direction) for name, entry in entries.items()}
+    order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
+    ranks = with_sources(order, able, prediction, f"default order for {spec.device.keys[0]}")
+    ranked = _ranked(entries, wanted, ranks)
+    against = {name: found[name] for name in ranked}
+    may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
+    chosen = next(may, None)
     refusal = _refusal(wanted, only, policy.strict, ranked[chosen] if chosen else "")
     asked = {name.casefold() for preference in wanted for name in preference.names}
     before = list(ranked)[: list(ranked).index(chosen)] if chosen else list(ranked)
@@ -128,6 +146,7 @@ def select(
         order=tuple(entries[name].name for name in ranked),
         asked_for=tuple(entries[name].name for name in ranked if name in asked),
         refusal=refusal,
+        predicted=prediction,
     )
 
 
@@ -136,11 +155,7 @@ def _serves(entry: Entry, spec: AttentionSpec) -> bool:
 
 
 def _ranked(
-    spec: AttentionSpec,
-    direction: Direction,
-    entries: Mapping[str, Entry],
-    wanted: list[Preference],
-    native: str,
+    entries: Mapping[str, Entry], wanted: list[Preference], default: Mapping[str, str]
 ) -> dict[str, str]:
     """Return every backend, the first choice first, with the source of its rank."""
     ranked: dict[str, str] = {}
@@ -149,10 +164,8 @@ def _ranked(
             # A backend may have been taken out of the registry while a scope still names it.
             if name.casefold() in entries:
                 ranked.setdefault(name.casefold(), preference.source)
-    priority = {name: entry.priority(direction) for name, entry in entries.items()}
-    default = f"default order for {spec.device.keys[0]}"
-    for name in sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name)):
-        ranked.setdefault(name, default)
+    for name, source in default.items():
+        ranked.setdefault(name, source)
     return ranked
 
 

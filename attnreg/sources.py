@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 from attnreg import _registry, environment
 from attnreg.environment import Environment
 from attnreg.errors import ConfigError, UnknownBackendError
+from attnreg.tuning.table import load as load_table
+from attnreg.tuning.tables import Named
+from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnreg.config import LoadedSettings
 
-__all__ = ["Sources", "checked", "disabled", "log_level", "read", "strict"]
+__all__ = ["Sources", "checked", "disabled", "log_level", "policy", "read", "strict", "watching"]
 
 UNSET = Environment()
 REFERENCE = "math"
@@ -25,12 +28,19 @@ REFERENCE = "math"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where settings come from; None where there is none."""
+    """Where settings come from; None where there is none.
+
+    Attributes:
+        environment: the variables.
+        program, environment_file, file: the settings, the strongest first.
+        tables: the measured tables that these name, the strongest first.
+    """
 
     environment: Environment = UNSET
     program: LoadedSettings | None = None
     environment_file: LoadedSettings | None = None
     file: LoadedSettings | None = None
+    tables: tuple[Named, ...] = ()
 
     @property
     def loaded(self) -> tuple[LoadedSettings, ...]:
@@ -58,10 +68,14 @@ def read(before: Sources) -> Sources:
 
 
 def checked(fresh: Sources) -> Sources:
-    """Check the names of backends, which only the registry knows, and what sources say against each other.
+    """Check what only the registry and the disk know, and what sources say against each other.
+
+    Returns:
+        The same with the measured tables that they name.
 
     Raises:
-        ConfigError: an unknown name, a backend that is asked for and disabled, or a disabled reference.
+        ConfigError: an unknown name, a backend that is asked for and disabled, a disabled reference, a
+            file that is no table, or one to record in that can't be written.
     """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -84,7 +98,22 @@ def checked(fresh: Sources) -> Sources:
             f"{source}: got {REFERENCE!r}, expected another backend, or strict as well "
             "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
         )
-    return fresh
+    if variables.record is not None:
+        try:
+            check_writable(variables.record)
+        except ConfigError as error:
+            raise ConfigError(f"ATTNREG_RECORD: {error}") from error
+    return replace(fresh, tables=tuple(_tables(fresh)))
+
+
+def _tables(now: Sources) -> Iterator[Named]:
+    for loaded in now.loaded:
+        if loaded.settings.tuned is not None:
+            source = loaded.describe(("tuned",))
+            try:
+                yield Named(load_table(loaded.settings.tuned), source)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: tuned: {error}") from error
 
 
 def disabled(now: Sources) -> dict[str, str]:
@@ -111,6 +140,21 @@ def strict(now: Sources) -> str:
         if "strict" in loaded.settings.model_fields_set:
             return loaded.describe(("strict",)) if loaded.settings.strict else ""
     return ""
+
+
+def policy(now: Sources) -> tuple[str, str]:
+    """Return what decides where nothing is asked for, and the source that says so; empty by default."""
+    if now.environment.policy:
+        return now.environment.policy, "ATTNREG_POLICY"
+    for loaded in now.loaded:
+        if "policy" in loaded.settings.model_fields_set:
+            return loaded.settings.policy, loaded.describe(("policy",))
+    return "measured", ""
+
+
+def watching(now: Sources) -> bool:
+    """Whether settings ask for nothing, or only for calls to be recorded."""
+    return now == Sources(Environment(record=now.environment.record))
 
 
 def log_level(now: Sources) -> str:

@@ -137,15 +137,15 @@ WRONG = [
     ),
     (
         'stricct = true\n"log level" = "info"',
-        "1:1: stricct: unknown key, expected strict or disabled or log_level or tuned or devices; "
+        "1:1: stricct: unknown key, expected strict or disabled or log_level or policy or tuned or devices; "
         "did you mean 'strict'?\n"
-        '2:1: "log level": unknown key, expected strict or disabled or log_level or tuned or devices; '
+        '2:1: "log level": unknown key, expected strict or disabled or log_level or policy or tuned or devices; '
         "did you mean 'log_level'?",
     ),
     (
         "strict.x = true\n[zzz]",
         "1:1: strict: got {'x': True}, expected true or false\n"
-        "2:2: zzz: unknown key, expected strict or disabled or log_level or tuned or devices",
+        "2:2: zzz: unknown key, expected strict or disabled or log_level or policy or tuned or devices",
     ),
     (
         '[devices.cuda]\nodrer = ["FA4"]',

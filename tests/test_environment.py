@@ -87,12 +87,12 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_BACKENDS": "FA4"},
             "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT; did you mean 'ATTNREG_BACKEND'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_BACKEND'?",
         ),
         (
             {"attnreg_strict": "1"},
             "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT; did you mean 'ATTNREG_STRICT'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_STRICT'?",
         ),
         (
             {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"},

@@ -468,6 +468,7 @@ def test_the_answer_is_plain_data_for_json():
             "order": ["FA4", "FA2", "cpu", "math"],
             "asked_for": [],
             "refusal": "",
+            "predicted": None,
         }
     assert document["notes"] == list(explanation.notes)
     assert json.loads(json.dumps(explain(spec()).to_dict()))["backward"] is None

@@ -23,18 +23,20 @@ LAYERS = [
         "capabilities config_types toml_file native validation examination issue_rows",
         "known_issues",
         "backend config",
+        "packed",
         "backends verification",
-        "discovery",
+        "discovery counters",
+        "tuning",
         "_registry",
-        "selection sources",
+        "selection sources trace",
         "policy",
-        "state scope counters render",
+        "state scope render",
         "planning",
         "dispatch",
         "aten varlen_op",
         "varlen",
         "asked",
-        "explanation api use",
+        "explanation api use recording",
         "_autoload",
         "demo",
         "cli",
@@ -266,12 +268,11 @@ def test_the_settings_know_nothing_of_attnreg_but_its_errors_and_each_other():
 def test_a_backend_knows_the_contract_torchs_kernels_and_its_own_helpers_only():
     files = [module for module in MODULES if module.startswith("backends.")]
     assert "backends.math" in files
-    contract = {"backend", "capabilities", "spec", "errors", "locks", "native"}
-    shared = {"backends._packed"}
+    contract = {"backend", "capabilities", "spec", "errors", "locks", "native", "packed"}
     for module in files:
         family = module.removeprefix("backends.").strip("_").split("_")[0]
         own = {name for name in files if name.startswith(f"backends._{family}_")}
-        assert inner(module) <= contract | shared | own, module
+        assert inner(module) <= contract | own, module
 
 
 def test_nobody_knows_a_backend_by_name():
@@ -289,6 +290,15 @@ def test_verification_knows_the_contract_only():
         "backend",
         "known_issues",
     }
+
+
+def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
+    names = ("kinds", "points", "table", "matching", "index", "lookup", "ranking")
+    pure = {f"tuning.{name}" for name in names}
+    for module in pure:
+        assert inner(module) <= pure | {"errors"}, module
+        assert "torch" not in imports(module), module
+    assert "torch" not in imports("tuning.tables") | imports("selection")
 
 
 def test_only_the_programs_on_top_use_the_public_names():

@@ -402,7 +402,7 @@ BAD_ENVIRONMENTS = {
     "variable": (
         {"ATTNREG_BACKND": "one"},
         "ATTNREG_BACKND: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT; did you mean 'ATTNREG_BACKEND'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_BACKEND'?",
     ),
     "file": (
         {"ATTNREG_CONFIG": "/no/such/file.toml"},
@@ -645,16 +645,3 @@ def test_the_log_level_of_a_file_of_the_environment_holds_from_its_first_reading
 def test_wrong_settings_leave_the_log_level(level):
     refusal(ConfigError, attnreg.configure, {"log_level": "debug", "disabled": ["nobody"]})
     assert level() == logging.NOTSET
-
-
-def test_a_measured_table_is_refused_in_one_warning_while_none_can_be_read(write, caplog):
-    attnreg.configure(write('strict = false\ntuned = "table.json"'))
-    attnreg.configure({"strict": False})
-    attnreg.reload()
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        (
-            "WARNING",
-            "attnreg.toml:2: measured tables are not read by this version of attnreg; "
-            "the default order decides",
-        )
-    ]

@@ -39,6 +39,7 @@ def _print(place: "Console", found: dict[str, Any]) -> None:
         ("Backends", ("name", "version", "state", "from"), _backends(found["backends"])),
         ("Environment", ("", ""), _variables(found["settings"])),
         ("Settings in force, the strongest first", ("", ""), _settings(found["settings"])),
+        ("Measured tables", ("", ""), _tables(found["tables"])),
         ("PyTorch's entry points", ("", ""), _routers(found)),
         ("What torch does by itself", ("", ""), _torch(found["torch"])),
     ):
@@ -84,6 +85,14 @@ def _settings(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
         yield one["setting"], f"{one['value']}, by {one['source']}"
     if not (found["problem"] or found["in_force"]):
         yield "none", "every device has its default order"
+
+
+def _tables(found: list[dict[str, Any]]) -> "Iterator[tuple[str, str]]":
+    for one in found:
+        state = f"{one['in_force']}, {one['points']} points" if one["in_force"] else "none: the default order"
+        yield one["device"], state
+        for line in (*one["refused"], *one["notes"]):
+            yield "", line
 
 
 def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":

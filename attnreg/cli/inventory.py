@@ -40,6 +40,7 @@ def inventory() -> dict[str, Any]:
             "in_force": list(_in_force(asked)),
             "problem": problem,
         },
+        "tables": [_tables(planning.device_of(device), asked) for device, _ in torch_facts.devices()],
         "routers": {
             "installed": aten.installed(),
             "serving": policy.is_active(),
@@ -112,6 +113,21 @@ def _order(device: Device, asked: Policy) -> dict[str, Any]:
     return {"order": order, "problem": problem}
 
 
+def _tables(device: Device, asked: Policy) -> dict[str, Any]:
+    """Return which measured table decides on a device, and why others don't."""
+    place = device.type if device.index is None else f"{device.type}:{device.index}"
+    if asked.tables is None:
+        return {"device": place, "in_force": None, "points": 0, "notes": [], "refused": []}
+    found = asked.tables.report(device)
+    return {
+        "device": place,
+        "in_force": None if found.in_force is None else str(found.in_force),
+        "points": 0 if found.in_force is None else len(found.in_force.table.points),
+        "notes": list(found.notes),
+        "refused": list(found.refused),
+    }
+
+
 def _serves(entry: Entry, device: Device) -> bool:
     return entry.backend is not None and device.type in entry.backend.devices and not entry.unavailable()
 
@@ -138,8 +154,11 @@ def _in_force(asked: Policy) -> Iterator[dict[str, str]]:
         sources = policy.sources()
     except AttnregError:
         return
+    for key in ("policy", "record"):
+        if value := getattr(sources.environment, key):
+            yield _setting(key, str(value), f"ATTNREG_{key.upper()}")
     for one in sources.loaded:
-        for key in ("log_level", "tuned"):
+        for key in ("log_level", "policy", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
                 yield _setting(key, str(value), one.describe((key,)))
         if one.source is not None:

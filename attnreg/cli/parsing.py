@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from attnreg.errors import InvalidInputError, did_you_mean
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     from attnreg.spec import AttentionSpec, Device
 
-__all__ = ["device_of", "dtype_name", "names", "numbers", "spec_of", "torch_device"]
+__all__ = ["device_of", "dtype_name", "names", "numbers", "seconds", "spec_of", "torch_device"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -35,6 +37,14 @@ def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     if "" in found:
         raise InvalidInputError(f"{option}: got {','.join(values)!r}, expected names separated by commas")
     return tuple(dict.fromkeys(found))
+
+
+def seconds(option: str, text: str) -> float:
+    """Read a time such as `60s`, `5m` or `1.5h`; without a text there is no end to it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if text and (found is None or not float(found[1])):
+        raise InvalidInputError(f"{option}: got {text!r}, expected a time: 60s, 5m or 1h")
+    return float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else math.inf
 
 
 def dtype_name(option: str, text: str) -> str:

@@ -25,6 +25,10 @@ Strict = Annotated[
     typer.Option("--strict/--no-strict", help="Whether it is an error if a preferred one can't run a call."),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Print on stderr what ran, when the program ends.")]
+Record = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="FILE", help="Write what calls there were, for `attnreg tune`."),
+]
 AsModule = Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")]
 Program = Annotated[
     list[str], typer.Argument(metavar="PROGRAM", help="What `python` would run, and its arguments.")
@@ -38,6 +42,7 @@ def run(
     disable: Disable = [],  # noqa: B006
     config: Config = None,
     strict: Strict = None,
+    record: Record = None,
     stats: Stats = False,
     as_module: AsModule = False,
 ) -> None:
@@ -53,6 +58,7 @@ def run(
         "ATTNREG_DISABLE": ",".join(disable),
         "ATTNREG_CONFIG": "" if config is None else str(config.absolute()),
         "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
+        "ATTNREG_RECORD": "" if record is None else str(record.absolute()),
     }
     _activate({variable: value for variable, value in given.items() if value})
     if stats:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnreg.cli.first_calls import FirstCall
     from attnreg.spec import AttentionSpec
 
-__all__ = ["warmup"]
+__all__ = ["pairs", "warmup"]
 
 Queries = Annotated[
     list[str],
@@ -82,7 +82,7 @@ def warmup(
         spec_of(
             *shapes, str(place), name, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
         )
-        for shapes in _pairs(q, kv)
+        for shapes in pairs(q, kv)
         for name in names("--dtype", dtype) or ("bf16",)
     ]
     # A provider that talks while it compiles must not get into the JSON.
@@ -100,7 +100,8 @@ def warmup(
         raise typer.Exit(NOTHING_RUNS)
 
 
-def _pairs(queries: list[str], keys: list[str]) -> list[tuple[str, str]]:
+def pairs(queries: list[str], keys: list[str]) -> list[tuple[str, str]]:
+    """Return each `--q` with its `--kv`."""
     from attnreg.errors import InvalidInputError
 
     if keys and len(keys) != len(queries):

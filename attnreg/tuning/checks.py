@@ -1,0 +1,88 @@
+"""Whether a backend is right, before anybody asks how fast it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnreg.backend import Kernels
+from attnreg.tuning.kinds import kind_of
+from attnreg.tuning.workload import small_cases
+from attnreg.verification import measure
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnreg.discovery import Direction, Entry
+    from attnreg.spec import AttentionSpec
+    from attnreg.verification import Case, Error
+
+__all__ = ["Checks", "Verdict"]
+
+TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+class Verdict(NamedTuple):
+    """What came of holding one direction of a backend to float64.
+
+    Attributes:
+        error: the largest error over the largest that passes.
+        wrong: in what it is wrong; empty if it is right.
+    """
+
+    error: float = 0.0
+    wrong: str = ""
+
+
+class Checks:
+    """The verdicts so far: one for each backend and kind of call, at sizes that take no time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: dict[tuple[object, ...], dict[Direction, Verdict] | Exception] = {}
+
+    def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:
+        """Return the verdict about one direction of a call of that kind; runs both the first time.
+
+        Raises:
+            Exception: whatever the backend raises.
+        """
+        cases = small_cases(spec)
+        both = entry.backend is not None and entry.backend.backward is not None
+        key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
+        if key not in self._found:
+            try:
+                self._found[key] = self._held(entry, spec, cases, both)
+            except Exception as error:  # noqa: BLE001 - raised below, now and for all calls of the kind
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found.get(direction, Verdict(wrong="its backward can't be checked"))
+
+    def _held(
+        self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...], both: bool
+    ) -> dict[Direction, Verdict]:
+        for case in cases:
+            small = case.spec(spec.device)
+            if entry.reasons(small, "forward"):
+                continue
+            kernels = entry.kernels()
+            if not both or entry.reasons(small, "backward"):
+                kernels = Kernels(kernels.forward)
+            errors = measure(kernels, case, self._device)
+            found = {
+                direction: _verdict([(name, errors[name]) for name in names], case)
+                for direction, names in TENSORS.items()
+                if names[0] in errors
+            }
+            if wrong := found["forward"].wrong:
+                # A backward that is right after that may undo it, and be wrong after any other forward.
+                found["backward"] = Verdict(wrong=f"its forward is: {wrong}")
+            return found
+        return {"forward": Verdict(wrong="it can't be checked: it refuses small calls of this kind")}
+
+
+def _verdict(errors: list[tuple[str, Error]], case: Case) -> Verdict:
+    wrong = [f"{name} of {case.name}: {error}" for name, error in errors if not error.passed]
+    worst = max(error.kernel / error.allowed if error.allowed else 0.0 for _, error in errors)
+    return Verdict(0.0 if wrong else worst, "; ".join(wrong))

@@ -1,0 +1,135 @@
+"""One run of `attnreg tune`: call by call into a table that is on disk after each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from attnreg.discovery import Direction
+from attnreg.errors import ConfigError
+from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.tuning.matching import matched
+from attnreg.tuning.measure import measured
+from attnreg.tuning.table import Table, load
+from attnreg.tuning.workload import unmeasurable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from attnreg.discovery import Entry
+    from attnreg.spec import AttentionSpec
+    from attnreg.tuning.checks import Checks
+    from attnreg.tuning.kinds import Kind, Size
+    from attnreg.tuning.points import Point
+    from attnreg.tuning.table import Environment
+    from attnreg.tuning.timing import Timer
+
+__all__ = ["Session", "kept"]
+
+# What reading, planning and compiling a next call takes at least, for a budget that is nearly spent.
+LEAST_S = 0.05
+
+
+@dataclass(slots=True)
+class Session:
+    """What is measured, on what, and what came of it so far.
+
+    Attributes:
+        out: the table's file.
+        environment: what the points are true of.
+        entries: the backends that are measured.
+        device: where.
+        checks, timer: what they are held to, and timed with.
+        points: what the table has, by place.
+        fresh: what this session measured.
+        skipped: calls that can't be measured, with the reason.
+    """
+
+    out: Path
+    environment: Environment
+    entries: Sequence[Entry]
+    device: torch.device
+    checks: Checks
+    timer: Timer
+    points: dict[tuple[Kind, Size], Point] = field(default_factory=dict)
+    fresh: list[Point] = field(default_factory=list)
+    skipped: list[tuple[AttentionSpec, str]] = field(default_factory=list)
+
+    def run(self, specs: Sequence[AttentionSpec], seconds: float) -> Iterator[AttentionSpec]:
+        """Measure calls in their order, each saved at once, until all are done or the time is up.
+
+        Yields:
+            Each call when it is done with; one that needed nothing, too.
+
+        Raises:
+            DeviceLostError: the GPU can't be used any more.
+            OSError: the table can't be written.
+        """
+        started, longest = self.timer.now(), LEAST_S
+        for spec in specs:
+            if not (todo := self.todo(spec)):
+                yield spec
+                continue
+            begun = self.timer.now()
+            # Calls get larger and compile anew: the next one may take as long as any so far.
+            if begun + longest > started + seconds:
+                return
+            self._measure(spec, todo, started + seconds)
+            longest = max(longest, self.timer.now() - begun)
+            yield spec
+
+    def todo(self, spec: AttentionSpec) -> tuple[Direction, ...]:
+        """Return the directions of a call that the table doesn't have from every backend."""
+        wanted: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
+        return tuple(direction for direction in wanted if self._misses(spec, direction))
+
+    def save(self) -> None:
+        """Write the table.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        Table(self.environment, tuple(self.points.values()), self.out.name).save(self.out)
+
+    def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
+        point = self.points.get((kind_of(spec, direction), size_of(spec)))
+        known = point.backends if point is not None else {}
+        return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
+
+    def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
+        if reason := unmeasurable(spec):
+            self.skipped.append((spec, reason))
+            return
+        try:
+            # Events and kernels without tensors go to the current device.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                found = list(
+                    measured(spec, self.entries, todo, self.checks, self.timer, self.device, deadline)
+                )
+        except torch.cuda.OutOfMemoryError as error:
+            self.skipped.append(
+                (spec, f"its inputs need more memory than there is: {error}".partition("\n")[0])
+            )
+            return
+        if found:
+            self.points |= {point.place: point for point in found}
+            self.fresh += found
+            self.save()
+
+
+def kept(out: Path, environment: Environment) -> dict[tuple[Kind, Size], Point]:
+    """Return the points that a table of the same environment has already; none if there is no file.
+
+    Raises:
+        ConfigError: the file is no table, or one of another environment.
+    """
+    if not out.exists():
+        return {}
+    table = load(out)
+    if refused := matched(table.environment, environment).refused:
+        raise ConfigError(f"{out}: {'; '.join(refused)}: measure into another file, or anew with --fresh")
+    return {point.place: point for point in table.points}

@@ -1,0 +1,139 @@
+"""The tables of a process: those that settings name, the one that ships for a GPU, and which is in force."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnreg.errors import ConfigError
+from attnreg.tuning.index import Kinds
+from attnreg.tuning.lookup import predict
+from attnreg.tuning.matching import Match, matched, matched_simulated
+from attnreg.tuning.table import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from attnreg.discovery import Direction, Entry
+    from attnreg.spec import AttentionSpec, Device
+    from attnreg.tuning.lookup import Prediction
+    from attnreg.tuning.table import Table
+
+__all__ = ["SHIPPED", "Named", "Report", "Tables"]
+
+log = logging.getLogger("attnreg")
+
+# A state is made anew at every registration; the reason stays the same.
+_told: set[str] = set()
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A table, and who named it: `"attnreg.toml:3"`; empty for one that comes with attnreg."""
+
+    table: Table
+    source: str = ""
+
+    @functools.cached_property
+    def kinds(self) -> Kinds:
+        """Its points, laid out for looking up."""
+        return Kinds(self.table.points)
+
+    def __str__(self) -> str:
+        return f"measured table {self.table.name}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What tables there are for a device.
+
+    Attributes:
+        in_force: the one that counts there; None if none does.
+        notes: what is worth knowing of it.
+        refused: every other with its reasons, a sentence each.
+    """
+
+    in_force: Named | None = None
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+class Tables:
+    """What settings name, and what they are worth on each device; read and compared when first asked.
+
+    Args:
+        named: the tables of the settings, the strongest first.
+        entries: returns all backends, whose versions have to be those that were measured.
+    """
+
+    def __init__(self, named: tuple[Named, ...], entries: Callable[[], Mapping[str, Entry]]) -> None:
+        self._named = named
+        self._entries = entries
+        self._reports: dict[Device, Report] = {}
+
+    def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
+        """Return what the table in force says of one direction of a call; None if it says nothing."""
+        report = self._reports.get(spec.device) or self.report(spec.device)
+        if report.in_force is None:
+            return None
+        return predict(report.in_force.kinds, spec, direction, str(report.in_force))
+
+    def report(self, device: Device) -> Report:
+        """Return which table is in force on a device, and why others aren't."""
+        if device not in self._reports:
+            self._reports[device] = self._compared(device)
+        return self._reports[device]
+
+    def notes(self, device: Device) -> tuple[str, ...]:
+        """Return why tables aren't in force on a device, and what is worth knowing of the one that is."""
+        report = self.report(device)
+        return (*report.refused, *report.notes)
+
+    def _compared(self, device: Device) -> Report:
+        refused: list[str] = []
+        for named in self._meant_for(device):
+            match = self._match(named, device)
+            if not match.refused:
+                notes = tuple(f"{named}: {note}" for note in match.notes)
+                return Report(named, notes, tuple(refused))
+            refused.append(f"{named} is refused: {'; '.join(match.refused)}")
+            if named.source and refused[-1] not in _told:
+                _told.add(refused[-1])
+                log.warning("%s; the default order decides", refused[-1])
+        return Report(refused=tuple(refused))
+
+    def _meant_for(self, device: Device) -> Iterator[Named]:
+        """Yield the tables for that kind of device; one for another kind is no mistake."""
+        if device.type not in ("cpu", "cuda"):
+            return
+        for named in self._named:
+            if bool(named.table.environment.compute_capability) == (device.type == "cuda"):
+                yield named
+        if device.type == "cuda" and device.name and (found := _shipped(device.name)) is not None:
+            yield found
+
+    def _match(self, named: Named, device: Device) -> Match:
+        measured = named.table.environment
+        if device.simulated:
+            return matched_simulated(measured, ".".join(map(str, device.capability or ())))
+        from attnreg.tuning.machine import environment
+
+        return matched(measured, environment(device, self._entries()))
+
+
+@functools.cache
+def _shipped(device: str) -> Named | None:
+    """Return the table that comes with attnreg for a GPU of that name."""
+    from attnreg.tuning.machine import file_name
+
+    file = SHIPPED / file_name(device)
+    try:
+        return Named(load(file)) if file.is_file() else None
+    except ConfigError as error:  # nobody asked for it, so that it can't be an error of a call
+        log.warning("%s", error)
+        return None

@@ -1,0 +1,99 @@
+"""How long a call takes: by the wall on a CPU, by events and by the wall on a GPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Cuda", "Taken", "Timer", "Wall", "repeats", "timer_for"]
+
+# Long enough for the clock and short enough for many rounds; and fewer launches than a queue holds.
+ROUND_US = 2000.0
+MOST_REPEATS = 50
+
+
+class Taken(NamedTuple):
+    """Microseconds of one call: on the device, and until it returned; a CPU has the first only."""
+
+    gpu_us: float
+    host_us: float
+
+
+class Timer(Protocol):
+    """What a session measures with."""
+
+    def now(self) -> float:
+        """Return seconds since some moment."""
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given."""
+
+    def each(self, run: Callable[[int], object], calls: int) -> Taken:
+        """Return what one of so many calls takes; each gets its number."""
+
+
+class Wall:
+    """The clock on the wall: on a CPU a call is done when it returns."""
+
+    def now(self) -> float:
+        """Return seconds since some moment."""
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def each(self, run: Callable[[int], object], calls: int) -> Taken:
+        """Return what one of so many calls takes."""
+        started = self.now()
+        for number in range(calls):
+            run(number)
+        return Taken((self.now() - started) / calls * 1e6, 0.0)
+
+
+class Cuda(Wall):
+    """Events for the GPU, the wall for the host, both in one pass.
+
+    The GPU is kept busy until the host has enqueued every call: so neither waits for the other, and
+    the time between the events is that of the kernels alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host_us = 200.0
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self._device)
+
+    def each(self, run: Callable[[int], object], calls: int) -> Taken:
+        """Return what one of so many calls takes."""
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.wait()
+        # At up to 2 GHz two thousand cycles are a microsecond at least.
+        torch.cuda._sleep(int(2000 * (1.5 * self._host_us * calls + 100)))  # type: ignore[no-untyped-call]
+        before.record()
+        started = self.now()
+        for number in range(calls):
+            run(number)
+        host = (self.now() - started) / calls * 1e6
+        after.record()
+        self.wait()
+        self._host_us = min(max(host, 20.0), 2000.0)
+        return Taken(before.elapsed_time(after) / calls * 1e3, host)
+
+
+def timer_for(device: torch.device) -> Timer:
+    """Return what measures on a device."""
+    return Cuda(device) if device.type == "cuda" else Wall()
+
+
+def repeats(taken: Taken) -> int:
+    """Return how many calls make a round that is long enough to tell its time."""
+    longer = max(taken.gpu_us, taken.host_us, 1.0)
+    return min(max(math.ceil(ROUND_US / longer), 1), MOST_REPEATS)

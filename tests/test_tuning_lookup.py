@@ -1,0 +1,251 @@
+"""Promises of the look-up: what a table says of a call that was measured, lies between points, or beyond."""
+
+import random
+import time
+
+import pytest
+from tuned import asked, point, took
+
+from attnreg.tuning.index import Kinds
+from attnreg.tuning.kinds import coordinates, distance_between, kind_of, size_of, work
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, predict
+from attnreg.tuning.points import Measured
+from attnreg.tuning.ranking import LEAD, reordered
+
+CAUSAL = {"window": (-1, 0)}
+
+
+def said(points, spec, direction="forward"):
+    return predict(Kinds(points), spec, direction, "measured table here.json")
+
+
+def costs(points, spec, direction="forward"):
+    found = said(points, spec, direction)
+    return None if found is None else {one.backend: one.cost_us for one in found.candidates}
+
+
+# Where it was measured
+
+
+def test_at_a_measured_point_the_times_are_those_measured():
+    points = [point(asked(n), fast=took(n / 7, n / 9), slow=n / 3.0) for n in (64, 128, 256, 512, 1024)]
+    found = said(points, asked(256))
+    assert [(one.backend, one.gpu_us, one.host_us) for one in found.candidates] == [
+        ("fast", 256 / 7, 256 / 9),
+        ("slow", 256 / 3.0, 0.0),
+    ]
+    assert [(source.size, source.distance) for source in found.points] == [("B 2, 256 x 256, H 4", 0.0)]
+    assert found.notes == ()
+
+
+def test_in_eager_the_larger_of_host_and_gpu_time_counts_and_in_a_graph_the_gpu_time():
+    points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0))]
+    assert costs(points, asked()) == {"b": 25.0, "a": 60.0}
+    assert costs(points, asked(capturing=True)) == {"a": 10.0, "b": 25.0}
+    assert [one.backend for one in said(points, asked(capturing=True)).candidates] == ["a", "b"]
+
+
+def test_what_a_new_shape_costs_first_is_shared_by_its_calls_but_not_in_a_graph():
+    points = [point(a=took(10.0, 0.0, 0.5))]
+    assert costs(points, asked())["a"] == pytest.approx(10.0 + 0.5e6 / CALLS_PER_SHAPE)
+    assert costs(points, asked(capturing=True)) == {"a": 10.0}
+
+
+def test_forward_and_backward_are_looked_up_apart():
+    points = [point(a=1.0), point(asked(), "backward", a=9.0)]
+    assert costs(points, asked(), "backward") == {"a": 9.0}
+
+
+# Between points
+
+
+def test_between_two_points_a_time_rises_from_one_to_the_other():
+    points = [point(asked(n), a=took) for n, took in ((128, 8.0), (256, 14.0), (512, 40.0), (1024, 150.0))]
+    found = [costs(points, asked(n))["a"] for n in range(128, 1025, 16)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (8.0, 150.0)
+
+
+def test_the_nearest_points_count_most():
+    points = [point(asked(128), a=10.0, b=20.0), point(asked(1024), a=800.0, b=400.0)]
+    near_small, near_large = costs(points, asked(160)), costs(points, asked(900))
+    assert near_small["a"] < near_small["b"]
+    assert near_large["a"] > near_large["b"]
+
+
+def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
+    draw = random.Random(0)
+    sizes = {(draw.randrange(1, 64), draw.randrange(1, 9000), draw.randrange(1, 9000)) for _ in range(600)}
+    points = [point(asked(batch=b, max_q=q, max_k=k), a=1.0) for b, q, k in sizes]
+    index = Kinds(points).speaking_of(points[0].kind)
+    for _ in range(50):
+        at = tuple(draw.uniform(low, high) for low, high in zip(index.low, index.high, strict=True))
+        found = [near.distance for near in index.nearest(at)]
+        every = sorted(
+            sum((x - y) ** 2 for x, y in zip(place.at, at, strict=True)) ** 0.5 for place in index.places
+        )
+        assert found == pytest.approx(every[:4])
+
+
+def test_a_look_up_takes_less_than_a_hundred_microseconds():
+    points = [
+        point(asked(n, batch=b), a=1.0, b=2.0, c=3.0) for n in range(100, 4000, 100) for b in (1, 4, 16)
+    ]
+    kinds = Kinds(points)
+    taken = []
+    for n in range(150, 3000, 10):
+        spec = asked(n, batch=3)
+        started = time.perf_counter()
+        predict(kinds, spec, "forward", "t")
+        taken.append(time.perf_counter() - started)
+    assert sorted(taken)[len(taken) // 2] < 1e-4
+
+
+# Beyond the measured range
+
+
+def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
+    points = [point(asked(n), a=n / 10.0, b=n / 5.0) for n in (256, 1024)]
+    found = said(points, asked(4096))
+    assert found.candidates[0].backend == "a"
+    assert found.candidates[0].cost_us > 102.4
+    assert found.notes == (
+        "outside the measured range, its edge decides: max_q 4096 is above 1024",
+        "outside the measured range, its edge decides: max_k 4096 is above 1024",
+    )
+    assert found.points[0].size == "B 2, 1024 x 1024, H 4"
+    assert found.points[0].distance == pytest.approx(8**0.5)
+
+
+def test_below_the_measured_range_too():
+    points = [point(asked(n), a=n / 10.0) for n in (256, 1024)]
+    assert said(points, asked(64, batch=1)).notes == tuple(
+        f"outside the measured range, its edge decides: {what}"
+        for what in ("batch x heads 4 is below 8", "max_q 64 is below 256", "max_k 64 is below 256")
+    )
+
+
+# Another kind
+
+
+def test_a_table_says_nothing_of_a_call_with_nothing_to_compute():
+    assert said([point(a=1.0)], asked(batch=0)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        CAUSAL,
+        {"window": (8, 0)},
+        {"varlen": True},
+        {"dtype": "float32"},
+        {"head_dim": 128, "head_dim_v": 128},
+        {"dropout": 0.1},
+        {"bias": True},
+        {"alibi": True},
+        {"seqused_k": True},
+        {"page_size": 16},
+        {"num_splits": 2},
+    ],
+    ids=str,
+)
+def test_a_table_has_no_opinion_on_another_mask_layout_precision_option_or_larger_head_dim(changes):
+    assert said([point(a=1.0)], asked(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads_k": 1}, {"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}], ids=str
+)
+def test_other_ratios_of_heads_the_other_half_precision_and_larger_head_dims_stand_in(changes):
+    found = said([point(a=100.0, b=200.0)], asked(**changes))
+    assert [one.backend for one in found.candidates] == ["a", "b"]
+    assert found.notes[0].startswith("nothing of this kind was measured; these are of bfloat16, head dim 64")
+
+
+def test_of_several_kinds_that_stand_in_the_nearest_does():
+    points = [point(asked(head_dim=d, head_dim_v=d), a=float(d)) for d in (64, 96, 128)]
+    assert "head dim 96" in said(points, asked(head_dim=80, head_dim_v=80)).notes[0]
+    by_ratio = [point(asked(heads_q=16, heads_k=n), a=1.0) for n in (16, 2)]
+    near = kind_of(asked(heads_q=16, heads_k=4), "forward")
+    assert distance_between(near, by_ratio[1].kind) < distance_between(near, by_ratio[0].kind)
+
+
+def test_a_deterministic_backward_is_a_kind_of_its_own_and_a_deterministic_forward_is_not():
+    points = [point(a=1.0), point(asked(), "backward", a=1.0)]
+    assert said(points, asked(deterministic=True)) is not None
+    assert said(points, asked(deterministic=True), "backward") is None
+
+
+# Work and place
+
+
+def test_work_grows_with_every_size_and_masks_take_some_away():
+    least = work(kind_of(asked(), "forward"), size_of(asked()))
+    for changes in ({"batch": 4}, {"max_q": 512}, {"max_k": 512}, {"heads_q": 8, "heads_k": 8}):
+        assert work(kind_of(asked(), "forward"), size_of(asked(**changes))) > least
+    causal, window = asked(1024, window=(-1, 0)), asked(1024, window=(16, 0))
+    whole = work(kind_of(asked(1024), "forward"), size_of(asked(1024)))
+    half = work(kind_of(causal, "forward"), size_of(causal))
+    assert work(kind_of(window, "forward"), size_of(window)) < half < whole
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_q": 0}, {"max_k": 0}, {"max_q": 9, "max_k": 4, "window": (-1, 0)}, {"batch": 0}],
+    ids=str,
+)
+def test_odd_sizes_have_a_place_and_some_work(changes):
+    spec = asked(**changes)
+    assert len(coordinates(size_of(spec))) == 4
+    assert work(kind_of(spec, "forward"), size_of(spec)) > 0
+
+
+# Wrong and failing backends
+
+
+def test_a_backend_that_is_wrong_at_one_size_is_not_chosen_at_any_of_that_kind():
+    points = [point(asked(64), a=1.0, b=Measured(wrong="dq is off")), point(asked(1024), a=90.0, b=3.0)]
+    found = said(points, asked(1024))
+    assert [(one.backend, one.cost_us) for one in found.candidates] == [("a", 90.0), ("b", None)]
+    assert found.candidates[1].trouble == "wrong: dq is off at B 2, 64 x 64, H 4"
+
+
+def test_a_backend_that_failed_where_the_call_is_nearest_is_not_chosen_there_but_elsewhere():
+    failed = Measured(failed="OutOfMemoryError: no")
+    points = [point(asked(64), a=9.0, b=1.0), point(asked(4096), a=90.0, b=failed)]
+    assert said(points, asked(4000)).of("B").trouble == "failed: OutOfMemoryError: no"
+    assert said(points, asked(80)).candidates[0].backend == "b"
+
+
+# The order that comes of it
+
+
+def ordered(default, able=None, **times):
+    found = said([point(**times)], asked())
+    return reordered(default, default if able is None else able, found)
+
+
+def test_the_fastest_comes_first_and_the_others_by_their_times():
+    assert ordered(["a", "b", "c"], a=30.0, b=20.0, c=10.0) == ["c", "b", "a"]
+
+
+def test_a_lead_under_two_percent_does_not_overturn_the_default_order():
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) + 0.01) == ["a", "b"]
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) - 0.1) == ["b", "a"]
+
+
+def test_the_default_that_is_spared_is_the_first_that_can_run_the_call():
+    assert ordered(["x", "a", "b"], able=["a", "b"], x=500.0, a=100.0, b=99.5) == ["a", "b", "x"]
+
+
+def test_a_backend_that_was_not_measured_keeps_its_place():
+    assert ordered(["new", "a", "b", "math"], a=30.0, b=20.0) == ["new", "b", "a", "math"]
+
+
+def test_what_was_wrong_or_failed_comes_after_everything_else():
+    wrong, failed = Measured(wrong="off"), Measured(failed="Error")
+    assert ordered(["a", "b", "c", "math"], a=wrong, b=failed, c=10.0) == ["c", "math", "a", "b"]
+
+
+def test_with_nothing_right_the_default_order_of_the_unmeasured_stands():
+    assert ordered(["a", "math"], a=Measured(wrong="off")) == ["math", "a"]

@@ -1,0 +1,78 @@
+"""What the tests of measured choice share: points, tables and a clock that only kernels move."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from attnreg import AttentionSpec, Device
+from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.tuning.points import Measured, Point
+from attnreg.tuning.table import Environment, Table
+
+SPEC = AttentionSpec(
+    device=Device("cpu"), dtype="bfloat16", batch=2, max_q=256, max_k=256, heads_q=4, heads_k=4,
+    head_dim=64, head_dim_v=64,
+)  # fmt: skip
+
+
+def asked(length=None, **changes):
+    """Return the spec with changes; with a length for both query and key."""
+    lengths = {} if length is None else {"max_q": length, "max_k": length}
+    return dataclasses.replace(SPEC, **({"tokens_q": -1, "tokens_k": -1} | lengths | changes))
+
+
+def took(gpu_us, host_us=0.0, first_call_s=0.0):
+    return Measured(gpu_us=gpu_us, host_us=host_us, first_call_s=first_call_s, error=0.5)
+
+
+def point(spec=SPEC, direction="forward", /, **backends):
+    """Return a point: a number stands for microseconds."""
+    found = {name: took(one) if isinstance(one, int | float) else one for name, one in backends.items()}
+    return Point(kind_of(spec, direction), size_of(spec), found)
+
+
+def table(*points, name="here.json", **environment):
+    return Table(Environment(**({"device": "a test"} | environment)), points, name)
+
+
+class Clock:
+    """A timer whose time passes only when a kernel says so."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+    def wait(self):
+        pass
+
+    def each(self, run, calls):
+        from attnreg.tuning.timing import Taken
+
+        before = self.seconds
+        for number in range(calls):
+            run(number)
+        return Taken((self.seconds - before) / calls * 1e6, 0.0)
+
+
+def slowed(recorder, clock, seconds):
+    """Make a fake backend's kernels take a time on that clock."""
+
+    def waiting(kernel):
+        def run(*arguments):
+            clock.seconds += seconds
+            return kernel(*arguments)
+
+        return run
+
+    kernels = recorder.backend.load()
+    slow = kernels._replace(
+        forward=waiting(kernels.forward), backward=kernels.backward and waiting(kernels.backward)
+    )
+    return dataclasses.replace(recorder.backend, load=lambda: slow)
+
+
+CPU = torch.device("cpu")
