@@ -16,6 +16,7 @@ from attnreg import _registry, aten, counters, policy, scope, trace
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.state import state
+from attnreg.tuning import tables
 
 
 def pytest_addoption(parser):
@@ -84,12 +85,16 @@ def fresh_registry(monkeypatch):
     monkeypatch.setattr(_registry, "_entries", None)
     monkeypatch.setattr(_registry, "_registrations", ())
     monkeypatch.setattr(counters, "_fallbacks", {})
+    # A table that comes with attnreg would order the backends of a GPU that it was measured on.
+    monkeypatch.setattr(tables, "SHIPPED", tables.SHIPPED / "none")
+    tables._shipped.cache_clear()
     _registry.changed()
     attnreg.reset_stats()
     level = logging.getLogger("attnreg").level
     yield
     logging.getLogger("attnreg").setLevel(level)
     assert scope.current() is None, "the test left a use_backend scope open"
+    tables._shipped.cache_clear()
     _registry.changed()
 
 

@@ -139,8 +139,8 @@ WRONG = [
         'stricct = true\n"log level" = "info"',
         "1:1: stricct: unknown key, expected strict or disabled or log_level or policy or tuned or devices; "
         "did you mean 'strict'?\n"
-        '2:1: "log level": unknown key, expected strict or disabled or log_level or policy or tuned or devices; '
-        "did you mean 'log_level'?",
+        '2:1: "log level": unknown key, expected strict or disabled or log_level or policy or tuned or '
+        "devices; did you mean 'log_level'?",
     ),
     (
         "strict.x = true\n[zzz]",
