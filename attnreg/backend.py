@@ -110,7 +110,8 @@ class Backend:
         version: returns the provider's version, or None where it has none; what else is worth
             saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
-        install: the command that installs what is missing.
+        install: the command that installs what is missing; told with every reason that isn't torch's own
+            ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first.
         backward_priority: its rank among the backwards; the same unless given.
         experimental: whether it hasn't run on the hardware that it is written for.

@@ -133,6 +133,8 @@ class Entry:
             missing = backend.unavailable()
         except Exception as error:  # noqa: BLE001 - as in `reasons`
             missing = f"availability check failed: {type(error).__name__}: {error}"
+        if missing and missing.startswith("torch "):
+            return f"can't load here: {missing}"  # no package would help
         return f"can't load here: {missing}{self._hint()}" if missing else ""
 
     def _hint(self) -> str:

@@ -25,7 +25,12 @@ def reasons(case):
     return both or cudnn._refuses(spec)
 
 
-RUNS = {str(case): case for case in QUICK if not reasons(case)}
+# The stand-in walks heads and sequences one by one; the kernel itself is held to the whole matrix on a GPU.
+RUNS = {
+    str(case): case
+    for case in QUICK
+    if not reasons(case) and (case.dtype == "bfloat16" or case.name == "length 33") and case.max_k < 300
+}
 
 
 @pytest.fixture
@@ -316,13 +321,17 @@ def test_why_it_cant_load_here(monkeypatch):
     def missing(package):
         raise PackageNotFoundError(package)
 
-    assert cudnn._unavailable() == "torch finds no CUDA GPU here"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cudnn, "installed", missing)
-    assert cudnn._unavailable() == "nvidia-cudnn-frontend is not installed"
+    entry = Entry("cuDNN", "a test", cudnn.BACKEND)
+    assert entry.unavailable() == (
+        "can't load here: nvidia-cudnn-frontend isn't installed; install it with: pip install 'attnreg[cudnn]'"
+    )
     monkeypatch.setattr(cudnn, "installed", lambda package: "1.32.0")
-    monkeypatch.setattr(cudnn, "find_spec", lambda name: None)
     assert "its module cudnn is missing" in cudnn._unavailable()
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: object())
+    entry = Entry("cuDNN", "a test", cudnn.BACKEND)
+    assert entry.unavailable() == "can't load here: torch finds no CUDA GPU here"
+    monkeypatch.setattr(cudnn, "installed", missing)
+    assert cudnn._unavailable() == "nvidia-cudnn-frontend isn't installed"
 
 
 def test_its_version_is_cudnns(monkeypatch):

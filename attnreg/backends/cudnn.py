@@ -66,15 +66,13 @@ BACKWARD = Capabilities(
 
 
 def _unavailable() -> str | None:
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA GPU here"
     try:
         installed(PACKAGE)
     except PackageNotFoundError:
-        return f"{PACKAGE} is not installed"
+        return f"{PACKAGE} isn't installed"
     if find_spec("cudnn") is None:
         return f"{PACKAGE} is installed, but its module cudnn is missing"
-    return None
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU here"
 
 
 def _version() -> str | None:
