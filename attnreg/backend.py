@@ -113,7 +113,6 @@ class Backend:
         install: the command that installs what is missing; told with every reason that isn't torch's own
             ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first.
-        backward_priority: its rank among the backwards; the same unless given.
         experimental: whether it hasn't run on the hardware that it is written for.
 
     Raises:
@@ -129,7 +128,6 @@ class Backend:
     refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
     install: str = ""
     priority: int = 0
-    backward_priority: int | None = None
     experimental: bool = False
 
     def __post_init__(self) -> None:
@@ -150,7 +148,7 @@ def _badly_typed(name: str, value: object) -> str:
     if name == "name":
         named = isinstance(value, str) and value and value == value.strip() and "," not in value
         return "" if named else "a name without commas and outer spaces"
-    if value is None and name in ("backward", "refuses", "backward_priority"):
+    if value is None and name in ("backward", "refuses"):
         return ""
     if name in ("load", "unavailable", "version", "refuses"):
         return "" if callable(value) else "a function"
@@ -159,7 +157,6 @@ def _badly_typed(name: str, value: object) -> str:
         "backward": (Capabilities, "Capabilities or None"),
         "install": (str, "a string"),
         "priority": (int, "a whole number"),
-        "backward_priority": (int, "a whole number or None"),
         "experimental": (bool, "True or False"),
     }[name]
     return "" if isinstance(value, kind) else expected

@@ -113,13 +113,6 @@ class Entry:
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
-    def priority(self, direction: Direction) -> int:
-        """Return its rank in the default order of a direction."""
-        if self.backend is None:
-            return 0
-        apart = self.backend.backward_priority if direction == "backward" else None
-        return self.backend.priority if apart is None else apart
-
     def version(self) -> str:
         """Return the provider's version, or an empty string where it has none or can't say."""
         try:

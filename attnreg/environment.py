@@ -30,6 +30,7 @@ class Environment(NamedTuple):
     strict: bool | None = None
     policy: str = ""
     record: Path | None = None
+    lock: Path | None = None
 
 
 class Variable(NamedTuple):
@@ -91,6 +92,9 @@ VARIABLES = {
     ),
     "ATTNREG_RECORD": Variable(
         "record", _path, "the file (JSONL) to write what calls there were to, for `attnreg tune --from`"
+    ),
+    "ATTNREG_LOCK": Variable(
+        "lock", _path, "the lockfile (JSON) of `attnreg lock`: what it says runs, or the call is an error"
     ),
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, aten, scope
 from attnreg.asked import Asked, dense, packed
-from attnreg.errors import BackendUnavailableError, InvalidInputError
+from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.planning import decide, standing_in
 from attnreg.render import decision_table
 from attnreg.selection import Decision, Preference, select, tied_to
@@ -190,7 +190,7 @@ def _decision(
 ) -> Decision:
     try:
         return decide(spec, direction, entries, policy, native)
-    except BackendUnavailableError as error:
+    except (BackendUnavailableError, UnsupportedInputError) as error:
         decision = select(spec, direction, entries, policy, native)
         return replace(decision, backend=None, refusal=str(error))
 

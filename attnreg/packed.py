@@ -62,8 +62,8 @@ def _derived(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], ma
     made = make()
     with _lock:
         while len(_kept) >= _KEPT:
-            del _kept[next(iter(_kept))]
-        _kept[source] = tuple(map(weakref.ref, tensors)), made
+            _kept.pop(next(iter(_kept), ()), None)
+        _kept[source] = tuple(weakref.ref(x, lambda _: _kept.pop(source, None)) for x in tensors), made
     return made
 
 
@@ -106,8 +106,8 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
 
 def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known by now of the sequences that two offsets describe, all of whose keys count."""
-    if ends_q.is_cpu or _of_a_graph(ends_q):
-        return _UNKNOWN
+    if ends_q.is_cpu or _of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
+        return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
     return _derived([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
 
@@ -120,11 +120,13 @@ def _ask(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Facts:
 
 def _answer(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
     """Return `whole` and `covered` as a tensor on the device."""
-    filled = ends_q[-1] == tokens_q
+    queries = ends_q.diff()
+    filled = (ends_q[0] == 0) & (ends_q[-1] == tokens_q) & (queries >= 0).all()
     if ends_k is ends_q:
         return (filled & (tokens_q == tokens_k)).expand(2)
-    queries, keys = ends_q.diff(), ends_k.diff()
-    whole = filled & (ends_k[-1] == tokens_k) & ((queries > 0) == (keys > 0)).all()
+    keys = ends_k.diff()
+    filled &= (ends_k[0] == 0) & (ends_k[-1] == tokens_k) & (keys >= 0).all()
+    whole = filled & ((queries > 0) == (keys > 0)).all()
     return torch.stack((whole, whole & (keys >= queries).all()))
 
 

@@ -14,6 +14,7 @@ from attnreg.discovery import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.examination import examined
 from attnreg.render import fallback_line, refuse
+from attnreg.replay import replayed
 from attnreg.selection import Decision, Policy, Preference, select
 from attnreg.spec import AttentionSpec, Device
 
@@ -104,12 +105,16 @@ def decide(
     Raises:
         BackendUnavailableError: one that is asked for, and serves this kind of device, can't load;
             says who asked, why, and what to install.
+        UnsupportedInputError: a lock says otherwise, or nothing, of this call.
     """
     for preference in policy.preferences:
         if preference.required and preference.governs(spec.device):
             for name in preference.names:
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
-    tables = None if native and policy.watching else policy.tables
+    if policy.lock is not None:
+        return replayed(policy.lock, spec, direction, entries, policy, native)
+    leaves_native = native and (policy.watching or not policy.by_measurement)
+    tables = None if leaves_native else policy.tables
     prediction = tables.predict(spec, direction) if tables is not None else None
     return select(spec, direction, entries, policy, native, prediction)
 

@@ -6,6 +6,7 @@
 4. Where none of them says anything, a measured table for the device, if there is one.
 
 (`use_backend` and `backend=` are stronger still; they hold for single calls and are added there.)
+A lockfile (ATTNREG_LOCK) holds all of this to what was decided before: see `replay`.
 The environment and the files are read once, when they are first needed, and again by `reload`.
 """
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, trace
 from attnreg.errors import AttnregError
+from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
 from attnreg.sources import Sources, checked, disabled, log_level, read, strict, watching
 from attnreg.sources import policy as decides_by
@@ -68,7 +70,12 @@ def current() -> Policy:
     now = sources()
     tables = Tables(now.tables, _registry.entries) if decides_by(now)[0] == "measured" else None
     only_watching = serves(now) and watching(now) and not _active and not _registry.registrations()
-    return Policy(tuple(_preferences(now)), disabled(now), strict(now), tables, only_watching)
+    # Asking for one backend doesn't change calls that torch has sent to another; asking for measurement does.
+    by_measurement = bool(decides_by(now)[1] or now.tables)
+    lock = Lock(now.lock, _registry.entries) if now.lock is not None else None
+    return Policy(
+        tuple(_preferences(now)), disabled(now), strict(now), tables, only_watching, lock, by_measurement
+    )
 
 
 def is_active() -> bool:

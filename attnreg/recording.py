@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnreg import aten, policy, trace
+from attnreg.errors import ConfigError
 from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["record"]
+
+log = logging.getLogger("attnreg")
 
 
 @contextmanager
@@ -32,9 +36,16 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     aten.ensure()
     recording = trace.start(file)
     policy.watch(1)
+    failing = True
     try:
         yield
+        failing = False
     finally:
         policy.watch(-1)
         trace.stop(recording)
-        recording.write()
+        try:
+            recording.write()
+        except ConfigError as error:
+            if not failing:
+                raise
+            log.warning("%s", error)  # the program's own exception says more

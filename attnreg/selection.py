@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnreg.discovery import Direction, Entry
+    from attnreg.replay import Lock
     from attnreg.spec import AttentionSpec, Device
     from attnreg.tuning.lookup import Prediction
     from attnreg.tuning.tables import Tables
@@ -61,6 +62,8 @@ class Policy:
         tables: what was measured, where the policy goes by that; how they are looked up is no part of
             what was asked for.
         watching: whether all that was asked for is to record calls: torch's own choices stand.
+        lock: what was decided before, and has to come out again.
+        by_measurement: whether somebody asked for tables, so that they count where torch has chosen, too.
     """
 
     preferences: tuple[Preference, ...] = ()
@@ -68,6 +71,8 @@ class Policy:
     strict: str = ""
     tables: Tables | None = field(default=None, compare=False, repr=False)
     watching: bool = False
+    lock: Lock | None = field(default=None, compare=False, repr=False)
+    by_measurement: bool = field(default=False, compare=False, repr=False)
 
     def led_by(self, preference: Preference | None) -> Policy:
         """Return this policy with one more preference, stronger than all of its own."""
@@ -126,7 +131,7 @@ def select(
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
     able = {name for name, reasons in found.items() if not reasons}
-    priority = {name: entry.priority(direction) for name, entry in entries.items()}
+    priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
     ranks = with_sources(order, able, prediction, f"default order for {spec.device.keys[0]}")
     ranked = _ranked(entries, wanted, ranks)

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from attnreg import _registry, environment
 from attnreg.environment import Environment
 from attnreg.errors import ConfigError, UnknownBackendError
+from attnreg.lockfile import VARIABLE as LOCK
+from attnreg.lockfile import Lockfile
+from attnreg.lockfile import load as load_lock
 from attnreg.tuning.table import load as load_table
 from attnreg.tuning.tables import Named
 from attnreg.tuning.traces import check_writable
@@ -34,6 +37,7 @@ class Sources:
         environment: the variables.
         program, environment_file, file: the settings, the strongest first.
         tables: the measured tables that these name, the strongest first.
+        lock: the lockfile of the environment.
     """
 
     environment: Environment = UNSET
@@ -41,6 +45,7 @@ class Sources:
     environment_file: LoadedSettings | None = None
     file: LoadedSettings | None = None
     tables: tuple[Named, ...] = ()
+    lock: Lockfile | None = None
 
     @property
     def loaded(self) -> tuple[LoadedSettings, ...]:
@@ -71,11 +76,11 @@ def checked(fresh: Sources) -> Sources:
     """Check what only the registry and the disk know, and what sources say against each other.
 
     Returns:
-        The same with the measured tables that they name.
+        The same with the measured tables and the lockfile that they name.
 
     Raises:
         ConfigError: an unknown name, a backend that is asked for and disabled, a disabled reference, a
-            file that is no table, or one to record in that can't be written.
+            file that is no table or no lockfile, or one to record in that can't be written.
     """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -103,7 +108,16 @@ def checked(fresh: Sources) -> Sources:
             check_writable(variables.record)
         except ConfigError as error:
             raise ConfigError(f"ATTNREG_RECORD: {error}") from error
-    return replace(fresh, tables=tuple(_tables(fresh)))
+    return replace(fresh, tables=tuple(_tables(fresh)), lock=_lock(fresh))
+
+
+def _lock(now: Sources) -> Lockfile | None:
+    if now.environment.lock is None:
+        return None
+    try:
+        return load_lock(now.environment.lock)
+    except ConfigError as error:
+        raise ConfigError(f"{LOCK}: {error}") from error
 
 
 def _tables(now: Sources) -> Iterator[Named]:

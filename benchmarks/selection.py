@@ -55,7 +55,7 @@ def times(point: Point, captured: bool) -> dict[str, float]:
 def chosen(point: Point, points: Sequence[Point], able: Sequence[str]) -> str:
     """Return the backend that the other points choose."""
     kinds = Kinds([other for other in points if other.place != point.place])
-    default = sorted(able, key=lambda name: -_registry.find(name).priority(point.kind.direction))
+    default = sorted(able, key=lambda name: -_registry.find(name).backend.priority)
     prediction = predict(kinds, spec_of(point), point.kind.direction, "table")
     if prediction is None:
         return default[0]

@@ -162,7 +162,6 @@ def fake():
                 "refuses",
                 "install",
                 "priority",
-                "backward_priority",
                 "experimental",
             )
             if key in limits

@@ -206,6 +206,11 @@ def module():
         made.handles.append(Handle())
         return made.handles[-1]
 
+    def destroy_handle(handle):
+        made.handles.remove(handle)
+
+    made.destroy_handle = destroy_handle
+
     def set_stream(handle, stream):
         handle.stream, handle.set = stream, handle.set + 1
 

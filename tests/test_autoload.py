@@ -100,16 +100,22 @@ BAD = {
     "misspelt variable": (
         {"ATTNREG_BACKENDS": "math"},
         "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_BACKEND'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+        "did you mean 'ATTNREG_BACKEND'?",
     ),
     "variable in lower case": (
         {"attnreg_strict": "1"},
         "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_STRICT'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+        "did you mean 'ATTNREG_STRICT'?",
     ),
     "missing file": (
         {"ATTNREG_CONFIG": "/no/such/file.toml"},
         "/no/such/file.toml: can't be read (no such file or directory), expected a settings file in TOML",
+    ),
+    "missing lock": (
+        {"ATTNREG_LOCK": "/no/such/lock.json"},
+        "ATTNREG_LOCK: /no/such/lock.json: can't be read: No such file or directory",
     ),
 }
 

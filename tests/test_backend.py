@@ -65,7 +65,6 @@ BAD = [
     ("priority", "high", "a whole number"),
     ("priority", None, "a whole number"),
     ("priority", 1.5, "a whole number"),
-    ("backward_priority", "high", "a whole number or None"),
     ("experimental", "no", "True or False"),
 ]
 

@@ -24,9 +24,20 @@ def test_every_variable_is_read():
         "ATTNREG_DISABLE": "cuDNN",
         "ATTNREG_CONFIG": "settings/attnreg.toml",
         "ATTNREG_STRICT": "1",
+        "ATTNREG_POLICY": "order",
+        "ATTNREG_RECORD": "trace.jsonl",
+        "ATTNREG_LOCK": "lock.json",
         "PATH": "/bin",
     }
-    assert read(environ) == Environment(("FA4",), ("cuDNN",), Path("settings/attnreg.toml"), True)
+    assert read(environ) == Environment(
+        ("FA4",),
+        ("cuDNN",),
+        Path("settings/attnreg.toml"),
+        True,
+        "order",
+        Path("trace.jsonl"),
+        Path("lock.json"),
+    )
 
 
 def test_nothing_set_gives_the_defaults():
@@ -87,12 +98,14 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_BACKENDS": "FA4"},
             "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_BACKEND'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+            "did you mean 'ATTNREG_BACKEND'?",
         ),
         (
             {"attnreg_strict": "1"},
             "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD; did you mean 'ATTNREG_STRICT'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+            "did you mean 'ATTNREG_STRICT'?",
         ),
         (
             {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"},

@@ -57,7 +57,7 @@ def backward_args(pin=scope.OWN, grad_out=QUERY):
 def test_a_forward_that_came_before_goes_straight_to_torchs_kernel(covered, ran):
     now, kernel = state(), Kernel(RESULTS)
     assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     out, lse, _, carrier, _ = express.forward(kernel, GIVEN, {}, now, scope.OWN)
     assert kernel.calls == [GIVEN]
     assert (out, lse) == RESULTS[:2]
@@ -69,7 +69,7 @@ def test_a_backward_that_came_before_does_too(covered, ran):
     now, kernel = state(), Kernel(RESULTS[:3])
     args = backward_args()
     assert express.backward(kernel, args, {}, now, None) is None
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2")
+    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
     assert kernel.calls == [args]
     assert ran() == {"FA2": (0, 1)}
@@ -84,13 +84,14 @@ def test_a_backward_that_came_before_does_too(covered, ran):
         {7: 0.1},
         {8: False},
         {3: torch.tensor([0, 6], dtype=torch.int32)},
+        {3: ENDS.long(), 4: ENDS.long()},
         {0: torch.randn(6, 2, 8, requires_grad=True)},
     ],
-    ids=["length", "dtype", "max_q", "dropout", "mask", "batch", "gradient"],
+    ids=["length", "dtype", "max_q", "dropout", "mask", "batch", "wide offsets", "gradient"],
 )
 def test_another_call_goes_the_long_way(covered, change):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     other = tuple(change.get(place, value) for place, value in enumerate(GIVEN))
     assert express.forward(kernel, other, {}, now, scope.OWN) is None
     assert kernel.calls == []
@@ -100,27 +101,27 @@ def test_rows_that_may_see_no_key_go_the_long_way(monkeypatch):
     monkeypatch.setattr(express, "facts_of", lambda *_: packed.Facts())
     monkeypatch.setattr(express, "stream_of", lambda tensor: 0)
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
     args = backward_args()
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2")
+    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) is None
 
 
 def test_whoever_asks_for_a_backend_goes_the_long_way(covered):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     other = scope.pin(None, "another")
     assert express.forward(kernel, GIVEN, {}, now, None) is None
     assert express.forward(kernel, GIVEN, {}, now, other) is None
-    express.remember("backward", backward_args(), {}, plan("backward"), CALL, "FA2")
+    express.remember("backward", backward_args(), {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, backward_args(other), {}, now, None) is None
     assert express.backward(kernel, backward_args(None), {}, now, None) is None
 
 
 def test_a_strided_gradient_goes_to_the_backend_that_puts_it_right(covered):
     now, kernel, backend = state(), Kernel(RESULTS[:3]), Kernel(RESULTS[:3])
-    express.remember("backward", backward_args(), {}, plan("backward", kernel=backend), CALL, "FA2")
+    express.remember("backward", backward_args(), {}, plan("backward", kernel=backend), CALL, "FA2", now)
     expanded = torch.ones(()).expand(6, 2, 8)
     express.backward(kernel, backward_args(grad_out=expanded), {}, now, None)
     assert (len(kernel.calls), len(backend.calls)) == (0, 1)
@@ -128,7 +129,7 @@ def test_a_strided_gradient_goes_to_the_backend_that_puts_it_right(covered):
 
 def test_any_backends_call_is_known_again_with_its_offsets_of_now(covered, ran):
     now, kernel = state(), Kernel(RESULTS[:2])
-    express.remember("forward", GIVEN, {"scale": 0.5}, plan("forward", "mine", kernel), CALL, "FA2")
+    express.remember("forward", GIVEN, {"scale": 0.5}, plan("forward", "mine", kernel), CALL, "FA2", now)
     ends = ENDS.clone()
     args = (*GIVEN[:3], ends, ends, *GIVEN[5:])
     assert express.forward(None, args, {"scale": 0.3}, now, scope.OWN) is None
@@ -143,14 +144,22 @@ def test_any_backends_call_is_known_again_with_its_offsets_of_now(covered, ran):
 def test_tensors_that_lie_badly_go_to_the_backend_that_puts_them_right(covered):
     now, kernel, backend = state(), Kernel(RESULTS), Kernel(RESULTS[:2])
     query = torch.randn(97)[1:].view(6, 2, 8)
-    express.remember("forward", GIVEN, {}, plan("forward", kernel=backend), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward", kernel=backend), CALL, "FA2", now)
     express.forward(kernel, (query, *GIVEN[1:]), {}, now, scope.OWN)
     assert (len(kernel.calls), len(backend.calls)) == (0, 1)
 
 
+def test_what_a_first_call_in_inference_mode_leaves_can_be_saved_by_autograd_later(covered):
+    now, kernel = state(), Kernel(RESULTS)
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    with torch.inference_mode():
+        *_, rng_state, carrier, debug_mask = express.forward(kernel, GIVEN, {}, now, scope.OWN)
+    assert not any(x.is_inference() for x in (rng_state, carrier, debug_mask))
+
+
 def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2")
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     monkeypatch.setattr(express, "_capturing", lambda: True)
     assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
 
@@ -166,5 +175,5 @@ def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
 )
 def test_what_the_short_way_is_not_for_is_not_remembered(kwargs, call):
     now = state()
-    express.remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2")
+    express.remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
     assert now.express == {}

@@ -199,3 +199,31 @@ def test_results_follow_offsets_in_an_inference_tensor(named):
             torch.cuda.synchronize()
             right, _ = truth.varlen(*(x.cpu() for x in given.qkv), *[given.offsets_q.cpu()] * 2)
             truth.assert_near(out.cpu(), right, gpu.BF16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_that_is_known_again_gives_what_the_first_gave(named, causal, ran):
+    given = gpu.packed()
+    call = functools.partial(attnreg.varlen_attn, is_causal=causal, return_aux=attnreg.AuxRequest(lse=True))
+    with attnreg.register_backend(named):
+        first = gpu.run(lambda *args: call(*args)[0], given)
+        lse = call(*given)[1]
+        for _ in range(3):  # by the last of them the device has said what it knows of the offsets
+            torch.cuda.synchronize()
+            again = gpu.run(lambda *args: call(*args)[0], given)
+        assert torch.equal(call(*given)[1], lse)
+        with pytest.raises(attnreg.InvalidInputError, match=r"torch\.int32"):
+            call(*given[:3], given[3].long(), given[4].long(), *given[5:])
+    assert ran()[named][1] == 4
+    assert torch.equal(again[0], first[0])
+    gpu.assert_near(again, gpu.expected(given, **({"window": CAUSAL} if causal else {}))[0])
+
+
+def test_a_call_in_inference_mode_leaves_the_next_one_trainable(named):
+    given = gpu.packed()
+    with attnreg.register_backend(named):
+        for _ in range(3):
+            with torch.inference_mode():
+                attnreg.varlen_attn(*given)
+            torch.cuda.synchronize()
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, given), gpu.expected(given)[0])

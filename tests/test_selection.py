@@ -47,14 +47,6 @@ def policy(*preferences, **options):
 # The order
 
 
-def test_the_backward_has_an_order_of_its_own(known):
-    entries = known(
-        a={"priority": 2, "backward_priority": 1}, b={"priority": 1, "backward_priority": 2}, c={}
-    )
-    assert select(SPEC, "forward", entries, Policy()).order[:3] == ("a", "b", "c")
-    assert select(SPEC, "backward", entries, Policy()).order[:3] == ("b", "a", "c")
-
-
 def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(known):
     entries = known(low={"priority": -1}, beta={}, Alpha={}, high={"priority": 7})
     decision = select(SPEC, "forward", entries, Policy())

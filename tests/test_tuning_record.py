@@ -92,6 +92,30 @@ def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path):
     assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
 
 
+def test_the_programs_own_exception_is_not_hidden_by_one_of_the_file(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise ConfigError("trace.jsonl: can't be written")
+
+    with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa()
+        monkeypatch.setattr(trace, "merge", fail)
+        raise ZeroDivisionError
+    assert [record.getMessage() for record in caplog.records] == ["trace.jsonl: can't be written"]
+    with pytest.raises(ConfigError, match="can't be written"), attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa()
+
+
+def test_a_line_that_was_being_written_when_a_process_was_killed_is_left_out(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        sdpa(8)
+    file.write_text(file.read_text() + file.read_text()[:40])
+    assert counts(file) == {8: (1, 0)}
+    with attnreg.record(file):
+        sdpa(8)
+    assert counts(file) == {8: (2, 0)}
+
+
 def test_a_long_run_writes_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "SECONDS_BETWEEN", -1.0)
     with attnreg.record(tmp_path / "trace.jsonl"):

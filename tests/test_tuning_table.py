@@ -95,7 +95,7 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         ),
         (("version",), 2, "version: got 2, expected 1: measure it again"),
         (("points",), None, "points: got None, expected a list of points"),
-        (("environment",), 3, "environment: got 3, expected what the table was measured on"),
+        (("environment",), 3, "environment: got 3, expected a device and its versions"),
         (("environment", "driver"), "__gone__", "environment.driver: missing"),
         (("environment", "gpu"), "H200", "environment.gpu: unknown key"),
         (("environment", "device"), "", "environment.device: got '', expected the name of a device"),

@@ -15,7 +15,6 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.packed import facts_of, stream_of
-from attnreg.state import state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +97,13 @@ def backward(
 
 
 def remember(
-    direction: str, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, call: Call, native: str
+    direction: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    call: Call,
+    native: str,
+    now: State,
 ) -> None:
     """Have calls like this one, which `plan` has served, come this way from now on.
 
@@ -113,7 +118,7 @@ def remember(
     # With one query per sequence torch's kernel takes no empty sequence.
     direct = plan.backend == native and call.max_q > 1
     bare = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-    state().recognise(_known_as(direction, arguments, kwargs), Express(plan, bare, direct))
+    now.recognise(_known_as(direction, arguments, kwargs), Express(plan, bare, direct))
 
 
 def _known_as(direction: str, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -122,7 +127,8 @@ def _known_as(direction: str, arguments: tuple[Any, ...], kwargs: dict[str, Any]
     return (
         direction, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device, *numbers, *kwargs.items(),
-        ends_q is not None and ends_q.shape, ends_k is not None and ends_k.shape,
+        ends_q is not None and (ends_q.shape, ends_q.dtype, ends_q.device),
+        ends_k is not None and (ends_k.shape, ends_k.dtype, ends_k.device),
         _deterministic(), _warn_only(),
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )  # fmt: skip
@@ -135,8 +141,10 @@ def _beside(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     found = _further.get(query.device)
     if found is None:
-        rng_state = query.new_empty(2, dtype=torch.uint64)
-        found = _further[query.device] = rng_state, scope.stamp(scope.OWN, query), query.new_empty(0)
+        with torch.inference_mode(False):  # or autograd couldn't save them later
+            rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
+            found = rng_state, scope.stamp(scope.OWN, rng_state), query.new_empty(0)
+        _further[query.device] = found
     return found
 
 

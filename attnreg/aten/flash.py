@@ -85,8 +85,8 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
 
 def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
     """Have further calls like this one go the shortest way."""
-    if turn.pin is scope.OWN and plan.proven and turn.original is not None:
-        express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name)
+    if turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
+        express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now)
 
 
 def _call(

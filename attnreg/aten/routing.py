@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.planning import Native, Plan
+    from attnreg.state import State
 
 __all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
 
@@ -49,6 +50,7 @@ class Turn(NamedTuple):
         native: the backend that kernel belongs to; None where torch has none.
         pin: the choice that holds for this call alone.
         known_as: how to know the call again; None where that takes more than a `Quick`.
+        now: the state that the call began in, which is the one to keep things in; None where nothing is kept.
     """
 
     op: str
@@ -58,13 +60,14 @@ class Turn(NamedTuple):
     native: Native | None
     pin: scope.Pin | None
     known_as: tuple[Any, ...] | None = None
+    now: State | None = None
 
     def torch(self, plan: Plan) -> Any:
         """Run torch's own kernel on the very same arguments, because the plan says so; counts it."""
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
-        if self.known_as is not None:
-            state().remember(self.known_as, plan)
+        if self.known_as is not None and self.now is not None:
+            self.now.remember(self.known_as, plan)
         return result
 
     def untouched(self, why: str) -> Any:
@@ -150,7 +153,7 @@ def router(
         pin = read_stamp(getattr(asked, carrier)) if carrier else scoped
         if pin is None and original is not None and not now.active:
             return original(*args, **kwargs)
-        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as))
+        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now))
 
     return routed
 

@@ -5,6 +5,7 @@ A plan is immutable and may run in several threads; a handle belongs to one thre
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from attnreg.errors import UnsupportedInputError
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -30,6 +31,18 @@ __all__ = ["Plans"]
 # More than a training run needs (packed problems are rounded), few enough to stay small: a plan
 # holds some hundred kilobytes of host memory.
 _KEPT = 512
+
+
+class _Handles(dict[int, list[Any]]):
+    """The handles of one thread by device, with the stream that each is set to; they end with it."""
+
+    def __init__(self, destroy: Callable[[Any], None]) -> None:
+        self._destroy = destroy
+
+    def __del__(self) -> None:
+        for handle, _ in self.values():
+            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone already
+                self._destroy(handle)
 
 
 class Plans:
@@ -85,7 +98,7 @@ class Plans:
     def _handle(self, device: int, stream: int) -> Any:
         handles = getattr(self._own, "handles", None)
         if handles is None:
-            handles = self._own.handles = {}
+            handles = self._own.handles = _Handles(self._cudnn.destroy_handle)
         found = handles.get(device)
         if found is None:
             found = handles[device] = [self._cudnn.create_handle(), None]

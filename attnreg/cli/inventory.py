@@ -6,6 +6,7 @@ Everything that may be broken here is what somebody runs `info` for, so nothing 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, aten, environment, planning, policy
@@ -93,7 +94,8 @@ def _order(device: Device, asked: Policy) -> dict[str, Any]:
         device=device, dtype="float32", batch=1, max_q=1, max_k=1,
         heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
     )  # fmt: skip
-    problem = ""
+    problem = _lock_trouble(asked, device)
+    asked = replace(asked, lock=None)  # which speaks of calls only
     try:
         planning.decide(spec, "forward", entries, asked)
     except BackendUnavailableError as error:
@@ -111,6 +113,15 @@ def _order(device: Device, asked: Policy) -> dict[str, Any]:
         if name.casefold() not in asked.disabled and _serves(entries[name.casefold()], device)
     ]
     return {"order": order, "problem": problem}
+
+
+def _lock_trouble(asked: Policy, device: Device) -> str:
+    """Return what makes the lock in force refuse calls on a device that it is of."""
+    if asked.lock is None or asked.lock.file.device != device.type:
+        return ""
+    backends = dict.fromkeys(row.backend for row in asked.lock.file.rows)
+    differs = dict.fromkeys(filter(None, (asked.lock.differences(device, name) for name in backends)))
+    return f"ATTNREG_LOCK: {'; '.join(differs)}: such calls are refused" if differs else ""
 
 
 def _tables(device: Device, asked: Policy) -> dict[str, Any]:
@@ -154,6 +165,8 @@ def _in_force(asked: Policy) -> Iterator[dict[str, str]]:
         sources = policy.sources()
     except AttnregError:
         return
+    if sources.lock is not None:
+        yield _setting("lock", f"{sources.lock.path}, {len(sources.lock.rows)} rows", "ATTNREG_LOCK")
     for key in ("policy", "record"):
         if value := getattr(sources.environment, key):
             yield _setting(key, str(value), f"ATTNREG_{key.upper()}")

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from attnreg.spec import AttentionSpec, Device
 
-__all__ = ["device_of", "dtype_name", "names", "numbers", "seconds", "spec_of", "torch_device"]
+__all__ = [
+    "device_of",
+    "dtype_name",
+    "names",
+    "numbers",
+    "present_device",
+    "seconds",
+    "spec_of",
+    "torch_device",
+]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -95,6 +104,16 @@ def torch_device(option: str, text: str) -> torch.device:
         if found.index >= gpus:
             there = " or ".join(f"cuda:{index}" for index in range(gpus))
             raise InvalidInputError(f"{option}: got {text!r}, expected {there}")
+    return found
+
+
+def present_device(option: str, text: str) -> torch.device:
+    """Read a device to run something on: one that is here."""
+    import torch
+
+    found = torch_device(option, text)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError(f"{option}: got {text!r}, and torch finds no CUDA GPU here")
     return found
 
 

@@ -10,7 +10,7 @@ import typer
 from attnreg.cli.explain import Causal, ValueDim, Varlen, Window
 from attnreg.cli.failures import INTERRUPTED, NOTHING_RUNS
 from attnreg.cli.output import AsJson, console, print_json
-from attnreg.cli.parsing import names, seconds, torch_device
+from attnreg.cli.parsing import names, present_device, seconds
 from attnreg.cli.torch_first import import_torch
 from attnreg.cli.warmup import Backends, Backward, Deterministic, Dtypes
 
@@ -69,7 +69,7 @@ def tune(
     call, so whatever ends this early loses nothing.
     """
     import_torch()
-    place, longest = torch_device("--device", device), seconds("--budget", budget)
+    place, longest = present_device("--device", device), seconds("--budget", budget)
     # A provider that talks while it compiles must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         from attnreg.cli import tunings

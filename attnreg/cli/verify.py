@@ -10,7 +10,7 @@ import typer
 
 from attnreg.cli.failures import INTERRUPTED
 from attnreg.cli.output import AsJson, console, heading, print_json, table
-from attnreg.cli.parsing import dtype_name, names, torch_device
+from attnreg.cli.parsing import dtype_name, names, present_device
 from attnreg.cli.torch_first import import_torch
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def verify(
     and more than rounding the result costs.
     """
     import_torch()
-    place, asked = torch_device("--device", device), names("--backend", backend)
+    place, asked = present_device("--device", device), names("--backend", backend)
     # A provider that talks while it compiles must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         from attnreg.cli.verdicts import candidates

@@ -9,7 +9,7 @@ import typer
 
 from attnreg.cli.failures import INTERRUPTED, NOTHING_RUNS
 from attnreg.cli.output import AsJson, console, heading, print_json, table
-from attnreg.cli.parsing import names, spec_of, torch_device
+from attnreg.cli.parsing import names, present_device, spec_of
 from attnreg.cli.torch_first import import_torch
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def warmup(
     What a backend keeps on disk is there when the next program starts; the rest is only timed.
     """
     import_torch()
-    place, asked = torch_device("--device", device), names("--backend", backend)
+    place, asked = present_device("--device", device), names("--backend", backend)
     specs = [
         spec_of(
             *shapes, str(place), name, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic

@@ -52,32 +52,32 @@ class Match(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def matched(measured: Environment, here: Environment) -> Match:
-    """Compare where a table was measured with where it is to be used."""
+def matched(measured: Environment, here: Environment, done: str = "measured") -> Match:
+    """Compare where a table was measured, or whatever else was done, with where it is to be used."""
     refused: list[str] = []
     notes: list[str] = []
     for rule in RULES:
         there, now = getattr(measured, rule.field), getattr(here, rule.field)
         if there == now:
             continue
-        sentence = f"measured with {rule.words} {there or 'none'}, here it is {now or 'none'}"
+        sentence = f"{done} with {rule.words} {there or 'none'}, here it is {now or 'none'}"
         same = rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
         (refused if rule.matters and not same else notes).append(sentence)
     for name, there in measured.backends.items():
         now = here.backends.get(name)
         if now is None:
-            notes.append(f"{name} was measured and doesn't load here")
+            notes.append(f"{name} was {done} and doesn't load here")
         elif _own(there, measured.torch) != _own(now, here.torch):
-            refused.append(f"measured with {name} {there or 'of no version'}, here it is {now or 'none'}")
+            refused.append(f"{done} with {name} {there or 'of no version'}, here it is {now or 'none'}")
     notes += [f"{name} wasn't measured: it keeps its place" for name in _unmeasured(measured, here)]
     return Match(tuple(refused), tuple(notes))
 
 
-def matched_simulated(measured: Environment, capability: str) -> Match:
+def matched_simulated(measured: Environment, capability: str, done: str = "measured") -> Match:
     """Compare with a device that isn't here, of which nothing but its compute capability is known."""
     if measured.compute_capability != capability:
         there = measured.compute_capability or "none"
-        return Match((f"measured with compute capability {there}, here it is {capability or 'none'}",))
+        return Match((f"{done} with compute capability {there}, here it is {capability or 'none'}",))
     return Match(notes=(f"takes for granted that the device is {measured.device}, with the same versions",))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from attnreg.errors import ConfigError
 from attnreg.tuning.points import Malformed, Point
 
-__all__ = ["Environment", "Table", "check_writable", "load", "write_whole"]
+__all__ = ["Environment", "Table", "check_writable", "environment_from", "load", "write_whole"]
 
 FORMAT = "attnreg measured table"
 VERSION = 1
@@ -110,12 +110,17 @@ def _read(data: object, name: str) -> Table:
     if len(set(places)) < len(places):
         twice = next(i for i, place in enumerate(places) if place in places[:i])
         raise Malformed(f"points[{twice}]: is there twice, expected each place once")
-    return Table(_environment(data.get("environment")), tuple(points), name)
+    return Table(environment_from(data.get("environment")), tuple(points), name)
 
 
-def _environment(data: object) -> Environment:
+def environment_from(data: object) -> Environment:
+    """Return the environment that the data describes.
+
+    Raises:
+        Malformed: it describes none; the message begins with the key.
+    """
     if not isinstance(data, dict):
-        raise Malformed(f"environment: got {data!r}, expected what the table was measured on")
+        raise Malformed(f"environment: got {data!r}, expected a device and its versions")
     names = {one.name for one in fields(Environment)}
     if wrong := sorted(names.symmetric_difference(data)):
         problem = "missing" if wrong[0] in names else "unknown key"

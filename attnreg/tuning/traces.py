@@ -36,7 +36,7 @@ def read(path: Path) -> list[Recorded]:
         ConfigError: it can't be read, or a line isn't what `attnreg.record` writes.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     return _recorded(lines, path)
@@ -82,6 +82,8 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
             try:
                 one = _parsed(line)
             except (InvalidInputError, ValueError, KeyError, TypeError) as error:
+                if not line.endswith("\n") and number > 1:
+                    break  # it was being written when its process was killed
                 raise ConfigError(
                     f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
                 ) from error
