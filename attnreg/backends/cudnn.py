@@ -9,6 +9,7 @@ describes a `_cudnn_problem`, `_cudnn_plans` keeps what was planned, `_cudnn_off
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.util import find_spec
@@ -50,19 +51,7 @@ FORWARD = Capabilities(
     capture=True,
 )
 # Its deterministic backward takes B * H * S_q * S_k * 2 bytes on Hopper.
-BACKWARD = Capabilities(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    compute_capability=((8, 0), (12, 1)),
-    head_dim=Range(8, 256, 8),
-    head_dim_v=Range(8, 256, 8),
-    varlen=True,
-    gqa=True,
-    causal=True,
-    window=True,
-    seqused_k=True,
-    capture=True,
-)
+BACKWARD = replace(FORWARD, deterministic=False)
 
 
 def _unavailable() -> str | None:
