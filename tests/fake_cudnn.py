@@ -58,6 +58,8 @@ class Graph:
 
     def tensor(self, *, dim, stride, data_type, uid, name):
         assert uid not in self.tensors
+        if data_type in ("HALF", "BFLOAT16") and any(step == 0 or step % 8 for step in stride[:-1]):
+            raise GraphNotSupportedError("strides have to be multiples of sixteen bytes")
         self.tensors[uid] = Described(uid, dim, stride, data_type, name)
         return self.tensors[uid]
 

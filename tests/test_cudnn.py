@@ -12,7 +12,7 @@ import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.backends import _cudnn_plans, cudnn
-from attnreg.backends._cudnn_problem import Problem, rounded
+from attnreg.backends._cudnn_problem import rounded
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, measure
 
@@ -368,7 +368,10 @@ def test_calls_without_rows_or_keys_reach_no_kernel(kernels, module):
     assert not module.graphs
 
 
-def test_problems_are_values():
-    inputs = {name: None for name in Problem._fields if not name.startswith("strides")}
-    strides = {"strides_q": (0, 1, 2), "strides_k": (0, 1, 2), "strides_v": (0, 1, 2)}
-    assert Problem(**inputs, **strides) == Problem(**inputs, **strides)
+def test_strides_of_single_heads_and_tokens_that_nobody_steps_by_are_put_right(kernels):
+    query, key, value, call = ragged([3, 9], heads=(1, 1))
+    expected = kernels.forward(query, key, value, call)[0]
+    inputs = (query, key, value)
+    odd = [torch.empty_like(x).as_strided((12, 1, 16), (16, 3, 1)).copy_(x) for x in inputs]
+    assert all(x.is_contiguous() and x.stride(1) == 3 for x in odd)
+    assert torch.equal(kernels.forward(*odd, call)[0], expected)

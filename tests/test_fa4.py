@@ -22,6 +22,7 @@ from truth import varlen as true_varlen
 from attnreg import AttentionSpec, BackendUnavailableError, Call, Device, UnsupportedInputError
 from attnreg.backends import _fa4_kinds, _fa4_limits, _fa4_package, _fa4_rows, fa4
 from attnreg.discovery import Entry
+from attnreg.layout import aligned
 from attnreg.verification import QUICK, measure
 from attnreg.verification.inputs import inputs
 
@@ -446,7 +447,7 @@ def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, co
         assert given["backward", "out"] is apart
         assert given["forward", "q"] is query
     else:
-        assert all(map(_fa4_package._aligned, given.values()))
+        assert all(map(aligned, given.values()))
         assert torch.equal(given["backward", "out"], out)
         # What needs no copy isn't copied.
         kept = layout in ("packed", "one key head")

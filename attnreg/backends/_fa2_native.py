@@ -8,6 +8,7 @@ import torch
 
 from attnreg import native
 from attnreg.backends import _fa2_rows as rows
+from attnreg.layout import readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class Native:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and LSE as the kernel gives them."""
-        tensors = map(rows.readable, (query, key, value))
+        tensors = map(readable, (query, key, value))
         out, lse, rng_state, *_ = self._forward(
             *tensors, *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
         )
@@ -55,7 +56,7 @@ class Native:
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients as the kernel gives them."""
-        tensors = map(rows.readable, (grad_out, query, key, value, out))
+        tensors = map(readable, (grad_out, query, key, value, out))
         rng_state = call.rng_state
         if rng_state is None:
             rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)

@@ -16,6 +16,7 @@ import torch
 
 from attnreg.backends import _fa2_rows as rows
 from attnreg.errors import RegistrationError
+from attnreg.layout import readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +138,7 @@ class Package:
         # The operator returns none of the three: what it isn't given to write to is lost.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         self._run["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
-            dout=rows.readable(grad_out), out=rows.readable(out), softmax_lse=lse.contiguous(),
+            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
             dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic,
             rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
             **_given(query, key, value, call),
@@ -149,9 +150,9 @@ def _given(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, A
     """Return what all four are given."""
     causal, left, right = rows.mask(call)
     given: dict[str, Any] = {
-        "q": rows.readable(query),
-        "k": rows.readable(key),
-        "v": rows.readable(value),
+        "q": readable(query),
+        "k": readable(key),
+        "v": readable(value),
         "dropout_p": call.dropout,
         "softmax_scale": call.scale,
         "causal": causal,

@@ -1,4 +1,4 @@
-"""What both providers of FA2 need: readable tensors, results by the contract, masks by the kernels' rules."""
+"""What both providers of FA2 need: results by the contract, masks by the kernels' rules."""
 
 from __future__ import annotations
 
@@ -22,20 +22,8 @@ __all__ = [
     "longest",
     "mask",
     "nothing_to_do",
-    "readable",
     "zero_tail",
 ]
-
-
-def readable(x: Tensor) -> Tensor:
-    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
-    width = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1:
-        if x.is_contiguous() and x.shape[-1] % width == 0:  # the usual case, known at once
-            return x
-        if all(step % width == 0 for step in x.stride()[:-1]):
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def nothing_to_do(query: Tensor, key: Tensor, call: Call) -> bool:

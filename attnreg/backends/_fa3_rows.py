@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["blank", "keys_past", "readable", "rows_past"]
+__all__ = ["blank", "keys_past", "rows_past"]
 
 
 def rows_past(packed: Tensor, offsets: Tensor | None) -> Tensor | None:
@@ -46,10 +46,3 @@ def blank(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if rows is None:
         return tensors
     return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
-
-
-def readable(x: Tensor) -> Tensor:
-    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
-    width = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(step % width == 0 for step in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.errors import BackendUnavailableError
+from attnreg.layout import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
 
 __all__ = ["KNOWN", "functions", "installed", "quiet", "release", "unavailable"]
 
@@ -125,17 +125,11 @@ def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**given: Any) -> Any:
         for name in ("q", "k", "v", "out", "dout"):
             tensor = given.get(name)
-            if tensor is not None and not _aligned(tensor):
-                given[name] = tensor.clone(memory_format=torch.contiguous_format)
+            if tensor is not None:
+                given[name] = readable(tensor)
         return function(**given)
 
     return run
-
-
-def _aligned(tensor: Tensor) -> bool:
-    *steps, last = tensor.stride()
-    width = 16 // tensor.element_size()
-    return last == 1 and tensor.data_ptr() % 16 == 0 and all(step % width == 0 for step in steps)
 
 
 def _keep_compiled() -> None:

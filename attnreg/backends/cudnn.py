@@ -23,6 +23,7 @@ from attnreg.backends._cudnn_offsets import Offsets
 from attnreg.backends._cudnn_plans import Plans
 from attnreg.backends._cudnn_problem import Problem, Slot, rounded
 from attnreg.capabilities import Capabilities, Range
+from attnreg.layout import readable
 from attnreg.packed import derived, facts, stream_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
     if not (query.numel() and key.numel() and call.max_q and call.max_k):
         lse_shape = (query.shape[1], query.shape[0]) if call.varlen else _heads_first(query)
         return query.new_zeros(shape), query.new_full(lse_shape, -inf, dtype=torch.float32)
-    query, key, value = _readable(query), _readable(key), _readable(value)
+    query, key, value = (readable(x, repeats=False) for x in (query, key, value))
     problem, offsets, stream = _problem("forward", query, key, value, call)
     stats_shape = query.shape[:-1] if offsets else _heads_first(query)
     if offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole:
@@ -131,7 +132,8 @@ def backward(
         return grad_q, grad_k, grad_v
     # Of packed queries that aren't contiguous cuDNN 9.19 writes a wrong gradient.
     query = query.contiguous() if call.varlen else query
-    query, key, value, out, grad_out = map(_readable, (query, key, value, out, grad_out))
+    given = (query, key, value, out, grad_out)
+    query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
     problem, offsets, stream = _problem("backward", query, key, value, call)
     problem = problem._replace(
         strides_out=_strides(out, problem.packed), strides_grad_out=_strides(grad_out, problem.packed)
@@ -196,17 +198,6 @@ def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
 def _heads_first(query: Tensor) -> tuple[int, int, int]:
     batch, rows, heads, _ = query.shape
     return batch, heads, rows
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
-    width = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1:
-        if x.is_contiguous() and x.shape[-1] % width == 0:  # the usual case, known at once
-            return x
-        if all(step and step % width == 0 for step in x.stride()[:-1]):
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 BACKEND = Backend(

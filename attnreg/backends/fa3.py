@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.backend import Backend, Call, Kernels
-from attnreg.backends._fa3_rows import blank, keys_past, readable, rows_past
+from attnreg.backends._fa3_rows import blank, keys_past, rows_past
 from attnreg.capabilities import Capabilities, Range
 from attnreg.errors import RegistrationError
+from attnreg.layout import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
