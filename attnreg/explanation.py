@@ -66,7 +66,12 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""
-        return {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
+        found = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
+        for name in ("forward", "backward"):
+            decision = getattr(self, name)
+            if decision is not None and decision.predicted is not None:
+                found[name]["predicted"] = decision.predicted.to_dict()
+        return found
 
     def __str__(self) -> str:
         decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)

@@ -66,10 +66,8 @@ def _predicted(spec: AttentionSpec, prediction: Prediction) -> Iterator[str]:
     for one in prediction.candidates:
         told = one.trouble
         if one.cost_us is not None:
-            told = (
-                f"{one.cost_us:.1f} µs (GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, "
-                f"first call {one.first_call_s:.2f} s)"
-            )
+            parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
+            told = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.2f} s)"
         yield f"    {one.backend:<{width}}  {told}"
     for point in prediction.points:
         near = "measured itself" if point.distance < 1e-9 else f"{point.distance:.2f} away"

@@ -1,13 +1,13 @@
 """Promises of the look-up: what a table says of a call that was measured, lies between points, or beyond."""
 
+import math
 import random
-import time
 
 import pytest
 from tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import coordinates, distance_between, kind_of, size_of, work
+from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
 from attnreg.tuning.lookup import CALLS_PER_SHAPE, predict
 from attnreg.tuning.points import Measured
 from attnreg.tuning.ranking import LEAD, reordered
@@ -84,21 +84,7 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
         every = sorted(
             sum((x - y) ** 2 for x, y in zip(place.at, at, strict=True)) ** 0.5 for place in index.places
         )
-        assert found == pytest.approx(every[:4])
-
-
-def test_a_look_up_takes_less_than_a_hundred_microseconds():
-    points = [
-        point(asked(n, batch=b), a=1.0, b=2.0, c=3.0) for n in range(100, 4000, 100) for b in (1, 4, 16)
-    ]
-    kinds = Kinds(points)
-    taken = []
-    for n in range(150, 3000, 10):
-        spec = asked(n, batch=3)
-        started = time.perf_counter()
-        predict(kinds, spec, "forward", "t")
-        taken.append(time.perf_counter() - started)
-    assert sorted(taken)[len(taken) // 2] < 1e-4
+        assert found == pytest.approx(every[:8])
 
 
 # Beyond the measured range
@@ -153,10 +139,8 @@ def test_a_table_has_no_opinion_on_another_mask_layout_precision_option_or_large
     assert said([point(a=1.0)], asked(**changes)) is None
 
 
-@pytest.mark.parametrize(
-    "changes", [{"heads_k": 1}, {"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}], ids=str
-)
-def test_other_ratios_of_heads_the_other_half_precision_and_larger_head_dims_stand_in(changes):
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}], ids=str)
+def test_the_other_half_precision_and_larger_head_dims_stand_in(changes):
     found = said([point(a=100.0, b=200.0)], asked(**changes))
     assert [one.backend for one in found.candidates] == ["a", "b"]
     assert found.notes[0].startswith("nothing of this kind was measured; these are of bfloat16, head dim 64")
@@ -165,9 +149,32 @@ def test_other_ratios_of_heads_the_other_half_precision_and_larger_head_dims_sta
 def test_of_several_kinds_that_stand_in_the_nearest_does():
     points = [point(asked(head_dim=d, head_dim_v=d), a=float(d)) for d in (64, 96, 128)]
     assert "head dim 96" in said(points, asked(head_dim=80, head_dim_v=80)).notes[0]
-    by_ratio = [point(asked(heads_q=16, heads_k=n), a=1.0) for n in (16, 2)]
-    near = kind_of(asked(heads_q=16, heads_k=4), "forward")
-    assert distance_between(near, by_ratio[1].kind) < distance_between(near, by_ratio[0].kind)
+
+
+def test_the_ratio_of_heads_is_one_more_direction_in_which_a_point_may_be_near():
+    by_ratio = [point(asked(heads_q=16, heads_k=n), a=took, b=10.0) for n, took in ((16, 30.0), (2, 3.0))]
+    near_8, near_1 = (said(by_ratio, asked(heads_q=16, heads_k=n)) for n in (4, 8))
+    assert near_8.candidates[0].backend == "a"
+    assert near_1.candidates[0].backend == "b"
+    assert near_8.notes == ()
+    assert [point.size for point in near_8.points] == [
+        "B 2, 256 x 256, H 16, 8:1 heads",
+        "B 2, 256 x 256, H 16, 1:1 heads",
+    ]
+    assert [point.distance for point in near_8.points] == [0.5, 1.0]
+
+
+def test_a_ratio_of_heads_beyond_those_measured_is_said():
+    found = said([point(a=1.0)], asked(heads_k=1))
+    assert found.notes == (
+        "outside the measured range, its edge decides: heads for each key head 4 is above 1",
+    )
+
+
+def test_the_host_takes_what_it_mostly_takes_but_at_a_measured_point_what_it_took_there():
+    points = [point(asked(n), a=took(1.0, host)) for n, host in ((64, 20.0), (256, 22.0), (1024, 300.0))]
+    assert costs(points, asked(512)) == {"a": 22.0}
+    assert costs(points, asked(1024)) == {"a": 300.0}
 
 
 def test_a_deterministic_backward_is_a_kind_of_its_own_and_a_deterministic_forward_is_not():
@@ -196,8 +203,9 @@ def test_work_grows_with_every_size_and_masks_take_some_away():
 )
 def test_odd_sizes_have_a_place_and_some_work(changes):
     spec = asked(**changes)
-    assert len(coordinates(size_of(spec))) == 4
-    assert work(kind_of(spec, "forward"), size_of(spec)) > 0
+    kind = kind_of(spec, "forward")
+    assert all(map(math.isfinite, coordinates(kind, size_of(spec))))
+    assert work(kind, size_of(spec)) > 0
 
 
 # Wrong and failing backends
@@ -208,6 +216,13 @@ def test_a_backend_that_is_wrong_at_one_size_is_not_chosen_at_any_of_that_kind()
     found = said(points, asked(1024))
     assert [(one.backend, one.cost_us) for one in found.candidates] == [("a", 90.0), ("b", None)]
     assert found.candidates[1].trouble == "wrong: dq is off at B 2, 64 x 64, H 4"
+
+
+def test_one_that_is_wrong_with_one_ratio_of_heads_may_be_chosen_with_another():
+    shared = asked(heads_k=1)
+    points = [point(a=9.0, b=Measured(wrong="off")), point(shared, a=9.0, b=3.0)]
+    assert said(points, shared).candidates[0].backend == "b"
+    assert said(points, asked(64)).candidates[0].backend == "a"
 
 
 def test_a_backend_that_failed_where_the_call_is_nearest_is_not_chosen_there_but_elsewhere():

@@ -255,8 +255,8 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     assert lines[0] == f"forward on cpu: second, by {TABLE}"
     start = lines.index(f"  predicted by {TABLE}, in eager")
     assert lines[start + 1 : start + 5] == [
-        "    second  10.0 µs (GPU 10.0, host 0.0, first call 0.00 s)",
-        "    first   32.5 µs (GPU 30.0, host 12.0, first call 0.25 s)",
+        "    second  10.0 µs (first call 0.00 s)",
+        "    first   32.5 µs (first call 0.25 s)",
         "    third   failed: RuntimeError: no",
         "    from B 2, 256 x 256, H 4, measured itself",
     ]

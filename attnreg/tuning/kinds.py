@@ -1,7 +1,8 @@
 """What makes two calls comparable: their kind, and where they lie within it.
 
-Within a kind kernels take the same paths, so times may be interpolated between its sizes; between
-kinds they may not, but for the few steps that `distance_between` allows.
+Within a kind kernels take the same paths, so times may be interpolated between its sizes, and between
+kinds that differ in nothing but the ratio of heads. Between others they may not, but for the few steps
+that `distance_between` allows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from attnreg.discovery import Direction
     from attnreg.spec import AttentionSpec
 
-__all__ = ["Kind", "Size", "coordinates", "distance_between", "kind_of", "size_of", "work"]
+__all__ = ["Kind", "Size", "coordinates", "distance_between", "family_of", "kind_of", "size_of", "work"]
 
 MASKS = ("none", "causal", "window")
 
@@ -22,6 +23,10 @@ HALVES = ("bfloat16", "float16")
 
 # Reading a number costs about as much as so many multiplications: short queries are bound by that.
 READING = 100
+
+# A factor of two in the ratio of heads is as far as half a one in a size: leaving each point of the H200's
+# table out and predicting it from the others is best there (0.25 and 1 are worse).
+RATIO = 0.5
 
 
 class Kind(NamedTuple):
@@ -51,7 +56,8 @@ class Kind(NamedTuple):
         )
         mask = {"none": "no mask"}.get(self.mask, self.mask)
         layout = "varlen" if self.varlen else "dense"
-        parts = (self.dtype, f"head dim {dims}", f"{self.ratio}:1 heads", mask, layout, *self.extras)
+        heads = (f"{self.ratio}:1 heads",) if self.ratio else ()
+        parts = (self.dtype, f"head dim {dims}", *heads, mask, layout, *self.extras)
         return ", ".join((*parts, self.direction))
 
 
@@ -112,14 +118,23 @@ def _paging(spec: AttentionSpec) -> tuple[str, ...]:
     return tuple(name for name, on in asked.items() if on)
 
 
-def coordinates(size: Size) -> tuple[float, float, float, float]:
-    """Return where a size lies: powers of two of batch x heads, lengths, and how ragged they are."""
+def family_of(kind: Kind) -> Kind:
+    """Return what a kind has in common with those that differ in the ratio of heads alone: that is 0."""
+    return kind._replace(ratio=0)
+
+
+def coordinates(kind: Kind, size: Size) -> tuple[float, float, float, float, float]:
+    """Return where a call lies among its family: powers of two.
+
+    They are of batch x heads, both lengths, how ragged the sequences are, and the ratio of heads.
+    """
     mean = size.tokens_q / size.batch if size.batch else 0.0
     return (
         log2(max(size.batch * size.heads_q, 1)),
         log2(max(size.max_q, 1)),
         log2(max(size.max_k, 1)),
         log2(max(size.max_q, 1) / max(mean, 1.0)),
+        RATIO * log2(max(kind.ratio, 1)),
     )
 
 
@@ -144,16 +159,16 @@ def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> f
 
 
 def distance_between(wanted: Kind, other: Kind) -> float | None:
-    """Return how far a kind is from the one wanted; None where it says nothing about that.
+    """Return how far a family is from the one wanted; None where it says nothing about that.
 
-    Another ratio of heads does, the other half precision, and a larger head dim, to which kernels pad.
-    Another mask or layout, a smaller head dim and further options don't.
+    The other half precision does, and a larger head dim, to which kernels pad. Another mask or layout,
+    a smaller head dim and further options don't.
     """
-    if wanted[0] != other[0] or wanted[5:] != other[5:]:
+    if wanted.direction != other.direction or wanted[5:] != other[5:]:
         return None
     if wanted.dtype != other.dtype and not (wanted.dtype in HALVES and other.dtype in HALVES):
         return None
     if other.head_dim < wanted.head_dim or other.head_dim_v < wanted.head_dim_v or not wanted.head_dim_v:
         return None
     dims = other.head_dim * other.head_dim_v / max(wanted.head_dim * wanted.head_dim_v, 1)
-    return (wanted.dtype != other.dtype) * 0.5 + abs(log2(other.ratio / wanted.ratio)) + 2 * log2(dims)
+    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims)

@@ -1,25 +1,27 @@
-"""What a table predicts for a call: times of each backend, from the nearest points of its kind. Pure.
+"""What a table predicts for a call: times of each backend, from the nearest points of its family. Pure.
 
-The points that are used are the same for all backends, and each counts by one over its distance, in
-powers of two of the sizes. A GPU time is carried from a point to the call by the ratio of their
-work; a host time is taken as it is.
+The points that are used are the same for all backends, and each counts by one over the square of its
+distance, in powers of two of the sizes. A GPU time is carried from a point to the call by the ratio of
+their work. A host time is next to the same for all sizes, but a machine has its moods: it is the median
+of the family. Where the very call was measured, both are what was measured there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import dist, exp, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
+from attnreg.tuning.index import EXACT
+from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from attnreg.discovery import Direction
     from attnreg.spec import AttentionSpec
     from attnreg.tuning.index import Index, Kinds, Near
-    from attnreg.tuning.points import Measured
+    from attnreg.tuning.points import Point
 
 __all__ = ["Candidate", "Prediction", "Source", "predict"]
 
@@ -48,12 +50,21 @@ class Candidate:
     trouble: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A point that a prediction comes from; the distance is in powers of two."""
+class Source(NamedTuple):
+    """A point that a prediction comes from, whether its ratio of heads is the call's, and how far it is.
 
-    size: str
+    The distance is in powers of two.
+    """
+
+    point: Point
+    same_ratio: bool
     distance: float
+
+    @property
+    def size(self) -> str:
+        """Where it was measured, in words: only those who ask for an explanation pay for them."""
+        ratio = "" if self.same_ratio else f", {self.point.kind.ratio}:1 heads"
+        return f"{self.point.size}{ratio}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,11 @@ class Prediction:
         name = backend.casefold()
         return next((one for one in self.candidates if one.backend.casefold() == name), None)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        points = [{"size": one.size, "distance": one.distance} for one in self.points]
+        return {**asdict(replace(self, points=())), "points": points}
+
 
 def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str) -> Prediction | None:
     """Return what the points say of a call; None where they say nothing of its kind."""
@@ -84,46 +100,52 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
     index = kinds.speaking_of(kind)
     if index is None or not size.batch or not size.heads_q:
         return None
-    at = coordinates(size)
+    at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside)
     todo = work(kind, size)
     names = dict.fromkeys(name for one in near for name in one.place.point.backends)
-    found = [_candidate(name, index, near, todo, spec.capturing) for name in names]
+    found = [_candidate(name, index, kind.ratio, near, todo, spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
-    notes = [f"nothing of this kind was measured; these are of {index.kind}"] if index.kind != kind else []
-    notes += [f"outside the measured range, its edge decides: {where}" for where in outside]
-    points = tuple(Source(str(one.place.point.size), dist(one.place.at, at)) for one in near)
+    notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
+    if index.family != family_of(kind):
+        notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
+    points = tuple(
+        Source(one.place.point, one.place.point.kind.ratio == kind.ratio, dist(one.place.at, at))
+        for one in near
+    )
     return Prediction(table, tuple(found), points, tuple(notes))
 
 
-def _candidate(name: str, index: Index, near: list[Near], todo: float, capturing: bool) -> Candidate:
+def _candidate(
+    name: str, index: Index, ratio: int, near: list[Near], todo: float, capturing: bool
+) -> Candidate:
     # The nearest point that knows it says whether it failed; it may fail where there is no memory for it.
     closest = next(one.place.point.backends[name] for one in near if name in one.place.point.backends)
-    if trouble := index.wrong.get(name) or closest.trouble:
+    if trouble := index.wrong.get((name, ratio)) or closest.trouble:
         return Candidate(name, trouble=trouble)
-    floor, timed = index.floors[name], list(_timed(name, near))
+    floor = index.floors[name]
     gpu = _mean(
-        (floor + (one.gpu_us - floor) * todo / there, weight) for one, there, weight in timed if one.gpu_us
+        [
+            (floor + (took - floor) * todo / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
+            for one in near
+            if (took := _gpu_us(one, name)) is not None
+        ]
     )
-    host = _mean((one.host_us, weight) for one, _, weight in timed)
+    host = closest.host_us if near[0].distance < EXACT else index.hosts[name]
     first = index.building[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first)
 
 
-def _timed(name: str, near: list[Near]) -> Iterator[tuple[Measured, float, float]]:
-    """Yield what was measured of a backend, the work of that point, and how much it counts."""
-    for one in near:
-        found = one.place.point.backends.get(name)
-        if found is not None and found.gpu_us is not None:
-            yield found, one.place.work, 1.0 / max(one.distance, 1e-9)
+def _gpu_us(near: Near, name: str) -> float | None:
+    found = near.place.point.backends.get(name)
+    return None if found is None else found.gpu_us
 
 
-def _mean(weighted: Iterator[tuple[float, float]]) -> float:
+def _mean(weighted: Sequence[tuple[float, float]]) -> float:
     """Return the weighted geometric mean: exact for a single number, as times differ by factors."""
-    found = list(weighted)
-    if len(found) == 1:
-        return found[0][0]
-    total = sum(weight for _, weight in found)
-    return exp(sum(log(max(number, 1e-3)) * weight for number, weight in found) / total)
+    if len(weighted) == 1:
+        return weighted[0][0]
+    total = sum(weight for _, weight in weighted)
+    return exp(sum(log(max(number, 1e-3)) * weight for number, weight in weighted) / total)
