@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         BackendUnavailableError,
         ConfigError,
         InvalidInputError,
+        RanksDifferError,
         RegistrationError,
         UnknownBackendError,
         UnsupportedInputError,
@@ -57,6 +58,7 @@ _HOMES = {
         "BackendUnavailableError",
         "ConfigError",
         "InvalidInputError",
+        "RanksDifferError",
         "RegistrationError",
         "UnknownBackendError",
         "UnsupportedInputError",
@@ -79,7 +81,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "varlen_attn", "varlen_attn_out", "AuxRequest",
     "Backend", "Kernels", "Call", "Capabilities", "Range",
     "AttnregError", "BackendUnavailableError", "ConfigError", "InvalidInputError", "RegistrationError",
-    "UnknownBackendError", "UnsupportedInputError",
+    "RanksDifferError", "UnknownBackendError", "UnsupportedInputError",
 ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@
     ├── UnsupportedInputError    (RuntimeError)  no backend, or not the one asked for, runs the call
     ├── InvalidInputError        (ValueError)    the call contradicts itself: no backend could run it
     ├── ConfigError              (ValueError)    a settings file or environment variable is wrong
-    └── RegistrationError        (RuntimeError)  a backend or a router can't be registered
+    ├── RegistrationError        (RuntimeError)  a backend or a router can't be registered
+    └── RanksDifferError         (RuntimeError)  ranks of one job choose kernels by different tables
 
 Each also derives from the built-in exception a caller would expect, so code written against
 PyTorch's own errors keeps working. All of them survive pickling.
@@ -25,6 +26,7 @@ __all__ = [
     "BackendUnavailableError",
     "ConfigError",
     "InvalidInputError",
+    "RanksDifferError",
     "RegistrationError",
     "UnknownBackendError",
     "UnsupportedInputError",
@@ -66,6 +68,10 @@ class ConfigError(AttnregError, ValueError):
 
 class RegistrationError(AttnregError, RuntimeError):
     """A backend or a router can't be registered; nothing was changed."""
+
+
+class RanksDifferError(AttnregError, RuntimeError):
+    """Ranks of one job would choose different kernels for the same call."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

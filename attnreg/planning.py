@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg import counters, trace
+from attnreg import counters, ranks, trace
 from attnreg.discovery import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.examination import examined
@@ -76,8 +76,10 @@ def make_plan(
     Raises:
         UnsupportedInputError: no backend can run it, or none may.
         BackendUnavailableError: one that the settings ask for can't load here.
+        RanksDifferError: another rank of the job chooses by another table.
     """
     policy = now.policy.led_by(leading)
+    ranks.agree(policy.tables, now.entries, spec.device)
     entries = standing_in(native, now.entries)
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients nobody can compute.

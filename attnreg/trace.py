@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import threading
 import time
@@ -50,17 +51,22 @@ class Recording:
         counted: the counter of each direction of each spec.
         written: what of each counter is in the file.
         at: when it was last written.
+        full: whether calls were left out, as there were too many.
     """
 
     path: Path
     counted: dict[tuple[AttentionSpec, Direction], Counter] = field(default_factory=dict)
     written: dict[tuple[AttentionSpec, Direction], int] = field(default_factory=dict)
     at: float = field(default_factory=time.monotonic)
+    full: bool = False
 
     def counter(self, spec: AttentionSpec, direction: Direction) -> Counter | None:
         """Return the counter of one direction of a spec; None if there are too many specs."""
         place = replace(spec, device=replace(spec.device, index=None)), direction
         if place not in self.counted and len(self.counted) >= MOST_SPECS:
+            if not self.full:
+                log.warning("%s: has %d distinct calls, more are not recorded", self.path, MOST_SPECS)
+            self.full = True
             return None
         return self.counted.setdefault(place, Counter())
 
@@ -137,5 +143,11 @@ def _at_exit() -> None:
         _write(_followed)
 
 
+def _write_at_the_end_of_a_worker(_: object) -> None:
+    # A forked worker ends without what `atexit` has; Python's own way out of one are finalizers.
+    multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_the_parents)
+    multiprocessing.util.register_after_fork(_at_exit, _write_at_the_end_of_a_worker)

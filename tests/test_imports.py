@@ -31,7 +31,7 @@ LAYERS = [
         "selection sources trace",
         "replay",
         "policy",
-        "state scope render",
+        "state scope render ranks",
         "planning",
         "dispatch",
         "aten varlen_op",

@@ -178,6 +178,45 @@ def test_a_program_that_nobody_touched_is_recorded_by_the_variable_and_processes
     assert len(file.read_text().splitlines()) == 1
 
 
+FORKING = """
+import multiprocessing
+import torch
+import torch.nn.functional as F
+
+def work(length):
+    F.scaled_dot_product_attention(*torch.randn(3, 1, 2, length, 16).unbind())
+
+work(8)
+for length in (8, 24):
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(length,))
+    worker.start()
+    worker.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    file = tmp_path / "trace.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False,
+        env=environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert counts(file) == {8: (2, 0), 24: (1, 0)}
+
+
+def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_told_once(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(trace, "MOST_SPECS", 2)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        for length in (8, 16, 24, 32):
+            sdpa(length)
+    assert set(counts(tmp_path / "trace.jsonl")) == {8, 16}
+    assert caplog.text.count("trace.jsonl: has 2 distinct calls, more are not recorded") == 1
+
+
 def test_every_spec_comes_back_from_its_line():
     for spec in (
         asked(),

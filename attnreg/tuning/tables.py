@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,12 @@ class Named:
     def kinds(self) -> Kinds:
         """Its points, laid out for looking up."""
         return Kinds(self.table.points)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells its contents from all others, in twelve digits."""
+        data = json.dumps(self.table.to_dict(), sort_keys=True)
+        return hashlib.sha256(data.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
         return f"measured table {self.table.name}" + (f" ({self.source})" if self.source else "")

@@ -1,0 +1,192 @@
+"""Promises to the ranks of one job: they choose by the same table, or are told that they don't."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from tuned import asked, point, table
+
+import attnreg
+from attnreg import RanksDifferError, _registry, ranks
+from attnreg.spec import Device
+from attnreg.tuning.machine import environment
+from attnreg.tuning.tables import Named, Tables
+
+CPU = Device("cpu")
+
+
+class Store(dict):
+    """What torch's stores do about one key."""
+
+    def compare_set(self, key, expected, value):
+        if expected == "" or self.get(key) == expected:
+            self.setdefault(key, value)
+        return self[key].encode()
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Return what makes this process one rank of a job and then another."""
+    store = Store()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+
+    def become(number):
+        monkeypatch.setattr(dist, "get_rank", lambda: number)
+        monkeypatch.setattr(ranks, "_job", None)
+        return store
+
+    return become
+
+
+def tables(*points, **changes):
+    here = environment(CPU, _registry.entries())
+    measured = dataclasses.replace(table(*points, name=changes.pop("name", "t.json")), environment=here)
+    return Tables((Named(measured, "attnreg.toml:3"),), _registry.entries)
+
+
+def agree(chosen, device=CPU):
+    ranks.agree(chosen, _registry.entries(), device)
+
+
+def test_ranks_with_the_same_table_agree_wherever_the_file_lies(rank):
+    for number in (0, 1):
+        store = rank(number)
+        agree(tables(point(math=1.0), name=f"{number}.json"))
+    assert json.loads(store["attnreg/cpu/0"])["rank"] == 0
+
+
+def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_and_tables(rank):
+    rank(0)
+    agree(tables(point(math=1.0), name="a.json"))
+    rank(1)
+    with pytest.raises(RanksDifferError) as error:
+        agree(tables(point(math=2.0), name="b.json"))
+    told = str(error.value)
+    assert told.startswith("rank 1 on ")
+    assert "by measured table b.json (attnreg.toml:3) (contents " in told
+    assert ", rank 0 on " in told
+    assert "by measured table a.json (attnreg.toml:3) (contents " in told
+    assert 'policy = "order"' in told
+
+
+def test_the_error_comes_again_at_every_call(rank):
+    rank(0)
+    agree(tables(point(math=1.0)))
+    rank(1)
+    for _ in range(2):
+        with pytest.raises(RanksDifferError):
+            agree(tables(point(math=2.0)))
+
+
+def test_a_table_against_none_is_a_difference_and_the_reason_is_told(rank):
+    rank(0)
+    agree(tables(point(math=1.0)))
+    rank(1)
+    elsewhere = dataclasses.replace(table(point(math=1.0)).environment, device="another")
+    refused = dataclasses.replace(table(point(math=1.0)), environment=elsewhere)
+    with pytest.raises(
+        RanksDifferError, match=r"by the default order .measured table here\.json .*is refused"
+    ):
+        agree(Tables((Named(refused, "x.toml:1"),), _registry.entries))
+    with pytest.raises(RanksDifferError, match='chooses kernels by policy = "order", rank 0'):
+        agree(None)
+
+
+def test_a_backend_that_does_not_load_on_one_rank_is_a_difference(rank, monkeypatch):
+    rank(0)
+    agree(tables(point(math=1.0)))
+    rank(1)
+    chosen = tables(point(math=1.0))
+    chosen.report(CPU)
+    fewer = {name: entry for name, entry in _registry.entries().items() if name != "cpu"}
+    with pytest.raises(RanksDifferError, match=r"contents \w+, without cpu\), rank 0"):
+        ranks.agree(chosen, fewer, CPU)
+
+
+def test_ranks_that_measure_nothing_agree_and_a_later_change_is_compared_with_the_others_change(rank):
+    rank(0)
+    agree(None)
+    agree(None)
+    store = rank(1)
+    agree(None)
+    assert list(store) == ["attnreg/cpu/0"]
+    agree(tables(point(math=1.0)))
+    rank(0)
+    agree(None)
+    with pytest.raises(RanksDifferError):
+        agree(tables(point(math=3.0)))
+
+
+def test_a_store_that_cannot_compare_is_told_and_keeps_nobody_from_running(rank, monkeypatch, caplog):
+    rank(0)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", object)
+    agree(None)
+    assert "this job's ranks can't compare by what they choose kernels: 'object' object" in caplog.text
+
+
+def test_a_single_process_asks_no_store(monkeypatch):
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: pytest.fail("asked"))
+    agree(tables(point(math=1.0)))
+
+
+def test_simulated_devices_and_explain_ask_no_store(rank):
+    store = rank(0)
+    agree(None, Device.parse("sm_90"))
+    attnreg.explain(asked())
+    assert store == {}
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+
+import attnreg
+
+number, store, shared, own = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+q, k, v = torch.randn(3, 16, 2, 8).unbind()
+ends = torch.tensor([0, 16], dtype=torch.int32)
+for file in (shared, own):
+    attnreg.configure(file)
+    try:
+        attnreg.varlen_attn(q, k, v, ends, ends, 16, 16)
+        print("agreed", *attnreg.stats().calls)
+    except attnreg.RanksDifferError as error:
+        print(error)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_compare_over_the_jobs_own_store(tmp_path):
+    for name, took in (("shared", 1.0), ("own0", 2.0), ("own1", 3.0)):
+        spec = asked(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
+        measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
+        here = environment(CPU, _registry.entries())
+        dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
+        (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(number), str(tmp_path / "store"), str(tmp_path / "shared.toml"),
+             str(tmp_path / f"own{number}.toml")],
+            env=environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    lines = []
+    for process in started:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        lines += out.splitlines()
+    assert lines.count("agreed math") == 3  # both by the shared table, and the first by its own
+    assert sum("chooses kernels by measured table own" in line for line in lines) == 1
