@@ -30,10 +30,13 @@ class State:
         plans: the decisions made so far; they go with the state, so none outlives a change.
         passes: counters of those, by a shorter key, that leave a call to torch's own kernel.
         express: what packed calls of attnreg's own front came down to, by their arguments.
+        returns: the backwards of those, by the tensors that the forwards send them.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
-    __slots__ = ("_error", "_policy", "active", "entries", "express", "generation", "passes", "plans")
+    __slots__ = (
+        "_error", "_policy", "active", "entries", "express", "generation", "passes", "plans", "returns",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = _registry.generation
@@ -41,6 +44,7 @@ class State:
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.passes: dict[tuple[object, ...], tuple[Counter, ...]] = {}
         self.express: dict[tuple[object, ...], Any] = {}
+        self.returns: dict[int, Any] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -65,6 +69,7 @@ class State:
         """Keep what a packed call came down to under its arguments."""
         if len(self.express) >= MOST_PLANS:
             self.express.clear()
+            self.returns.clear()
         self.express[known_as] = express
 
     @property

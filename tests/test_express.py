@@ -1,5 +1,7 @@
 """Promises of the shortest way: which calls take it, and that it changes nothing about them."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -23,7 +25,20 @@ def covered(monkeypatch):
 @pytest.fixture(autouse=True)
 def not_capturing(monkeypatch):
     monkeypatch.setattr(express, "_capturing", lambda: False)
-    monkeypatch.setattr(express, "_further", {})
+    monkeypatch.setattr(express, "_shared", {})
+
+
+@pytest.fixture
+def deterministic():
+    @contextlib.contextmanager
+    def mode():
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return mode
 
 
 class Kernel:
@@ -73,6 +88,47 @@ def test_a_backward_that_came_before_does_too(covered, ran):
     assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
     assert kernel.calls == [args]
     assert ran() == {"FA2": (0, 1)}
+
+
+def sent(now, kernel):
+    """Return the arguments of a backward whose forward came before."""
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    *_, carrier, _ = express.forward(kernel, GIVEN, {}, now, scope.OWN)
+    return (*backward_args()[:13], carrier)
+
+
+def test_a_backward_that_its_forward_sent_is_looked_up_once(covered, ran, monkeypatch):
+    now, kernel = state(), Kernel(RESULTS)
+    args = sent(now, kernel)
+    kernel.results = RESULTS[:3]
+    assert express.backward(kernel, args, {}, now, None) is None
+    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
+    monkeypatch.setattr(express, "_known_as", lambda *_: pytest.fail("looked at again"))
+    assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
+    assert kernel.calls[1:] == [args, args]
+    assert ran() == {"FA2": (1, 2)}
+
+
+def test_a_backward_that_its_forward_sent_goes_the_long_way_in_another_mode(covered, deterministic):
+    now, kernel = state(), Kernel(RESULTS)
+    args = sent(now, kernel)
+    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    assert express.backward(kernel, args, {}, now, None) is not None
+    with deterministic():
+        assert express.backward(kernel, args, {}, now, None) is None
+    assert express.backward(kernel, args, {}, now, None) is not None
+
+
+def test_forwards_that_differ_send_different_carriers(covered):
+    now, kernel = state(), Kernel(RESULTS)
+    longer = (*GIVEN[:5], 6, *GIVEN[6:])
+    carriers = []
+    for given in (GIVEN, longer):
+        express.remember("forward", given, {}, plan("forward"), CALL, "FA2", now)
+        carriers.append(express.forward(kernel, given, {}, now, scope.OWN)[3])
+    assert carriers[0] is not carriers[1]
+    assert now.returns.keys() == {id(carrier) for carrier in carriers}
 
 
 @pytest.mark.parametrize(

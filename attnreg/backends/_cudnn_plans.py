@@ -5,7 +5,6 @@ A plan is immutable and may run in several threads; a handle belongs to one thre
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,10 @@ class _Handles(dict[int, list[Any]]):
 
     def __del__(self) -> None:
         for handle, _ in self.values():
-            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone already
+            try:  # noqa: SIM105 - at the end of the process CUDA may be gone already, and contextlib, too
                 self._destroy(handle)
+            except Exception:  # noqa: BLE001
+                pass
 
 
 class Plans:
