@@ -2,6 +2,7 @@
 
 import pytest
 
+import attnreg
 from attnreg import AttentionSpec, Device, _registry
 from attnreg.tuning import table, tables
 from attnreg.tuning.index import Kinds
@@ -53,3 +54,24 @@ def test_the_h200s_choices(changes, backend):
 def test_in_a_graph_the_host_does_not_count():
     tiny = {"batch": 2, "max_q": 128, "max_k": 128}
     assert chosen(**tiny, capturing=True).cost_us < chosen(**tiny).cost_us
+
+
+def explained(device):
+    return attnreg.explain(
+        AttentionSpec(
+            device=Device.parse(device), dtype="bfloat16", batch=8, max_q=2048, max_k=2048, heads_q=16,
+            heads_k=16, head_dim=64, head_dim_v=64, varlen=True,
+        )
+    )  # fmt: skip
+
+
+def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so():
+    found = explained("sm_90")
+    assert (found.backend, found.source) == ("FA4", "measured table nvidia-h200.json")
+    assert any("takes for granted that the device is NVIDIA H200" in note for note in found.notes)
+
+
+def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order():
+    found = explained("sm_100")
+    assert found.source.startswith("default order for")
+    assert not any("table" in note for note in found.notes)

@@ -122,7 +122,11 @@ class Tables:
         for named in self._named:
             if bool(named.table.environment.compute_capability) == (device.type == "cuda"):
                 yield named
-        if device.type == "cuda" and device.name and (found := _shipped(device.name)) is not None:
+        if device.type != "cuda":
+            return
+        if device.simulated:
+            yield from _shipped_for(".".join(map(str, device.capability or ())))
+        elif device.name and (found := _shipped(device.name)) is not None:
             yield found
 
     def _match(self, named: Named, device: Device) -> Match:
@@ -135,11 +139,21 @@ class Tables:
 
 
 @functools.cache
+def _shipped_for(capability: str) -> tuple[Named, ...]:
+    """Return the tables that come with attnreg for GPUs of that compute capability."""
+    found = (_read(file) for file in sorted(SHIPPED.glob("*.json")))
+    return tuple(one for one in found if one and one.table.environment.compute_capability == capability)
+
+
+@functools.cache
 def _shipped(device: str) -> Named | None:
     """Return the table that comes with attnreg for a GPU of that name."""
     from attnreg.tuning.machine import file_name
 
-    file = SHIPPED / file_name(device)
+    return _read(SHIPPED / file_name(device))
+
+
+def _read(file: Path) -> Named | None:
     try:
         return Named(load(file)) if file.is_file() else None
     except ConfigError as error:  # nobody asked for it, so that it can't be an error of a call
