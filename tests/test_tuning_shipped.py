@@ -56,6 +56,13 @@ def test_in_a_graph_the_host_does_not_count():
     assert chosen(**tiny, capturing=True).cost_us < chosen(**tiny).cost_us
 
 
+@pytest.fixture
+def as_installed(monkeypatch):
+    """Have what comes with attnreg where the other tests have nothing."""
+    monkeypatch.setattr(tables, "SHIPPED", H200.parent)
+    attnreg.reload()
+
+
 def explained(device):
     return attnreg.explain(
         AttentionSpec(
@@ -65,13 +72,13 @@ def explained(device):
     )  # fmt: skip
 
 
-def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so():
+def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so(as_installed):
     found = explained("sm_90")
     assert (found.backend, found.source) == ("FA4", "measured table nvidia-h200.json")
     assert any("takes for granted that the device is NVIDIA H200" in note for note in found.notes)
 
 
-def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order():
+def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order(as_installed):
     found = explained("sm_100")
     assert found.source.startswith("default order for")
     assert not any("table" in note for note in found.notes)
