@@ -1,5 +1,7 @@
 """Promises of the tables that come with attnreg: whole, of known backends, and chosen from as measured."""
 
+from pathlib import Path
+
 import pytest
 
 import attnreg
@@ -15,6 +17,11 @@ H200 = tables.SHIPPED / "nvidia-h200.json"
 
 def test_there_is_one_for_the_h200():
     assert H200 in FILES
+
+
+def test_the_folder_of_configs_shows_what_ships():
+    configs = Path(__file__).parent.parent / "configs"
+    assert (configs / "tuned" / H200.name).samefile(H200)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
