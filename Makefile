@@ -45,10 +45,11 @@ test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the w
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@$(PY) -m attnreg demo
 
-bench: $(READY) ## list the benchmarks; NAME=overhead runs that one, ARGS go to it
+bench: $(READY) ## list the benchmarks beside `attnreg bench`; NAME=accuracy runs that one, ARGS go to it
 ifdef NAME
 	@$(PY) benchmarks/$(NAME).py $(ARGS)
 else
+	@echo "$(PY) -m attnreg bench varlen, sdpa, overhead or selection"
 	@for file in benchmarks/[a-z]*.py; do echo "make bench NAME=$$(basename "$$file" .py)"; done
 endif
 

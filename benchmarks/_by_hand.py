@@ -16,10 +16,10 @@ from attnreg.backends._cudnn_problem import Slot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from _batch import Tensors
     from torch import Tensor
 
     from attnreg.backend import Call
+    from attnreg.bench.inputs import Tensors
 
 __all__ = ["ByHand", "attention", "by_hand"]
 

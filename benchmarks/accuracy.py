@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _report import save, show, show_machine
 
+from attnreg.bench.report import save, show, show_machine
 from attnreg.cli.verdicts import TENSORS, Verdict, candidates, state
 from attnreg.verification import CASES, QUICK
 

@@ -14,22 +14,27 @@ cuDNN runs the prepared graph, whatever operator torch's SDPA had chosen.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.nn.functional as F
-from _batch import TOLERANCE, Batch, Tensors, far
 from _by_hand import attention, by_hand
-from _gpu import need_gpu, peak_memory
-from _report import interleaved, median_ratio, save, show, show_machine
-from _sides import STEPS, Side, available, by_default, led_by, misled
+from _here import available, need_gpu
 
 import attnreg
+from attnreg.bench.contexts import by_default, led_by
+from attnreg.bench.inputs import Batch, far
+from attnreg.bench.report import save, show, show_machine
+from attnreg.bench.shapes import dense, packed
+from attnreg.bench.sides import STEPS, Side, misled
+from attnreg.bench.timing import interleaved, median_ratio, peak_memory
+from attnreg.bench.truth import TOLERANCE
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from attnreg.bench.inputs import Tensors
 
 LARGE, RATIO, ADDED = 0.5e-3, 1.02, 4e-6
 
@@ -57,34 +62,33 @@ SIZES = (
 )
 
 
-def pair(name: str, size: Size, varlen: bool) -> dict[str, Side]:
-    """Return the two that are compared."""
-    batch = Batch([size.length] * size.batch, size.heads, size.dim, size.causal)
-    tensors, call = batch.sets[0], batch.call(varlen)
+def drawn(size: Size, varlen: bool, device: torch.device) -> Batch:
+    """Return the tensors of a size, packed or dense."""
+    rest = (size.heads, size.heads, size.dim, size.causal)
     if varlen:
-        hand = attention(by_hand(name, call, tensors))
-        front = batch.with_attnreg
-        return {
-            "attnreg": Side(front, [tensors], led_by(name)),
-            "by hand": Side(hand, [tensors], by_default),
-        }
-    apart = tensors.mapped(lambda x: x.unflatten(0, (size.batch, size.length)))
-    heads_first = apart.mapped(lambda x: x.transpose(1, 2))
-    sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=size.causal)
+        return Batch(packed([size.length] * size.batch, *rest), device)
+    return Batch(dense(size.batch, size.length, *rest), device)
+
+
+def pair(name: str, batch: Batch) -> dict[str, Side]:
+    """Return the two that are compared."""
+    hand = attention(by_hand(name, batch.call(), batch.sets[0]))
     return {
-        "attnreg": Side(sdpa, [heads_first], led_by(name)),
-        "by hand": Side(attention(by_hand(name, call, apart)), [apart], by_default),
+        "attnreg": Side(batch.with_attnreg, batch.front_sets, led_by(name)),
+        "by hand": Side(hand, batch.sets, by_default),
     }
 
 
-def check(name: str, sides: dict[str, Side], varlen: bool) -> str:
+def check(name: str, sides: dict[str, Side], batch: Batch) -> str:
     """Return what is wrong with the pair, or nothing."""
     attnreg.reset_stats()
     ours = sides["attnreg"].results()
     problem = misled(name)
     theirs = sides["by hand"].results()
-    error = far(ours if varlen else [x.transpose(1, 2) for x in ours], theirs)
-    return problem or ("" if error <= TOLERANCE else f"WRONG: relative distance {error:.2g}")
+    error = far(batch.contract(ours), theirs)
+    return problem or (
+        "" if error <= TOLERANCE[batch.shape.dtype] else f"WRONG: relative distance {error:.2g}"
+    )
 
 
 def lse_bytes(tensors: Tensors) -> int:
@@ -148,7 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    need_gpu()
+    device = need_gpu()
     show_machine()
     rounds = 3 if options.quick else options.rounds
     results: list[dict[str, Any]] = []
@@ -157,8 +161,9 @@ def main() -> None:
             done: list[dict[str, Any]] = []
             for size in (SIZES[0], SIZES[3]) if options.quick else SIZES:
                 try:
-                    sides = pair(name, size, varlen)
-                    if problem := check(name, sides, varlen):
+                    batch = drawn(size, varlen, device)
+                    sides = pair(name, batch)
+                    if problem := check(name, sides, batch):
                         print(f"left out: {name}, {front}, {size}: {problem}")
                         continue
                     for step in STEPS:

@@ -19,14 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from _batch import TOLERANCE, Batch, exact, far
 from _by_hand import ByHand, by_hand
-from _gpu import host_per_call, need_gpu
-from _report import interleaved, save, show, show_machine
-from _sides import available, by_default, led_by, misled, served, torch_alone
+from _here import available, need_gpu
 
 import attnreg
 from attnreg import _registry
+from attnreg.bench.contexts import by_default, led_by, torch_alone
+from attnreg.bench.inputs import Batch
+from attnreg.bench.report import save, show, show_machine
+from attnreg.bench.shapes import packed
+from attnreg.bench.sides import misled, served
+from attnreg.bench.timing import host_per_call, interleaved
+from attnreg.bench.truth import TOLERANCE, Truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +82,7 @@ def adapter(name: str, batch: Batch) -> ByHand:
 def aten_op(batch: Batch) -> Callable[..., Tensor]:
     """Return aten's flash op as a function of query, key and value."""
     op = torch.ops.aten._flash_attention_forward.default
-    rest = (batch.offsets, batch.offsets, batch.longest, batch.longest, 0.0, False, False)
+    rest = (batch.offsets_q, batch.offsets_q, batch.max_q, batch.max_q, 0.0, False, False)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return op(q, k, v, *rest)[0]  # type: ignore[no-any-return]
@@ -107,17 +111,17 @@ def sides(batch: Batch, backends: list[str]) -> dict[str, Side]:
 
 def checked(batch: Batch, all_sides: dict[str, Side]) -> dict[str, Side]:
     """Return the sides that are right and ran what they say; prints why the others aren't."""
-    truth, right = exact(batch.sets[0], batch.lengths, batch.causal), {}
+    truth, right = Truth(batch.shape, batch.sets[0], everything=True), {}
     for name, side in all_sides.items():
         attnreg.reset_stats()
         try:
             with side.within():
                 steps = side.steps(batch)
-                error = far((steps["forward, no grad"](), *steps["forward + backward"]()), truth)
+                error = truth.error((steps["forward, no grad"](), *steps["forward + backward"]()))
         except Exception as problem:  # noqa: BLE001 - as above
             print(f"left out: {name}: {type(problem).__name__}: {problem}")
             continue
-        wrong = "" if error <= TOLERANCE else f"WRONG, relative error {error:.2g}"
+        wrong = "" if error <= TOLERANCE[batch.shape.dtype] else f"WRONG, relative error {error:.2g}"
         if name == DEFAULT:
             print(f"{name}: ran {served()}")
         elif name.startswith("attnreg"):
@@ -139,7 +143,7 @@ def measure(
             with side.within():
                 called = side.steps(batch)[step]
                 called()  # a registration forgets the plans: the first call makes them
-                return host_per_call(called, calls)
+                return host_per_call(called, calls, batch.device)
 
         return run
 
@@ -157,9 +161,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=CALLS, help="per measurement")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    need_gpu()
+    device = need_gpu()
     show_machine()
-    batch = Batch([128, 128], 8, 64, causal=False)
+    batch = Batch(packed([128, 128], 8, 8, 64, causal=False), device)
     found = checked(batch, sides(batch, available()))
     rounds = 5 if options.quick else options.rounds
     medians: dict[str, dict[str, float]] = {name: {} for name in found}

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from _report import interleaved, machine, median_ratio, save, show
+from attnreg.bench.report import save, show, show_machine
+from attnreg.bench.timing import interleaved, median_ratio
 
 TIMED = "import time; {}; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 HOOK = "from attnreg._autoload import activate; activate()"
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(" · ".join(f"{key} {value}" for key, value in machine().items()))
+    show_machine()
     taken = interleaved(
         {name: lambda side=side: seconds(*side) for name, side in SIDES.items()}, options.rounds
     )

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _report import interleaved, machine, median_ratio, per_call, save, show
 from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
+from attnreg.bench.report import save, show, show_machine
+from attnreg.bench.timing import interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(" · ".join(f"{key} {value}" for key, value in machine().items()))
+    show_machine()
     results = []
     for setting, dtype, causal in itertools.product(SETTINGS, DTYPES, (False, True)):
         results.append(measure(setting, dtype, causal, options.rounds))

@@ -98,3 +98,10 @@ def _function(name: str) -> Callable[..., Any]:
 for _name in COMMANDS:
     # What follows the first positional argument belongs to the program that `run` is to start.
     app.command(_name, context_settings={"allow_interspersed_args": False})(reported(_function(_name)))
+
+# A command with commands of its own, unless its file can't be imported.
+_bench = _function("bench")
+if isinstance(_bench, typer.Typer):
+    app.add_typer(_bench, name="bench")
+else:
+    app.command("bench")(reported(_bench))

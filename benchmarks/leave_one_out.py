@@ -1,10 +1,11 @@
 """How good a measured table's choices are: each of its points chosen from all the others.
 
-    python benchmarks/selection.py [TABLE] [--json FILE]
+    python benchmarks/leave_one_out.py [TABLE] [--json FILE]
 
 For every point of the table (by default the one that ships for the H200) the point is left out, the rest
 predicts, and the time of the chosen backend is compared with that of the fastest one, as the point
-itself measured them. Beside it: each backend taken always. Needs no GPU. A point whose kind has no
+itself measured them. Beside it: each backend taken always. Needs no GPU; `attnreg bench selection`
+measures the same end to end, on other shapes. A point whose kind has no
 other is chosen as it would be in use: from another kind, or by the default order.
 """
 
@@ -15,9 +16,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _report import save, show
-
 from attnreg import _registry
+from attnreg.bench.report import save, show
 from attnreg.spec import AttentionSpec, Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds

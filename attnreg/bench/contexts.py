@@ -1,0 +1,91 @@
+"""Who decides inside a `with` block: torch alone, attnreg by itself, by measurement, or one backend."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from attnreg import _registry, api, aten, planning, policy
+from attnreg.backend import Backend, Kernels
+from attnreg.errors import BackendUnavailableError
+from attnreg.sources import Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+
+__all__ = ["by_default", "led_by", "mixed", "settings", "table_in_force", "torch_alone", "untouched"]
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Have nothing asked for, neither by variables nor by files; afterwards all is as it was."""
+    before, routers, kept_out = policy.sources(), aten.installed(), aten._kept_out
+    active = policy.activate(False)
+    policy.apply(Sources())
+    try:
+        yield
+    finally:
+        policy.apply(before)
+        policy.activate(active)
+        (aten.ensure if routers else aten.restore)()
+        aten._kept_out = kept_out  # taking them out is a promise that they stay out: nobody asked for that
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """Have torch's ops as they are without attnreg."""
+    api.uninstall()
+    yield
+
+
+@contextlib.contextmanager
+def by_default() -> Iterator[None]:
+    """Have nothing registered: what attnreg does by itself."""
+    aten.ensure()
+    yield
+
+
+def settings(chosen_by: str, table: Path | None = None) -> Callable[[], AbstractContextManager[None]]:
+    """Return what has `policy` in force, "measured" or "order", for as long as a `with` block lasts."""
+
+    @contextlib.contextmanager
+    def within() -> Iterator[None]:
+        before = policy.sources()
+        api.configure({"policy": chosen_by} | ({} if table is None else {"tuned": table}))
+        try:
+            yield
+        finally:
+            policy.apply(before)
+
+    return within
+
+
+def table_in_force(device: torch.device) -> str:
+    """Return the measured table that decides on a device, or why none does."""
+    tables = policy.current().tables
+    report = tables.report(planning.device_of(device)) if tables is not None else None
+    if report is None or report.in_force is None:
+        return "; ".join(("none", *(report.refused if report else ())))
+    return str(report.in_force)
+
+
+def led_by(backend: str | Backend) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what registers a backend for as long as a `with` block lasts."""
+    return lambda: api.register_backend(backend)
+
+
+def mixed(forward: str, backward: str) -> Backend:
+    """Return a backend made of one's forward and another's backward, which both have to load."""
+    first, second = _registry.find(forward), _registry.find(backward)
+    if first.backend is None or second.backend is None:
+        raise BackendUnavailableError(f"{forward} or {backward} is broken")
+    return Backend(
+        name=f"{forward}+{backward}",
+        forward=first.backend.forward,
+        backward=second.backend.backward,
+        load=lambda: Kernels(first.kernels().forward, second.kernels().backward),
+    )

@@ -1,0 +1,195 @@
+"""What attnreg costs the host per call, on tensors so small that the host's work is all there is.
+
+On a CPU three questions, each answered with the sides taking turns:
+
+1. The same aten op, and `F.scaled_dot_product_attention`, with and without attnreg.
+2. `attnreg.varlen_attn` and `torch.nn.attention.varlen.varlen_attn` above kernels that do nothing.
+3. `attnreg.varlen_attn` and a `varlen_attn` that calls the same backend by hand.
+
+On a GPU what each front takes of the host, torch's and attnreg's: see `overhead_gpu`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from attnreg import _registry, api, aten
+from attnreg.backend import Backend, Call, Kernels
+from attnreg.bench.noop import aten_nothing, nothing_backward, nothing_forward
+from attnreg.bench.report import Report, Table
+from attnreg.bench.timing import interleaved, median_ratio, per_call
+from attnreg.capabilities import Capabilities
+from attnreg.varlen import varlen_attn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.bench.report import Job
+
+__all__ = ["measure", "tabled"]
+
+CALLS, QUICK_CALLS = 1000, 20
+PARTS = (
+    ("routers", "Routers over torch's ops", "torch alone"),
+    ("varlen", "varlen_attn above kernels that do nothing", "torch"),
+    ("by_hand", "varlen_attn above the cpu backend", "by hand"),
+)
+
+Rows = dict[str, list[float]]
+
+
+def measure(job: Job) -> Report:
+    """Answer the questions of the device."""
+    if job.device.type == "cuda":
+        from attnreg.bench.overhead_gpu import measure as on_a_gpu
+
+        return on_a_gpu(job)
+    report, threads = Report({}, []), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number, ((key, title, base), ask) in enumerate(
+            zip(PARTS, (_routers, _fronts, _backend), strict=True)
+        ):
+            job.advance(number, len(PARTS), title)
+            if job.late:
+                job.leave_out(title, "the time was spent")
+                continue
+            report.results[key], table = tabled(
+                title, ask(QUICK_CALLS if job.quick else CALLS, job.rounds), base
+            )
+            report.tables.append(table)
+            job.keep(report.results)
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+def tabled(title: str, taken: Rows, base: str) -> tuple[list[dict[str, Any]], Table]:
+    """Return medians in microseconds beside those of the yardstick, as data and as a table."""
+    results, rows = [], []
+    for name, seconds in taken.items():
+        against = taken[f"{name.rpartition(', ')[0]}, {base}"]
+        median, ratio = statistics.median(seconds) * 1e6, median_ratio(seconds, against)
+        added = statistics.median(a - b for a, b in zip(seconds, against, strict=True)) * 1e6
+        results.append({"name": name, "microseconds": median, "added": added, "ratio": ratio})
+        rows.append((name, f"{median:.2f}", f"{added:+.2f}", f"{ratio:.3f}"))
+    return results, Table(title, ("call", "µs", f"above {base}", "ratio"), rows)
+
+
+def _routers(calls: int, rounds: int) -> Rows:
+    """Measure op and SDPA without attnreg, with idle routers, and with everything active."""
+    query = torch.randn(1, 1, 2, 8)
+    learned = query.clone().requires_grad_()
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    runs: dict[str, Callable[[], object]] = {
+        "aten op": lambda: op(query, query, query),
+        "SDPA": lambda: F.scaled_dot_product_attention(query, query, query),
+        "SDPA, with grad": lambda: F.scaled_dot_product_attention(learned, learned, learned),
+    }
+    states = (("torch alone", api.uninstall), ("nothing registered", aten.ensure), ("active", api.install))
+
+    def measured(run: Callable[[], object], become: Callable[[], None]) -> Callable[[], float]:
+        def once() -> float:
+            become()
+            run()  # makes the plan
+            return per_call(run, calls)
+
+        return once
+
+    measures = {
+        f"{name}, {state}": measured(run, become) for name, run in runs.items() for state, become in states
+    }
+    return interleaved(measures, rounds)
+
+
+def _fronts(calls: int, rounds: int) -> Rows:
+    """Measure both fronts above kernels that do nothing."""
+    from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
+
+    limits = Capabilities(devices=("cpu",), dtypes=("float32",), varlen=True)
+    nothing = Backend(
+        name="nothing", forward=limits, backward=limits,
+        load=lambda: Kernels(nothing_forward, nothing_backward),  # type: ignore[arg-type]
+    )  # fmt: skip
+    tokens = torch.randn(4, 2, 8, requires_grad=True)
+    offsets, grad = torch.tensor([0, 2, 4], dtype=torch.int32), torch.ones(4, 2, 8)
+
+    def forward(front: Callable[..., Any]) -> Tensor:
+        found: Tensor = front(tokens, tokens, tokens, offsets, offsets, 2, 2)
+        return found
+
+    def ours(run: Callable[[], object]) -> float:
+        with api.register_backend(nothing):
+            run()
+            taken = per_call(run, calls)
+        api.uninstall()
+        return taken
+
+    def theirs(run: Callable[[], object]) -> float:
+        with aten_nothing():
+            run()
+            return per_call(run, calls)
+
+    api.uninstall()
+    return interleaved(
+        {
+            "forward with grad, torch": lambda: theirs(lambda: forward(torch_varlen_attn)),
+            "forward with grad, attnreg": lambda: ours(lambda: forward(varlen_attn)),
+            "forward + backward, torch": lambda: theirs(lambda: _back(forward(torch_varlen_attn), grad)),
+            "forward + backward, attnreg": lambda: ours(lambda: _back(forward(varlen_attn), grad)),
+        },
+        rounds,
+    )
+
+
+def _backend(calls: int, rounds: int) -> Rows:
+    """Measure attnreg.varlen_attn against the `cpu` backend called by hand, at a small real shape."""
+    kernels, lengths = _registry.find("cpu").kernels(), [40, 64, 17, 33]
+    query, key, value = (torch.randn(sum(lengths), 4, 64, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    grad, fewer = torch.ones_like(query), max(calls // 10, 1)
+
+    def by_hand() -> Tensor:
+        call = Call(64**-0.5, 64, 64, (-1, -1), offsets, offsets)
+        return _ByHand.apply(kernels, query, key, value, call)  # type: ignore[no-untyped-call, no-any-return]
+
+    def attnregs() -> Tensor:
+        return varlen_attn(query, key, value, offsets, offsets, 64, 64)  # type: ignore[return-value]
+
+    api.install()
+    return interleaved(
+        {
+            "forward, by hand": lambda: per_call(by_hand, fewer),
+            "forward, attnreg": lambda: per_call(attnregs, fewer),
+            "forward + backward, by hand": lambda: per_call(lambda: _back(by_hand(), grad), fewer),
+            "forward + backward, attnreg": lambda: per_call(lambda: _back(attnregs(), grad), fewer),
+        },
+        rounds,
+    )
+
+
+def _back(out: Tensor, grad: Tensor) -> None:
+    out.backward(grad)  # type: ignore[no-untyped-call]
+
+
+class _ByHand(torch.autograd.Function):
+    """The least that a varlen_attn needs which knows its one backend: no checks, no choice."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
+        """Call the backend's forward."""
+        out, lse = kernels.forward(query, key, value, call)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.kernels, ctx.call = kernels, call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        """Call the backend's backward."""
+        return None, *ctx.kernels.backward(grad_out, *ctx.saved_tensors, ctx.call), None

@@ -1,0 +1,132 @@
+"""What comes of a measurement: plain data for JSON, tables for people, and lines that have to be said."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attnreg.bench.machine import machine
+from attnreg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+    from rich.console import Console
+
+__all__ = ["Job", "Report", "Table", "document", "save", "show", "show_machine"]
+
+
+class Table(NamedTuple):
+    """A table; the first column is text, the others are numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass
+class Report:
+    """What came of a measurement.
+
+    Attributes:
+        results: plain data.
+        tables: the same for people.
+        told: whether aims are reached.
+    """
+
+    results: Any
+    tables: list[Table]
+    told: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Job:
+    """What is to be measured, and whom to tell.
+
+    Attributes:
+        device: where.
+        backends: the names of those that are compared; all of them load there.
+        rounds: how often each side gets its turn.
+        quick: whether a few cases are enough.
+        deadline: when to begin no further case, in the seconds of `time.monotonic`.
+        out: the file in which everything so far is kept after each case.
+        table: the measured table to choose by, if not the one that ships for the device.
+        advance: hears the number of cases done, of how many, and the one that comes now.
+        left_out: what wasn't measured, and why.
+    """
+
+    device: torch.device
+    backends: tuple[str, ...]
+    rounds: int
+    quick: bool = False
+    deadline: float = inf
+    out: Path | None = None
+    table: Path | None = None
+    advance: Callable[[int, int, str], None] = lambda *_: None
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is spent."""
+        return time.monotonic() >= self.deadline
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say that something isn't measured."""
+        self.left_out.append(f"{what}: {why}")
+
+    def keep(self, results: Any) -> None:
+        """Write what there is so far."""
+        save(self.out, results, self.left_out)
+
+
+def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Return results with what they were measured on."""
+    told = {"left_out": list(left_out)} if left_out else {}
+    return {"machine": machine(), "results": results, **told}
+
+
+def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
+    """Write the results, and what they were measured on, as JSON.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document(results, left_out), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def show(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], place: Console | None = None
+) -> None:
+    """Print a table, on a console or for 110 columns."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+    from rich.text import Text
+
+    drawn = Drawn(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, name in enumerate(header):
+        drawn.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    place = place or Console(width=110)
+    place.print(Text(f"\n{title}", style="bold"))
+    place.print(drawn)
+
+
+def show_machine(place: Console | None = None, known: dict[str, str] | None = None) -> None:
+    """Print what the figures were measured on, unless that is `known` already."""
+    from rich.console import Console
+    from rich.text import Text
+
+    facts = " · ".join(f"{key} {value}" for key, value in (known or machine()).items())
+    (place or Console(width=110)).print(Text(facts))

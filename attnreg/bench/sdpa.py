@@ -1,0 +1,105 @@
+"""Dense calls of 16 thousand tokens: torch's default SDPA, attnreg by measurement, each backend.
+
+Head dim 64 and 128 of a model 2048 wide, lengths from 512 to 16384, causal or not, as many key heads
+as query heads or a quarter; bfloat16. On a CPU 512 tokens of a model 256 wide, float32.
+"""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+
+from attnreg.bench.cases import sdpa_grid
+from attnreg.bench.compare import checked, dtype_of, timed, wrong_backend
+from attnreg.bench.contexts import led_by, settings, torch_alone
+from attnreg.bench.inputs import Batch, copies_beyond_the_cache
+from attnreg.bench.report import Report, Table
+from attnreg.bench.sides import STEPS, Side
+from attnreg.bench.timing import matmul_rate
+from attnreg.bench.truth import Truth
+from attnreg.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from attnreg.bench.report import Job
+    from attnreg.bench.shapes import Shape
+
+__all__ = ["CHOSEN", "TORCH", "measure"]
+
+TORCH, CHOSEN, LED = "torch SDPA", "attnreg, measured", "attnreg, "
+
+
+def measure(job: Job) -> Report:
+    """Time every side of every case.
+
+    Raises:
+        BackendUnavailableError: torch's SDPA, the yardstick, isn't right here.
+    """
+    shapes = sdpa_grid(job.device.type)
+    shapes = shapes[:: len(shapes) // 2] if job.quick else shapes
+    rate = matmul_rate(job.device, dtype_of(shapes[0]))
+    report = Report({"matmul_teraflops": rate / 1e12, "rows": []}, [])
+    for number, shape in enumerate(shapes):
+        job.advance(number, len(shapes), str(shape))
+        if job.late:
+            job.leave_out(str(shape), "the time was spent")
+            continue
+        rows = _rows(shape, rate, job)
+        report.results["rows"] += rows
+        job.keep(report.results)
+    found, panels = report.results["rows"], dict.fromkeys(map(_panel, shapes))
+    report.tables = [_table(step, panel, found) for panel in panels for step in STEPS]
+    report.told = _mean_gains(found)
+    return report
+
+
+def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
+    batch = Batch(shape, job.device, copies_beyond_the_cache(shape, job.device))
+    truth = Truth(shape, batch.sets[0])
+    sides = {
+        TORCH: Side(batch.with_torch, batch.front_sets, torch_alone),
+        CHOSEN: Side(batch.with_attnreg, batch.front_sets, settings("measured", job.table)),
+    }
+    sides |= {LED + name: Side(batch.with_attnreg, batch.front_sets, led_by(name)) for name in job.backends}
+
+    def against(name: str, found: dict[str, str]) -> str:
+        return "" if name in (TORCH, CHOSEN) else wrong_backend(name.removeprefix(LED), found)
+
+    right = checked(shape, sides, lambda _, results: truth.error(batch.contract(results)), against, job)
+    if TORCH not in right:
+        raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it isn't right here")
+    length, (heads_q, heads_k) = shape.lengths_q[0], shape.heads
+    named = {"panel": _panel(shape), "case": f"{len(shape.lengths_q)} x {length}\n{heads_q}:{heads_k} heads"}
+    return [{**row, **named, "yardstick": TORCH} for row in timed(shape, right, TORCH, rate, job)]
+
+
+def _panel(shape: Shape) -> str:
+    return f"head dim {shape.dim}{', causal' if shape.causal else ''}"
+
+
+def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
+    """Return milliseconds, a case to a row and a side to a column; attnreg's also as times torch's."""
+    here = [row for row in rows if (row["step"], row["panel"]) == (step, panel)]
+    times = {(row["case"], row["side"]): row for row in here}
+    sides = list(dict.fromkeys(row["side"] for row in here))
+    cells = []
+    for case in dict.fromkeys(row["case"] for row in here):
+        found = [times.get((case, side)) for side in sides]
+        chosen = times.get((case, CHOSEN))
+        gain = f"{chosen['times_yardstick']:.2f}" if chosen else "-"
+        share = f"{chosen['of_matmul_rate']:.0%}" if chosen else "-"
+        shown = [f"{row['milliseconds']:.3f}" if row else "-" for row in found]
+        cells.append((case.replace("\n", ", "), *shown, gain, share))
+    header = ("ms", *(side.replace("attnreg, ", "") for side in sides), "x torch", "of matmul")
+    return Table(f"{panel}, {step}", header, cells)
+
+
+def _mean_gains(rows: list[dict[str, Any]]) -> list[str]:
+    told = []
+    for step in STEPS:
+        gains = [r["times_yardstick"] for r in rows if (r["step"], r["side"]) == (step, CHOSEN)]
+        if gains:
+            told.append(
+                f"{step}: {geometric_mean(gains):.2f} x {TORCH} in the geometric mean of {len(gains)} cases, "
+                f"{min(gains):.2f} at worst"
+            )
+    return told

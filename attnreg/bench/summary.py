@@ -1,0 +1,109 @@
+"""What the rows of `selection` come to: ratios to the best, their means and worst, and the aims. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
+
+__all__ = [
+    "BY_HAND",
+    "CHOSEN",
+    "FIXED",
+    "GROUPS",
+    "SAME_FRONT",
+    "TORCH",
+    "aims",
+    "gains",
+    "ratios",
+    "summary",
+]
+
+CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
+BY_HAND, SAME_FRONT = "best by hand", "best through the same front"
+GROUPS = ("all", "dense", "varlen", "decode")
+
+MEAN_AIM, WORST_AIM = 1.02, 1.15
+GAIN_AIMS = {"dense": 1.10, "varlen": 1.6}
+
+Row = Mapping[str, Any]
+
+
+def ratios(by_hand: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return, for each yardstick that there is, each strategy's time over that of the best.
+
+    Args:
+        by_hand: the time of each backend's kernel called by hand.
+        front: the time of each strategy through the front; those that name a fixed order are the
+            candidates for the best one there.
+    """
+    fixed = [time for name, time in front.items() if name.startswith(FIXED)]
+    best = {BY_HAND: min(by_hand.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}
+    return {
+        yardstick: {name: time / least for name, time in front.items()}
+        for yardstick, least in best.items()
+        if least
+    }
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return geometric mean, worst and number of the ratios, by direction, yardstick, group and strategy."""
+    found = []
+    for direction in (FORWARD, BACKWARD, BOTH):
+        for yardstick in (BY_HAND, SAME_FRONT):
+            for group in GROUPS:
+                named: dict[str, list[tuple[float, str]]] = {}
+                for row in rows:
+                    if group in ("all", row["group"]) and direction in row["directions"]:
+                        given = row["directions"][direction]["ratios"].get(yardstick, {})
+                        for strategy, ratio in given.items():
+                            named.setdefault(strategy, []).append((ratio, row["case"]))
+                found += [
+                    {
+                        "direction": direction, "yardstick": yardstick, "group": group, "strategy": strategy,
+                        "mean": geometric_mean(ratio for ratio, _ in ratios), "worst": max(ratios)[0],
+                        "worst_case": max(ratios)[1], "cases": len(ratios),
+                    }
+                    for strategy, ratios in named.items()
+                ]  # fmt: skip
+    return found
+
+
+def gains(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return how many times as fast as torch's default the chosen backend is, by direction and group."""
+    found = []
+    for direction in (FORWARD, BOTH):
+        for group in GROUPS[1:]:
+            taken = [
+                row["directions"][direction]["front"]
+                for row in rows
+                if row["group"] == group and direction in row["directions"]
+            ]
+            times = [one[TORCH] / one[CHOSEN] for one in taken if TORCH in one and CHOSEN in one]
+            if times:
+                found.append(
+                    {
+                        "direction": direction, "group": group, "mean": geometric_mean(times),
+                        "worst": min(times), "cases": len(times),
+                    }
+                )  # fmt: skip
+    return found
+
+
+def aims(summed: Sequence[Row], gained: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the aims with what was measured for each, and whether it is reached."""
+    found = []
+    for row in summed:
+        if (row["group"], row["strategy"]) == ("all", CHOSEN) and row["direction"] != BOTH:
+            for what, aim in (("mean", MEAN_AIM), ("worst", WORST_AIM)):
+                named = "geometric mean" if what == "mean" else "worst"
+                text = f"{row['direction']}, chosen / {row['yardstick']}, {named}"
+                found.append({"what": text, "value": row[what], "aim": aim, "reached": row[what] <= aim})
+    for row in gained:
+        if row["direction"] == BOTH and row["group"] in GAIN_AIMS:
+            aim, over = GAIN_AIMS[row["group"]], "SDPA" if row["group"] == "dense" else "varlen_attn"
+            text = f"{BOTH}, times as fast as torch's {over}, geometric mean"
+            found.append({"what": text, "value": row["mean"], "aim": aim, "reached": row["mean"] >= aim})
+    return found
