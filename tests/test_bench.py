@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg import _registry, aten, cli, policy, tuning
-from attnreg.bench import cases, contexts, overhead_gpu, selection, sides
+from attnreg.bench import cases, contexts, fronts, overhead_gpu, selection, sides
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Job
@@ -21,6 +21,7 @@ from attnreg.bench.strategies import strategies
 from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.bench.timing import calls_for, interleaved, median_ratio
 from attnreg.bench.truth import Truth
+from attnreg.sources import Sources
 from attnreg.spec import Device
 from attnreg.tuning.grids import grid
 from attnreg.tuning.kinds import kind_of, size_of
@@ -351,6 +352,18 @@ def test_a_strategy_is_what_its_name_says(routers):
 
 
 # What it makes of figures
+
+
+def test_what_fronts_take_is_measured_of_each_backend_that_runs_there(routers):
+    found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
+    assert [one[:3] for one in found] == [
+        (name, varlen, direction)
+        for varlen in (True, False)
+        for name in ("cpu", "math")
+        for direction in ("forward", "backward")
+    ]
+    assert all(one.host_us > 0 for one in found if one.direction == "forward")
+    assert policy.sources() == Sources()
 
 
 def test_ratios_are_to_the_best_of_each_yardstick():

@@ -9,7 +9,7 @@ from tuned import asked, point, took
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
 from attnreg.tuning.lookup import CALLS_PER_SHAPE, predict
-from attnreg.tuning.points import Measured
+from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.ranking import LEAD, reordered
 
 CAUSAL = {"window": (-1, 0)}
@@ -85,6 +85,28 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
             sum((x - y) ** 2 for x, y in zip(place.at, at, strict=True)) ** 0.5 for place in index.places
         )
         assert found == pytest.approx(every[:8])
+
+
+# What the fronts take
+
+
+def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_measured():
+    points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0)), point(asked(), "backward", a=1.0, b=2.0)]
+    fronts = [
+        Front("a", False, "forward", 20.0),
+        Front("b", False, "forward", 30.0),
+        Front("b", True, "forward", 900.0),
+        Front("b", False, "backward", 900.0),
+    ]
+    kinds = Kinds(points, fronts)
+
+    def costs(direction="forward", **changes):
+        found = predict(kinds, asked(**changes), direction, "t")
+        return {one.backend: one.cost_us for one in found.candidates}
+
+    assert costs() == {"a": 20.0, "b": 30.0}
+    assert costs(capturing=True) == {"a": 10.0, "b": 25.0}
+    assert costs("backward") == {"a": 1.0, "b": 900.0}
 
 
 # Beyond the measured range

@@ -20,8 +20,9 @@ from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
 from attnreg.tuning.grids import coarse_to_fine, grid
 from attnreg.tuning.measure import DeviceLostError, measured
+from attnreg.tuning.points import Front
 from attnreg.tuning.session import Session, kept
-from attnreg.tuning.table import Environment, load
+from attnreg.tuning.table import Environment, Table, load
 from attnreg.tuning.timing import Taken, Wall, repeats
 from attnreg.tuning.workload import copies, lengths, small_cases, unmeasurable
 
@@ -272,11 +273,22 @@ def test_a_session_saves_after_every_call_and_has_nothing_left(session, entry):
 def test_what_a_table_has_is_not_measured_again_but_a_new_backend_is(session, entry):
     made = session(entry("a"))
     list(made.run([BOTH], 1e9))
-    again = session(entry("a"), points=kept(made.out, HERE))
+    known = {point.place: point for point in kept(made.out, HERE).points}
+    again = session(entry("a"), points=dict(known))
     assert again.todo(BOTH) == ()
     assert (list(again.run([BOTH], 1e9)), again.fresh) == ([BOTH], [])
-    more = session(entry("a"), entry("b"), points=kept(made.out, HERE))
+    more = session(entry("a"), entry("b"), points=known)
     assert more.todo(BOTH) == ("forward", "backward")
+
+
+def test_what_fronts_take_is_saved_with_the_points_and_measured_anew_for_a_new_backend_only(session, entry):
+    made = session(entry("a"))
+    made.add_fronts([Front("a", True, "forward", 20.0)])
+    list(made.run([BOTH], 1e9))
+    made.add_fronts([Front("b", True, "forward", 30.0), Front("a", True, "forward", 21.0)])
+    found = kept(made.out, HERE)
+    assert len(found.points) == 2
+    assert found.fronts == (Front("a", True, "forward", 21.0), Front("b", True, "forward", 30.0))
 
 
 def test_a_table_of_another_environment_is_not_continued(session, entry):
@@ -284,7 +296,7 @@ def test_a_table_of_another_environment_is_not_continued(session, entry):
     made.save()
     with pytest.raises(ConfigError, match=r"measured with device a test, here it is another: .* --fresh"):
         kept(made.out, Environment(device="another"))
-    assert kept(made.out.with_name("none.json"), HERE) == {}
+    assert kept(made.out.with_name("none.json"), HERE) == Table(HERE, (), "none.json")
 
 
 def test_a_budget_stops_before_it_is_spent(session, entry, clock):
@@ -344,6 +356,26 @@ def backends(monkeypatch, entry, clock):
 
 
 SHAPE = ("--q", "2,32,4,64")
+
+
+def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
+    session, entry, monkeypatch
+):
+    asked_of = []
+
+    def host_costs(device, names):
+        asked_of.append((device.type, names))
+        return [Front(name, False, "forward", 9.0) for name in names]
+
+    monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
+    made = session(entry("a"), entry("b"))
+    tunings.measure_fronts(made)  # a CPU has no host beside it
+    made.device = torch.device("cuda")
+    made.fronts = (Front("a", False, "forward", 8.0),)
+    tunings.measure_fronts(made)
+    tunings.measure_fronts(made)
+    assert asked_of == [("cuda", ["b"])]
+    assert [one.backend for one in made.fronts] == ["a", "b"]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):

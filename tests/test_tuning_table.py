@@ -8,7 +8,7 @@ from tuned import asked, point, table, took
 
 from attnreg.errors import ConfigError
 from attnreg.tuning.matching import matched, matched_simulated
-from attnreg.tuning.points import Measured
+from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.table import Environment, load
 
 HERE = Environment(
@@ -29,6 +29,7 @@ WHOLE = table(
         FA4=Measured(failed="RuntimeError: no"),
     ),
     point(asked(window=(8, 0), varlen=True, tokens_q=300, tokens_k=310), "backward", FA2=31.0),
+    fronts=(Front("FA2", True, "forward", 35.4), Front("cuDNN", False, "backward", 120.0)),
     **dataclasses.asdict(HERE),
 )
 
@@ -95,6 +96,10 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         ),
         (("version",), 2, "version: got 2, expected 1: measure it again"),
         (("points",), None, "points: got None, expected a list of points"),
+        (("fronts",), "__gone__", "fronts: got None, expected a list of fronts"),
+        (("fronts", 0, "host_us"), -1, "fronts[0].host_us: got -1, expected a number of 0 or more"),
+        (("fronts", 1, "varlen"), "no", "fronts[1].varlen: got 'no', expected true or false"),
+        (("fronts", 0, "gpu_us"), 1.0, "fronts[0].gpu_us: unknown key"),
         (("environment",), 3, "environment: got 3, expected a device and its versions"),
         (("environment", "driver"), "__gone__", "environment.driver: missing"),
         (("environment", "gpu"), "H200", "environment.gpu: unknown key"),

@@ -33,8 +33,8 @@ def point(spec=SPEC, direction="forward", /, **backends):
     return Point(kind_of(spec, direction), size_of(spec), found)
 
 
-def table(*points, name="here.json", **environment):
-    return Table(Environment(**({"device": "a test"} | environment)), points, name)
+def table(*points, name="here.json", fronts=(), **environment):
+    return Table(Environment(**({"device": "a test"} | environment)), points, name, fronts)
 
 
 class Clock:

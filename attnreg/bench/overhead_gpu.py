@@ -15,10 +15,11 @@ import torch
 
 from attnreg.bench.compare import checked, wrong_backend
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
+from attnreg.bench.fronts import SHAPES
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Report, Table
-from attnreg.bench.shapes import BOTH, dense, packed
-from attnreg.bench.sides import Side, forward, forward_backward
+from attnreg.bench.shapes import BOTH
+from attnreg.bench.sides import Side, forward, forward_backward, with_grad
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.bench.truth import Truth
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.inputs import Tensors
     from attnreg.bench.report import Job
 
 __all__ = ["measure"]
@@ -36,20 +36,13 @@ CALLS, TORCH, OP = 30, "torch", "aten op, C++ autograd"
 AIMS = {"forward, grad": 30.0, BOTH: 110.0}
 
 
-def _with_grad(front: Callable[..., Tensor], tensors: Tensors) -> Tensor:
-    return front(*tensors.inputs())
-
-
-STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward_backward}
+STEPS = {"forward, no grad": forward, "forward, grad": with_grad, BOTH: forward_backward}
 
 
 def measure(job: Job) -> Report:
     """Measure both fronts."""
     report = Report({}, [])
-    fronts = (
-        ("varlen_attn", packed([128, 128], 8, 8, 64, False)),
-        ("SDPA", dense(2, 128, 8, 8, 64, False)),
-    )
+    fronts = tuple(zip(("varlen_attn", "SDPA"), SHAPES, strict=True))
     for number, (name, shape) in enumerate(fronts):
         job.advance(number, len(fronts), name)
         batch = Batch(shape, job.device)

@@ -32,6 +32,7 @@ __all__ = [
     "misled",
     "ran",
     "served",
+    "with_grad",
 ]
 
 
@@ -107,6 +108,11 @@ def forward(front: Front, tensors: Tensors) -> Tensor:
     """Run a forward of which no gradient will be asked."""
     with torch.no_grad():
         return front(*tensors.inputs())
+
+
+def with_grad(front: Front, tensors: Tensors) -> Tensor:
+    """Run a forward of which a gradient may be asked."""
+    return front(*tensors.inputs())
 
 
 def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:

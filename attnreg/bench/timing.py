@@ -27,6 +27,7 @@ __all__ = [
     "per_call",
 ]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 # Clock cycles per call that the GPU is kept waiting, so that the host gets ahead: 0.4 ms or so.
@@ -106,11 +107,11 @@ def peak_memory(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def interleaved(measures: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """Take each measure once per round, in turn, so that a machine's moods meet them alike."""
     for measure in measures.values():
         measure()  # a warm-up that doesn't count
-    taken: dict[str, list[T]] = {name: [] for name in measures}
+    taken: dict[K, list[T]] = {name: [] for name in measures}
     for number in range(rounds):
         names = list(measures)
         for name in names if number % 2 == 0 else reversed(names):

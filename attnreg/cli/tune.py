@@ -97,13 +97,15 @@ def _run(session: "Session", specs: "list[AttentionSpec]", longest: float) -> tu
     """Measure behind a progress bar; return how it ended, and what has to be said of that."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from attnreg.cli import tunings
     from attnreg.tuning.measure import DeviceLostError
 
     place, done = console(stderr=True), 0
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
         with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as progress:
-            task = progress.add_task("", total=len(specs))
+            task = progress.add_task("what calls take the host", total=len(specs))
+            tunings.measure_fronts(session)
             for spec in session.run(specs, longest):
                 done += 1
                 progress.update(task, completed=done, description=_short(spec))

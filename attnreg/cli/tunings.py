@@ -19,7 +19,7 @@ from attnreg.tuning.grids import grid
 from attnreg.tuning.kinds import kind_of, size_of, work
 from attnreg.tuning.machine import environment, file_name
 from attnreg.tuning.session import Session, kept
-from attnreg.tuning.table import check_writable
+from attnreg.tuning.table import Table, check_writable
 from attnreg.tuning.timing import timer_for
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attnreg.spec import AttentionSpec, Device
     from attnreg.tuning.points import Measured, Point
 
-__all__ = ["begun", "given", "show", "summary", "wanted"]
+__all__ = ["begun", "given", "measure_fronts", "show", "summary", "wanted"]
 
 GRIDS = ("quick", "full")
 
@@ -105,8 +105,20 @@ def begun(out: Path | None, place: torch.device, asked: tuple[str, ...], fresh: 
         check_writable(file)
     except ConfigError as error:
         raise ConfigError(f"--out: {error}") from None
-    known = {} if fresh else kept(file, here)
-    return Session(file, here, entries, place, Checks(place), timer_for(place), known)
+    known = Table(here, ()) if fresh else kept(file, here)
+    points = {point.place: point for point in known.points}
+    return Session(file, here, entries, place, Checks(place), timer_for(place), points, known.fronts)
+
+
+def measure_fronts(session: Session) -> None:
+    """Measure what the host takes for calls on a GPU, of each backend whose table doesn't say so."""
+    known = {front.backend for front in session.fronts}
+    names = [entry.name for entry in session.entries if entry.name not in known]
+    if session.device.type != "cuda" or not names:
+        return
+    from attnreg.bench.fronts import host_costs
+
+    session.add_fronts(host_costs(session.device, names))
 
 
 def summary(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from attnreg.tuning.kinds import RATIO, Kind, coordinates, distance_between, fam
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attnreg.tuning.points import Measured, Point
+    from attnreg.tuning.points import Front, Measured, Point
 
 __all__ = ["EXACT", "Index", "Kinds", "Near", "Place"]
 
@@ -53,7 +53,7 @@ class Index:
         places: the points, and where they lie.
         low, high: the measured range of each coordinate.
         floors: for each backend the least that a call takes, in microseconds.
-        hosts: for each backend what the host takes, in microseconds: next to the same for all sizes.
+        hosts: for each backend what its own function takes the host, in microseconds, as a median.
         building: for each backend what the first call of a new shape takes, in seconds.
         wrong: in what a backend was wrong with a ratio of heads, at any size.
     """
@@ -102,9 +102,14 @@ class Index:
 
 
 class Kinds:
-    """Every family of a table, and which of them speaks of a call."""
+    """Every family of a table, and which of them speaks of a call.
 
-    def __init__(self, points: Iterable[Point]) -> None:
+    Attributes:
+        fronts: what the host takes, by backend, layout (packed or not) and direction.
+    """
+
+    def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:
+        self.fronts = {(one.backend, one.varlen, one.direction): one.host_us for one in fronts}
         places: dict[Kind, list[Place]] = {}
         for point in points:
             kind, size = point.kind, point.size

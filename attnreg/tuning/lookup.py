@@ -2,8 +2,8 @@
 
 The points that are used are the same for all backends, and each counts by one over the square of its
 distance, in powers of two of the sizes. A GPU time is carried from a point to the call by the ratio of
-their work. A host time is next to the same for all sizes, but a machine has its moods: it is the median
-of the family. Where the very call was measured, both are what was measured there.
+their work; where the very call was measured it is what was measured there. A host time is next to the
+same for all sizes: it is what a call through its front takes, where that was measured.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
     near = index.nearest(inside)
     todo = work(kind, size)
     names = dict.fromkeys(name for one in near for name in one.place.point.backends)
-    found = [_candidate(name, index, kind.ratio, near, todo, spec.capturing) for name in names]
+    hosts = {name: kinds.fronts.get((name, kind.varlen, kind.direction)) for name in names}
+    found = [_candidate(name, index, kind.ratio, near, todo, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -118,7 +119,7 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
 
 
 def _candidate(
-    name: str, index: Index, ratio: int, near: list[Near], todo: float, capturing: bool
+    name: str, index: Index, ratio: int, near: list[Near], todo: float, host: float | None, capturing: bool
 ) -> Candidate:
     # The nearest point that knows it says whether it failed; it may fail where there is no memory for it.
     closest = next(one.place.point.backends[name] for one in near if name in one.place.point.backends)
@@ -132,7 +133,8 @@ def _candidate(
             if (took := _gpu_us(one, name)) is not None
         ]
     )
-    host = closest.host_us if near[0].distance < EXACT else index.hosts[name]
+    if host is None:
+        host = closest.host_us if near[0].distance < EXACT else index.hosts[name]
     first = index.building[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.tuning.kinds import MASKS, Kind, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Malformed", "Measured", "Point"]
+__all__ = ["Front", "Malformed", "Measured", "Point"]
 
 
 class Malformed(ValueError):  # noqa: N818 - a message on its way to a ConfigError
@@ -91,6 +91,46 @@ class Point:
         size = Size(**{name: _FIELDS[name](table[name], name) for name in Size._fields})
         backends = _of(table["backends"], dict, "backends", "what each backend takes")
         return cls(kind, size, {name: _measured(one, f"backends.{name}") for name, one in backends.items()})
+
+
+class Front(NamedTuple):
+    """What the host takes for one direction of a call that a program makes, whatever its size.
+
+    A call by a program goes through torch's dispatcher, a router, and autograd's thread, which takes
+    several times as long as the kernel's own function, and not by the same factor for each backend.
+
+    Attributes:
+        backend: its name.
+        varlen: whether it came through `varlen_attn`, or else through SDPA.
+        direction: `"forward"` or `"backward"`.
+        host_us: microseconds until the call returns, the GPU still at work.
+    """
+
+    backend: str
+    varlen: bool
+    direction: str
+    host_us: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return {**self._asdict(), "host_us": _rounded(self.host_us)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Front:
+        """Return what the data describes.
+
+        Raises:
+            Malformed: it describes nothing of the kind.
+        """
+        table = _of(data, dict, "", "what the host takes")
+        if wrong := sorted(set(cls._fields).symmetric_difference(table)):
+            raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in cls._fields else 'unknown key'}")
+        return cls(
+            _text(table["backend"], "backend"),
+            _boolean(table["varlen"], "varlen"),
+            _one_of("forward", "backward")(table["direction"], "direction"),
+            _seconds(table["host_us"], "host_us"),
+        )
 
 
 def _measured(data: object, key: str) -> Measured:

@@ -17,14 +17,14 @@ from attnreg.tuning.table import Table, load
 from attnreg.tuning.workload import unmeasurable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from attnreg.discovery import Entry
     from attnreg.spec import AttentionSpec
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.kinds import Kind, Size
-    from attnreg.tuning.points import Point
+    from attnreg.tuning.points import Front, Point
     from attnreg.tuning.table import Environment
     from attnreg.tuning.timing import Timer
 
@@ -45,6 +45,7 @@ class Session:
         device: where.
         checks, timer: what they are held to, and timed with.
         points: what the table has, by place.
+        fronts: what the host takes for calls through the fronts.
         fresh: what this session measured.
         skipped: calls that can't be measured, with the reason.
     """
@@ -56,6 +57,7 @@ class Session:
     checks: Checks
     timer: Timer
     points: dict[tuple[Kind, Size], Point] = field(default_factory=dict)
+    fronts: tuple[Front, ...] = ()
     fresh: list[Point] = field(default_factory=list)
     skipped: list[tuple[AttentionSpec, str]] = field(default_factory=list)
 
@@ -93,7 +95,18 @@ class Session:
         Raises:
             OSError: it can't be written.
         """
-        Table(self.environment, tuple(self.points.values()), self.out.name).save(self.out)
+        points = tuple(self.points.values())
+        Table(self.environment, points, self.out.name, self.fronts).save(self.out)
+
+    def add_fronts(self, found: Iterable[Front]) -> None:
+        """Take what fronts were measured to take, and write the table.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        known = {one[:3]: one for one in (*self.fronts, *found)}
+        self.fronts = tuple(known.values())
+        self.save()
 
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         point = self.points.get((kind_of(spec, direction), size_of(spec)))
@@ -121,15 +134,15 @@ class Session:
             self.save()
 
 
-def kept(out: Path, environment: Environment) -> dict[tuple[Kind, Size], Point]:
-    """Return the points that a table of the same environment has already; none if there is no file.
+def kept(out: Path, environment: Environment) -> Table:
+    """Return what a table of the same environment has already; an empty one if there is no file.
 
     Raises:
         ConfigError: the file is no table, or one of another environment.
     """
     if not out.exists():
-        return {}
+        return Table(environment, (), out.name)
     table = load(out)
     if refused := matched(table.environment, environment).refused:
         raise ConfigError(f"{out}: {'; '.join(refused)}: measure into another file, or anew with --fresh")
-    return {point.place: point for point in table.points}
+    return table

@@ -8,12 +8,17 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnreg.errors import ConfigError
-from attnreg.tuning.points import Malformed, Point
+from attnreg.tuning.points import Front, Malformed, Point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Environment", "Table", "check_writable", "environment_from", "load", "write_whole"]
+
+T = TypeVar("T")
 
 FORMAT = "attnreg measured table"
 VERSION = 1
@@ -44,11 +49,12 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Points of one environment; `name` is how messages call the table."""
+    """Points of one environment, and what the fronts take there; `name` is how messages call the table."""
 
     environment: Environment
     points: tuple[Point, ...]
     name: str = "table"
+    fronts: tuple[Front, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
@@ -56,6 +62,7 @@ class Table:
             "format": FORMAT,
             "version": VERSION,
             "environment": asdict(self.environment),
+            "fronts": [front.to_dict() for front in self.fronts],
             "points": [point.to_dict() for point in self.points],
         }
 
@@ -96,21 +103,27 @@ def _read(data: object, name: str) -> Table:
         raise Malformed(f"format: got {got!r}, expected {FORMAT!r}, as `attnreg tune` writes it")
     if data.get("version") != VERSION:
         raise Malformed(f"version: got {data.get('version')!r}, expected {VERSION}: measure it again")
-    rows = data.get("points")
-    if not isinstance(rows, list):
-        raise Malformed(f"points: got {rows!r}, expected a list of points")
-    points = []
-    for number, row in enumerate(rows):
-        try:
-            points.append(Point.from_dict(row))
-        except Malformed as error:
-            joint = ": " if str(error).startswith("got ") else "."
-            raise Malformed(f"points[{number}]{joint}{error}") from None
+    fronts = _each(data, "fronts", Front.from_dict)
+    points = _each(data, "points", Point.from_dict)
     places = [point.place for point in points]
     if len(set(places)) < len(places):
         twice = next(i for i, place in enumerate(places) if place in places[:i])
         raise Malformed(f"points[{twice}]: is there twice, expected each place once")
-    return Table(environment_from(data.get("environment")), tuple(points), name)
+    return Table(environment_from(data.get("environment")), tuple(points), name, tuple(fronts))
+
+
+def _each(data: dict[str, Any], key: str, read: Callable[[object], T]) -> list[T]:
+    rows = data.get(key)
+    if not isinstance(rows, list):
+        raise Malformed(f"{key}: got {rows!r}, expected a list of {key}")
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(read(row))
+        except Malformed as error:
+            joint = ": " if str(error).startswith("got ") else "."
+            raise Malformed(f"{key}[{number}]{joint}{error}") from None
+    return found
 
 
 def environment_from(data: object) -> Environment:

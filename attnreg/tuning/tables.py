@@ -44,7 +44,7 @@ class Named:
     @functools.cached_property
     def kinds(self) -> Kinds:
         """Its points, laid out for looking up."""
-        return Kinds(self.table.points)
+        return Kinds(self.table.points, self.table.fronts)
 
     @functools.cached_property
     def digest(self) -> str:
