@@ -586,6 +586,27 @@ def test_a_dropout_mask_that_torchs_own_kernel_drew_stays_with_it(route, ran, ki
 
 
 @pytest.mark.parametrize("kind", SDPA)
+def test_so_it_does_when_the_call_is_known_already(route, ran, kind):
+    route(torchs_own())
+    inputs = tensors()
+    attnreg.policy.activate(True)
+    for _ in range(3):
+        call(kind, inputs, 0.2)[0].sum().backward()
+    assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (3, 3)}
+
+
+def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
+    route(torchs_own())
+    attnreg.policy.activate(True)
+    inputs = tensors()
+    for _ in range(2):
+        call("cudnn", inputs)[0].sum().backward()
+    for bias in BIASES.values():
+        check_against_truth(call("cudnn", inputs, bias=bias)[0], inputs, bias=bias)
+    assert ran() == {"cuDNN": (2 + len(BIASES), 2 + len(BIASES))}
+
+
+@pytest.mark.parametrize("kind", SDPA)
 @pytest.mark.parametrize("original", [False, True])
 def test_a_dropout_mask_that_nobody_knows_the_owner_of_is_an_error(route, ran, kind, original):
     route(torchs_own() if original else None)

@@ -102,6 +102,34 @@ def test_what_a_plan_depends_on_makes_another(kernels, module, difference):
     assert len(module.graphs) == 2
 
 
+@pytest.mark.parametrize(
+    ("lens_q", "lens_k", "window", "aligned"),
+    [
+        ([3, 9], None, (-1, 0), "TOP_LEFT"),
+        ([3, 9], None, (4, 0), "TOP_LEFT"),
+        ([3, 9], [3, 12], (-1, 0), "BOTTOM_RIGHT"),
+        ([3, 9], None, (-1, -1), None),
+    ],
+)
+def test_the_mask_of_a_backward_begins_top_left_where_that_is_the_same(
+    kernels, module, lens_q, lens_k, window, aligned
+):
+    query, key, value, call = ragged(lens_q, lens_k)
+    call = call._replace(window=window)
+    out, lse = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    forward, backward = (graph.options.get("diagonal_alignment") for graph in module.graphs)
+    assert (forward, backward) == (aligned and "BOTTOM_RIGHT", aligned)
+
+
+def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(kernels, module):
+    query, key, value, call = ragged([3, 9])
+    call = call._replace(cu_seqlens_k=call.cu_seqlens_q.clone())
+    out, lse = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
+
+
 def test_a_thousand_ragged_batches_need_few_plans():
     draw = random.Random(0)
     forward, backward = set(), set()

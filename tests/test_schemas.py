@@ -136,19 +136,22 @@ def test_the_places_that_the_short_way_reads_are_those_of_the_op(op):
     if route.quick is None:
         return
     names = [argument.name for argument in installed(op)]
-    query, flags, carrier = route.quick
+    query, flags, carrier, absent = route.quick
     assert names[query : query + 3] == ["query", "key", "value"]
     schema = getattr(torch.ops.aten, op).default._schema
     tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
     passed = set(names[flags])
     assert not passed & tensors
+    # Of tensors beside query, key and value a forward has none, and a backward what its forward gave it.
+    saved = {"grad_out", "out", "logsumexp", "philox_seed", "philox_offset", "cum_seq_q", "cum_seq_k"}
+    positional = {argument.name for argument in installed(op) if not argument.keyword_only}
+    assert tensors & positional - {"query", "key", "value"} - saved <= set(names[absent]) <= tensors
     if carrier:
         assert names[carrier] == route.carrier
         # Of a backward only these decide besides the tensors.
         assert passed == {"dropout_p", "is_causal"}
     else:
         # A call with keyword arguments takes the long way; all other plain arguments are compared.
-        positional = {argument.name for argument in installed(op) if not argument.keyword_only}
         assert passed == positional - tensors
 
 

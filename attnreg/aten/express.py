@@ -97,7 +97,7 @@ def backward(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, _: Any
 ) -> tuple[Any, ...] | None:
     """Return the gradients likewise; a backward's pin comes with an argument."""
-    if len(args) != BACKWARD or _capturing():
+    if len(args) != BACKWARD:
         return None
     carrier = args[13]
     modes = _deterministic(), _warn_only()
@@ -110,6 +110,8 @@ def backward(
             return None
         if mine:
             now.returns[id(carrier)] = Return(carrier, known, modes)
+    if _capturing():
+        return None
     grad_out, query, key, value, out, lse, ends_q, ends_k = args[:8]
     grads: tuple[Any, ...]
     if known.direct and all(map(_lies_well, (grad_out, query, key, value, out))):

@@ -33,11 +33,13 @@ class Quick(NamedTuple):
         query: the place of the query; key and value come next.
         flags: the places of the plain values that capabilities read.
         carrier: the place of a backward's carrier; 0 in a forward.
+        absent: the places of tensors that not every call has; one that has them takes the long way.
     """
 
     query: int
     flags: slice
     carrier: int = 0
+    absent: slice = slice(0)
 
 
 class Turn(NamedTuple):
@@ -62,11 +64,14 @@ class Turn(NamedTuple):
     known_as: tuple[Any, ...] | None = None
     now: State | None = None
 
-    def torch(self, plan: Plan) -> Any:
-        """Run torch's own kernel on the very same arguments, because the plan says so; counts it."""
+    def torch(self, plan: Plan, alone: bool = True) -> Any:
+        """Run torch's own kernel on the very same arguments, because the plan says so; counts it.
+
+        `alone` says that this is all there is to do, so that calls like this one needn't come here.
+        """
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
-        if self.known_as is not None and self.now is not None:
+        if alone and self.known_as is not None and self.now is not None:
             self.now.remember(self.known_as, plan)
         return result
 
@@ -118,7 +123,8 @@ def router(
         original = _undisturbed(original)
     op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
     express = route.express if original is not None else None
-    at, flags, carried_at = quick or Quick(0, slice(0))
+    at, flags, carried_at, absent = quick or Quick(0, slice(0))
+    nothing = (None,) * (absent.stop - (absent.start or 0))
     # Names of this function are found faster than attributes of modules; this is every call's way.
     current, read_stamp, count = scope.current, scope.read_stamp, counters.count
     grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
@@ -132,7 +138,7 @@ def router(
             result = express(original, args, kwargs, now, scoped)
             if result is not None:
                 return result
-        if quick is not None and not kwargs and original is not None:
+        if quick is not None and not kwargs and original is not None and args[absent] == nothing:
             pin = read_stamp(args[carried_at]) if carrier else scoped
             if pin is None:
                 if not now.active:

@@ -41,7 +41,8 @@ def _forward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple[
     query, dropout = asked.query, asked.dropout_p
     plan = plan_for("forward", asked, turn, turn.pin, bias, top_left=cudnn)
     if plan.original:
-        result = turn.torch(plan)
+        # What a dropout's forward tells its backward has to be written beside its results.
+        result = turn.torch(plan, alone=dropout == 0.0)
     else:
         rng_state = new_rng_state(query.device) if dropout > 0.0 else None
         out, lse = plan.kernel(*contract(asked, bias, cudnn, rng_state))
@@ -97,7 +98,7 @@ def _backward(asked: Any, turn: Turn, bias: Tensor | None, cudnn: bool) -> tuple
     plan = plan_for("backward", asked, turn, tied(turn, asked.dropout_p), bias, top_left=cudnn)
 
     if plan.original:
-        return turn.torch(plan)  # type: ignore[no-any-return]
+        return turn.torch(plan, alone=asked.dropout_p == 0.0)  # type: ignore[no-any-return]
     lse = asked.logsumexp.squeeze(-1) if cudnn else asked.logsumexp
     grads = gradients(plan, contract(asked, bias, cudnn, _drawn(asked, cudnn)), asked, lse)
     inputs = (asked.query, asked.key, asked.value)
@@ -121,6 +122,12 @@ ROUTES = (
         SDPA_FLASH + "_backward", SdpaFlashBackward, _flash_backward, FLASH, "philox_offset",
         quick=Quick(1, slice(10, 12), 13),
     ),
-    _route(SDPA_CUDNN, SdpaCudnnForward, cudnn_dense_forward, CUDNN),
-    _route(SDPA_CUDNN + "_backward", CudnnBackward, cudnn_dense_backward, CUDNN, "philox_offset"),
+    _route(
+        SDPA_CUDNN, SdpaCudnnForward, cudnn_dense_forward, CUDNN,
+        quick=Quick(0, slice(4, 8), absent=slice(3, 4)),
+    ),
+    _route(
+        SDPA_CUDNN + "_backward", CudnnBackward, cudnn_dense_backward, CUDNN, "philox_offset",
+        quick=Quick(1, slice(13, 15), 7, slice(8, 11)),
+    ),
 )  # fmt: skip

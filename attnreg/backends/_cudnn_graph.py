@@ -138,7 +138,9 @@ class _Description:
                 dtype = self._cudnn.data_type.INT32
                 options[option] = self._vector(slot, int(slot), self._problem.batch, dtype)
         if left >= 0 or right >= 0:
-            options["diagonal_alignment"] = self._cudnn.diagonal_alignment.BOTTOM_RIGHT
+            alignments = self._cudnn.diagonal_alignment
+            square = self._problem.square
+            options["diagonal_alignment"] = alignments.TOP_LEFT if square else alignments.BOTTOM_RIGHT
         if left >= 0:
             options["diagonal_band_left_bound"] = left + 1  # cuDNN counts the diagonal itself
         if right >= 0:

@@ -53,7 +53,9 @@ class Problem(NamedTuple):
     """Everything that a plan depends on; equal problems share a plan.
 
     Strides are those of (batch, head, token) in elements; a packed tensor has 0 for the batch. The
-    head dim lies dense. Results are contiguous.
+    head dim lies dense. Results are contiguous. A masked backward is `square` where every sequence has
+    as many keys as queries: then both alignments of a mask are the same, and cuDNN 9.19 skips what is
+    masked for the one aligned top-left only.
     """
 
     direction: Direction
@@ -76,6 +78,7 @@ class Problem(NamedTuple):
     strides_v: Strides
     strides_out: Strides = (0, 0, 0)
     strides_grad_out: Strides = (0, 0, 0)
+    square: bool = False
 
 
 def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, width: int) -> tuple[int, ...]:

@@ -136,7 +136,9 @@ def backward(
     query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
     problem, offsets, stream = _problem("backward", query, key, value, call)
     problem = problem._replace(
-        strides_out=_strides(out, problem.packed), strides_grad_out=_strides(grad_out, problem.packed)
+        strides_out=_strides(out, problem.packed),
+        strides_grad_out=_strides(grad_out, problem.packed),
+        square=call.window != (-1, -1) and _is_square(call),
     )
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
@@ -172,6 +174,13 @@ def _problem(
         _strides(query, packed), _strides(key, packed), _strides(value, packed),
     )  # fmt: skip
     return problem, offsets, stream
+
+
+def _is_square(call: Call) -> bool:
+    """Whether it is known on the host that every sequence has as many keys as queries."""
+    if call.cu_seqlens_q is None:
+        return call.max_q == call.max_k
+    return call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
 
 
 def _run(
