@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg import _registry, aten, cli, policy, tuning
-from attnreg.bench import cases, contexts, fronts, overhead_gpu, selection, sides
+from attnreg.bench import cases, contexts, fronts, overhead_gpu, selection, sides, strategies
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
-from attnreg.bench.strategies import strategies
 from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.bench.timing import calls_for, interleaved, median_ratio
 from attnreg.bench.truth import Truth
@@ -342,7 +341,7 @@ def test_a_strategy_is_what_its_name_says(routers):
     job = Job(CPU, ("cpu", "math"), rounds=1)
     found = {}
     with contexts.untouched():
-        for name, side in strategies(batch, job).items():
+        for name, side in strategies.strategies(batch, job).items():
             attnreg.reset_stats()
             side.results()
             found[name] = sides.ran()["backward"]
@@ -364,6 +363,28 @@ def test_what_fronts_take_is_measured_of_each_backend_that_runs_there(routers):
     ]
     assert all(one.host_us > 0 for one in found if one.direction == "forward")
     assert policy.sources() == Sources()
+
+
+def test_calls_of_one_graph_have_the_gradients_of_each(routers):
+    batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
+    found = sides.layers_backward(sides.layers(batch.with_attnreg, batch.sets), batch.sets)
+    alone = [x for one in batch.sets for x in sides.forward_backward(batch.with_attnreg, one)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, alone, strict=True))
+    assert len({x.data_ptr() for x in found}) == 9
+
+
+def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
+    ran = []
+
+    def clock(run, calls, device):
+        ran.append(calls)
+        return 6.0
+
+    monkeypatch.setattr(strategies, "back_to_back", clock)
+    batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
+    runner = strategies.Runner.through(sides.Side(batch.with_attnreg, batch.sets, contexts.by_default), True)
+    assert runner.turn(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
+    assert ran == [2, 1] * 3
 
 
 def test_ratios_are_to_the_best_of_each_yardstick():

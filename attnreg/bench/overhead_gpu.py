@@ -19,7 +19,7 @@ from attnreg.bench.fronts import SHAPES
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BOTH
-from attnreg.bench.sides import Side, forward, forward_backward, with_grad
+from attnreg.bench.sides import Side, forward, forward_backward
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.bench.truth import Truth
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.bench.inputs import Tensors
     from attnreg.bench.report import Job
 
 __all__ = ["measure"]
@@ -36,7 +37,11 @@ CALLS, TORCH, OP = 30, "torch", "aten op, C++ autograd"
 AIMS = {"forward, grad": 30.0, BOTH: 110.0}
 
 
-STEPS = {"forward, no grad": forward, "forward, grad": with_grad, BOTH: forward_backward}
+def _with_grad(front: Callable[..., Tensor], tensors: Tensors) -> Tensor:
+    return front(*tensors.inputs())
+
+
+STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward_backward}
 
 
 def measure(job: Job) -> Report:

@@ -100,9 +100,30 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document(results, left_out), indent=2) + "\n", encoding="utf-8")
+        path.write_text(_text(document(results, left_out)) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """Return JSON with a line for each row: short enough to keep, and to see what changed."""
+    inner = indent + " "
+    nested = isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values())
+    if nested and len(indent) < 2:
+        rows = [f"{inner}{json.dumps(key)}: {_text(one, inner)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(inner + json.dumps(_rounded(row)) for row in value) + f"\n{indent}]"
+    return json.dumps(_rounded(value))
+
+
+def _rounded(value: Any) -> Any:
+    """Return the same with five digits of each number: no clock has more."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def show(

@@ -7,8 +7,8 @@ by hand, without registry, checks and autograd, and of the backends through the 
 SDPA, its `varlen_attn`.
 
 Times are of calls one right after the other; where the host is slower than the device it is the host's.
-The tensors change with every call, so that they come from memory as they do in a model. A call's
-backward alone is that of a kept graph.
+The tensors change with every call, so that they come from memory as they do in a model, and the calls
+on them are one graph, through which autograd goes in one pass. The backward alone is that of a kept graph.
 """
 
 from __future__ import annotations

@@ -72,8 +72,12 @@ class Shape:
         return 4.0 * self.dim * self.heads[0] * pairs * (0.5 if self.causal else 1.0) * COST[step]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        return asdict(self)
+        """Return the same as plain data; where all sequences have the same length, it once."""
+        lengths = {
+            name: found[0] if len(set(found)) == 1 else list(found)
+            for name, found in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
+        }
+        return {"batch": len(self.lengths_q), **asdict(self), **lengths}
 
     def __str__(self) -> str:
         batch, longest, (heads_q, heads_k) = len(self.lengths_q), max(self.lengths_q), self.heads

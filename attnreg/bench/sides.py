@@ -29,10 +29,11 @@ __all__ = [
     "Side",
     "forward",
     "forward_backward",
+    "layers",
+    "layers_backward",
     "misled",
     "ran",
     "served",
-    "with_grad",
 ]
 
 
@@ -110,14 +111,20 @@ def forward(front: Front, tensors: Tensors) -> Tensor:
         return front(*tensors.inputs())
 
 
-def with_grad(front: Front, tensors: Tensors) -> Tensor:
-    """Run a forward of which a gradient may be asked."""
-    return front(*tensors.inputs())
-
-
 def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:
     """Run a forward and its backward."""
     return torch.autograd.grad(front(*tensors.inputs()), tensors.inputs(), tensors.grad)
+
+
+def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:
+    """Run a forward of each set, as a model's layers are run one after the other."""
+    return [front(*tensors.inputs()) for tensors in sets]
+
+
+def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors], **options: bool) -> tuple[Tensor, ...]:
+    """Run the backwards of all of them in one pass of autograd."""
+    inputs = [x for tensors in sets for x in tensors.inputs()]
+    return torch.autograd.grad(outs, inputs, [tensors.grad for tensors in sets], **options)
 
 
 STEPS: dict[str, Step] = {FORWARD: forward, BOTH: forward_backward}

@@ -10,7 +10,7 @@ import torch
 from attnreg import _registry, planning
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
-from attnreg.bench.sides import Side, forward, forward_backward
+from attnreg.bench.sides import Side, forward, layers, layers_backward
 from attnreg.bench.summary import CHOSEN, FIXED, ORDER, TORCH
 from attnreg.bench.timing import back_to_back, calls_for
 
@@ -41,44 +41,57 @@ def strategies(batch: Batch, job: Job) -> dict[str, Side]:
     }
 
 
+class Timed(NamedTuple):
+    """A function to be timed, its direction, and how many calls of attention are in it."""
+
+    direction: str
+    run: Callable[[], object]
+    calls: int = 1
+
+
 class Runner(NamedTuple):
     """What is timed in its turn: functions by direction, made inside a context.
 
     Attributes:
         within: the context.
         steps: makes the functions; a backward needs a forward first, which isn't timed.
-        calls: how many calls make a measurement, by direction; filled by the first turn.
+        times: how often each is run in a measurement, by direction; filled by the first turn.
     """
 
     within: Callable[[], AbstractContextManager[Any]]
-    steps: Callable[[], Iterator[tuple[str, Callable[[], object]]]]
-    calls: dict[str, int]
+    steps: Callable[[], Iterator[Timed]]
+    times: dict[str, int]
 
     def turn(self, device: torch.device) -> dict[str, float]:
         """Return the seconds of a call in each direction; the first turn is a warm-up, too."""
         taken = {}
         with self.within():
-            for direction, run in self.steps():
+            for direction, run, calls in self.steps():
                 for _ in range(2):  # a registration forgets the plans: the first calls make them
                     run()
-                if direction not in self.calls:
+                if direction not in self.times:
                     once = back_to_back(run, 2, device)
-                    self.calls[direction] = calls_for(SECONDS, once, most=100)
-                taken[direction] = back_to_back(run, self.calls[direction], device)
+                    self.times[direction] = calls_for(SECONDS, once, most=100)
+                taken[direction] = back_to_back(run, self.times[direction], device) / calls
         return taken
 
     @classmethod
     def through(cls, side: Side, backward: bool) -> Runner:
-        """Return what times a strategy."""
+        """Return what times a strategy.
 
-        def steps() -> Iterator[tuple[str, Callable[[], object]]]:
-            sets = cycle(side.sets)
-            yield FORWARD, lambda: forward(side.front, next(sets))
+        One graph has a call for each set, as a model has layers: autograd's thread, once awake, goes
+        through them all.
+        """
+        sets = side.sets
+
+        def steps() -> Iterator[Timed]:
+            turn = cycle(sets)
+            yield Timed(FORWARD, lambda: forward(side.front, next(turn)))
             if not backward:
                 return
-            yield BOTH, lambda: forward_backward(side.front, next(sets))
-            graphs = cycle([(side.front(*one.inputs()), one.inputs(), one.grad) for one in side.sets])
-            yield BACKWARD, lambda: torch.autograd.grad(*next(graphs), retain_graph=True)
+            yield Timed(BOTH, lambda: layers_backward(layers(side.front, sets), sets), len(sets))
+            outs = layers(side.front, sets)
+            yield Timed(BACKWARD, lambda: layers_backward(outs, sets, retain_graph=True), len(sets))
 
         return cls(side.within, steps, {})
 
@@ -99,12 +112,12 @@ def _hand(batch: Batch, entry: Entry, backward: bool) -> tuple[Runner, Callable[
     sets, call = [one.plain() for one in batch.sets], batch.call()
     first, second = entry.kernel("forward"), entry.kernel("backward") if backward else None
 
-    def steps() -> Iterator[tuple[str, Callable[[], object]]]:
+    def steps() -> Iterator[Timed]:
         inputs = cycle(sets)
-        yield FORWARD, _undifferentiated(lambda: first(*next(inputs).inputs(), call))
+        yield Timed(FORWARD, _undifferentiated(lambda: first(*next(inputs).inputs(), call)))
         if second is not None:
             given = cycle([(one.grad, *one.inputs(), *first(*one.inputs(), call), call) for one in sets])
-            yield BACKWARD, _undifferentiated(lambda: second(*next(given)))
+            yield Timed(BACKWARD, _undifferentiated(lambda: second(*next(given))))
 
     def results() -> list[Tensor]:
         q, k, v, grad = sets[0]

@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 
+# Queries over a cache of keys, and their mask: a token, a chunk of a prompt, and a few tokens that were
+# guessed, for which programs bring a mask of their own or none.
+DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
+
 # Sequences of a packed batch differ; together they are so much of the longest times their number.
 FILL = 0.6
 
@@ -112,9 +116,9 @@ def _gpu(full: bool) -> Iterator[Plan]:
         for varlen, window in product((False, True), (CAUSAL, FULL)):
             shapes = tuple(_squares(full and usual))
             yield Plan(dim, (heads, heads // ratio), window, varlen, shapes, usual=usual)
-        if not full or usual:
-            for window in (FULL, CAUSAL):
-                shapes = tuple(_decodes(full, 1 if window == FULL else 16))
+        if not full or dim in (64, 128):
+            for queries, window in DECODES if full else DECODES[:2]:
+                shapes = tuple(_decodes(full and usual, queries))
                 yield Plan(dim, (heads, heads // ratio), window, False, shapes)
 
 

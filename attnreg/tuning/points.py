@@ -103,7 +103,7 @@ class Front(NamedTuple):
         backend: its name.
         varlen: whether it came through `varlen_attn`, or else through SDPA.
         direction: `"forward"` or `"backward"`.
-        host_us: microseconds until the call returns, the GPU still at work.
+        host_us: microseconds of the host, the GPU still at work; of a call among others of one graph.
     """
 
     backend: str
