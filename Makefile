@@ -30,8 +30,9 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
+# A process for each core, so that each of them needs one thread.
 test: $(READY) ## every test that needs no GPU and no minutes
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"

@@ -311,6 +311,7 @@ ERRORS = [
     errors.InvalidInputError("heads: got 3"),
     errors.ConfigError("a.toml:1:1: strict: got 2"),
     errors.RegistrationError("routers can't be installed"),
+    errors.RanksDifferError("rank 1 on a chooses kernels by policy"),
 ]
 
 roundtrip = pytest.mark.parametrize(
@@ -347,6 +348,7 @@ def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_
         "InvalidInputError": ValueError,
         "ConfigError": ValueError,
         "RegistrationError": RuntimeError,
+        "RanksDifferError": RuntimeError,
     }
     name = type(error).__name__
     assert isinstance(error, attnreg.AttnregError)

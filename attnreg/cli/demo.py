@@ -44,7 +44,8 @@ def demo(
         print_json({**_data(result), "plot": plot and str(plot)})
     else:
         _print(place, result)
-        place.print(f"Plot: {plot}" if plot else "No plot: pip install 'attnreg[plots]' brings what draws it")
+        told = f"Plot: {plot}" if plot else "No plot: pip install 'attnreg[plots]' brings what draws it"
+        place.print(told, soft_wrap=True)
     if not result.agrees:
         raise typer.Exit(DISAGREE)
 
