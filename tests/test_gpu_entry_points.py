@@ -160,6 +160,19 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
+@pytest.mark.parametrize("chosen", [FLASH, CUDNN], ids=["flash", "cudnn"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_step_after_step_runs_the_same_on_calls_that_are_known(routers, chosen, dropout, ran):
+    attnreg.policy.activate(True)  # torch's own kernels, through the routers
+    inputs = gpu.heads_first(length=256)
+    with torch_chooses(chosen):
+        for _ in range(4):
+            out = F.scaled_dot_product_attention(*inputs, dropout_p=dropout)
+            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+            assert all(x.isfinite().all() for x in (out, *grads))
+    assert ran() == {"FA2" if chosen is FLASH else "cuDNN": (4, 4)}
+
+
 def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
     inputs = gpu.heads_first(length=256)
     mask = torch.randn(2, 4, 256, 256, device="cuda").to(gpu.BF16)
