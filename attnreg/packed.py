@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["Facts", "derived", "facts", "facts_of", "stream_of"]
+__all__ = ["Facts", "derived", "facts", "facts_of", "of_a_graph", "stream_of"]
 
 # Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
 # the purposes that something is derived for.
@@ -50,7 +50,7 @@ def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable
 
 
 def _derived(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
-    if tensors and _of_a_graph(tensors[0]):
+    if tensors and of_a_graph(tensors[0]):
         return make()
     try:
         source = (stream, purpose, *[(id(x), x._version) for x in tensors])
@@ -106,7 +106,7 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
 
 def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known by now of the sequences that two offsets describe, all of whose keys count."""
-    if ends_q.is_cpu or _of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
+    if ends_q.is_cpu or of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
         return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
     return _derived([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
@@ -130,7 +130,7 @@ def _answer(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Ten
     return torch.stack((whole, whole & (keys >= queries).all()))
 
 
-def _of_a_graph(offsets: Tensor) -> bool:
+def of_a_graph(offsets: Tensor) -> bool:
     """Whether a CUDA graph is captured, or what is allocated may have to go with one.
 
     Inductor's CUDA-graph trees run a function once in a graph's memory before they capture it, and

@@ -245,7 +245,7 @@ def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch
     query, key, value, call = ragged([3, 9])
     kernels.forward(query, key, value, call)
     if trace == "a capture":
-        monkeypatch.setattr(packed, "_of_a_graph", lambda offsets: True)
+        monkeypatch.setattr(packed, "of_a_graph", lambda offsets: True)
     else:
         with torch.inference_mode():
             ends = call.cu_seqlens_q.clone()

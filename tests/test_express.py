@@ -220,6 +220,13 @@ def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
     assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
 
 
+def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkeypatch):
+    monkeypatch.setattr(express, "of_a_graph", lambda offsets: offsets is ENDS)
+    now = state()
+    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    assert (now.express, now.returns) == ({}, {})
+
+
 @pytest.mark.parametrize(
     ("kwargs", "call"),
     [

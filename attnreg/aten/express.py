@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg import counters, scope
-from attnreg.packed import facts_of, stream_of
+from attnreg.packed import facts_of, of_a_graph, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +152,8 @@ def remember(
         return
     if call.dropout or not kwargs.keys() <= PLAIN or arguments[0].dtype == torch.float64:
         return  # the LSE of float64 has to be made aten's float32
+    if of_a_graph(call.cu_seqlens_q):
+        return  # what is kept would lie in the graph's memory, and nothing is known of the offsets there
     # With one query per sequence torch's kernel takes no empty sequence.
     direct = plan.backend == native and call.max_q > 1
     bare = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
