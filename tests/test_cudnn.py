@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
-from attnreg.backends import _cudnn_plans, cudnn
+from attnreg.backends import _cudnn_described, _cudnn_plans, cudnn
 from attnreg.backends._cudnn_problem import rounded
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, measure
@@ -38,7 +38,7 @@ def module(monkeypatch):
     made = fake_cudnn.module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(packed, "_kept", {})
-    monkeypatch.setattr(cudnn, "stream_of", lambda tensor: 7)
+    monkeypatch.setattr(_cudnn_described, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -208,7 +208,7 @@ def test_a_handle_follows_the_current_stream(kernels, module, monkeypatch):
     inputs = ragged([3, 9])
     kernels.forward(*inputs)
     kernels.forward(*inputs)
-    monkeypatch.setattr(cudnn, "stream_of", lambda tensor: 8)
+    monkeypatch.setattr(_cudnn_described, "stream_of", lambda tensor: 8)
     kernels.forward(*inputs)
     (handle,) = module.handles
     assert (handle.stream, handle.set, handle.ran) == (8, 2, 3)
@@ -219,13 +219,13 @@ def test_a_handle_follows_the_current_stream(kernels, module, monkeypatch):
 
 def test_layers_share_what_is_derived_and_changed_offsets_do_not(kernels, monkeypatch):
     made = []
-    original = cudnn.Offsets
+    original = _cudnn_described.Offsets
 
     def counted(*args):
         made.append(args)
         return original(*args)
 
-    monkeypatch.setattr(cudnn, "Offsets", counted)
+    monkeypatch.setattr(_cudnn_described, "Offsets", counted)
     query, key, value, call = ragged([3, 9])
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)

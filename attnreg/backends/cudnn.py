@@ -2,8 +2,9 @@
 
 What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
 tensors the LSE lies with the token first; a mask is a band with its own alignment, whose left bound
-counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_graph`
-describes a `_cudnn_problem`, `_cudnn_plans` keeps what was planned, `_cudnn_offsets` derives lengths.
+counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_described`
+makes a `_cudnn_problem` of a call, `_cudnn_graph` plans it, `_cudnn_plans` keeps what was planned, and
+`_cudnn_offsets` derives lengths.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backend import Backend, Kernels
-from attnreg.backends._cudnn_offsets import Offsets
+from attnreg.backends._cudnn_described import described, with_results
 from attnreg.backends._cudnn_plans import Plans
-from attnreg.backends._cudnn_problem import Problem, Slot, rounded
+from attnreg.backends._cudnn_problem import Slot
 from attnreg.capabilities import Capabilities, Range
 from attnreg.layout import readable
-from attnreg.packed import derived, facts, stream_of
+from attnreg.packed import facts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backend import Call
-    from attnreg.discovery import Direction
+    from attnreg.backends._cudnn_offsets import Offsets
+    from attnreg.backends._cudnn_problem import Problem
     from attnreg.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
@@ -104,7 +106,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
         lse_shape = (query.shape[1], query.shape[0]) if call.varlen else _heads_first(query)
         return query.new_zeros(shape), query.new_full(lse_shape, -inf, dtype=torch.float32)
     query, key, value = (readable(x, repeats=False) for x in (query, key, value))
-    problem, offsets, stream = _problem("forward", query, key, value, call)
+    problem, offsets, stream = described("forward", query, key, value, call)
     stats_shape = query.shape[:-1] if offsets else _heads_first(query)
     if offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole:
         out, stats = query.new_empty(shape), query.new_empty(stats_shape, dtype=torch.float32)
@@ -134,12 +136,8 @@ def backward(
     query = query.contiguous() if call.varlen else query
     given = (query, key, value, out, grad_out)
     query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
-    problem, offsets, stream = _problem("backward", query, key, value, call)
-    problem = problem._replace(
-        strides_out=_strides(out, problem.packed),
-        strides_grad_out=_strides(grad_out, problem.packed),
-        square=call.window != (-1, -1) and _is_square(call),
-    )
+    problem, offsets, stream = described("backward", query, key, value, call)
+    problem = with_results(problem, out, grad_out, call)
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
     tensors = {
@@ -149,38 +147,6 @@ def backward(
     }  # fmt: skip
     _run(plans, problem, tensors, offsets, stream)
     return grad_q, grad_k, grad_v
-
-
-def _problem(
-    direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call
-) -> tuple[Problem, Offsets | None, int]:
-    """Return what to plan, the offsets of packed tensors, and the stream to run on."""
-    device, packed = query.get_device(), call.cu_seqlens_q is not None
-    stream = stream_of(query)
-    batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
-    offsets = None
-    if call.cu_seqlens_q is not None:
-        totals = query.shape[0], key.shape[0]
-        width = query.shape[-2] * query.shape[-1]
-        batch, max_q, max_k, *rounded_totals = rounded(
-            call.cu_seqlens_q.shape[0] - 1, max_q, max_k, *totals, width
-        )
-        if direction == "backward":
-            tokens = rounded_totals[0], rounded_totals[1]
-        offsets = derived(call, stream, ("cuDNN", batch), lambda: Offsets(call, batch))
-    problem = Problem(
-        direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
-        query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
-        _strides(query, packed), _strides(key, packed), _strides(value, packed),
-    )  # fmt: skip
-    return problem, offsets, stream
-
-
-def _is_square(call: Call) -> bool:
-    """Whether it is known on the host that every sequence has as many keys as queries."""
-    if call.cu_seqlens_q is None:
-        return call.max_q == call.max_k
-    return call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
 
 
 def _run(
@@ -193,15 +159,6 @@ def _run(
     else:
         with torch.cuda.device(problem.device):
             plans.run(problem, tensors, offsets, stream)
-
-
-def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """Return the strides of (batch, head, token)."""
-    if packed:
-        token, head, _ = x.stride()
-        return 0, head, token
-    batch, token, head, _ = x.stride()
-    return batch, head, token
 
 
 def _heads_first(query: Tensor) -> tuple[int, int, int]:

@@ -1,0 +1,67 @@
+"""What a call is to cuDNN: the problem to plan, and the offsets that its kernels read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnreg.backends._cudnn_offsets import Offsets
+from attnreg.backends._cudnn_problem import Problem, rounded
+from attnreg.packed import derived, stream_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.backend import Call
+    from attnreg.discovery import Direction
+
+__all__ = ["described", "with_results"]
+
+
+def described(
+    direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> tuple[Problem, Offsets | None, int]:
+    """Return the problem of a call, the offsets of packed tensors, and the stream to run on."""
+    device, packed = query.get_device(), call.cu_seqlens_q is not None
+    stream = stream_of(query)
+    batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
+    offsets = None
+    if call.cu_seqlens_q is not None:
+        totals = query.shape[0], key.shape[0]
+        width = query.shape[-2] * query.shape[-1]
+        batch, max_q, max_k, *rounded_totals = rounded(
+            call.cu_seqlens_q.shape[0] - 1, max_q, max_k, *totals, width
+        )
+        if direction == "backward":
+            tokens = rounded_totals[0], rounded_totals[1]
+        offsets = derived(call, stream, ("cuDNN", batch), lambda: Offsets(call, batch))
+    problem = Problem(
+        direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
+        query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
+        _strides(query, packed), _strides(key, packed), _strides(value, packed),
+    )  # fmt: skip
+    return problem, offsets, stream
+
+
+def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) -> Problem:
+    """Return the problem of a backward, which reads the forward's output and its gradient, too."""
+    return problem._replace(
+        strides_out=_strides(out, problem.packed),
+        strides_grad_out=_strides(grad_out, problem.packed),
+        square=call.window != (-1, -1) and _is_square(call),
+    )
+
+
+def _is_square(call: Call) -> bool:
+    """Whether it is known on the host that every sequence has as many keys as queries."""
+    if call.cu_seqlens_q is None:
+        return call.max_q == call.max_k
+    return call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
+
+
+def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Return the strides of (batch, head, token)."""
+    if packed:
+        token, head, _ = x.stride()
+        return 0, head, token
+    batch, token, head, _ = x.stride()
+    return batch, head, token
