@@ -376,6 +376,8 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     tunings.measure_fronts(made)
     assert asked_of == [("cuda", ["b"])]
     assert [one.backend for one in made.fronts] == ["a", "b"]
+    made.fronts += (Front("a", False, "backward", 30.0),)
+    assert tunings._host(made.fronts) == [("a", "SDPA", "8.0", "30.0"), ("b", "SDPA", "9.0", "-")]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from attnreg import planning
 from attnreg.cli.output import heading, table
 from attnreg.cli.parsing import spec_of
 from attnreg.cli.verdicts import candidates
 from attnreg.cli.warmup import pairs
+from attnreg.discovery import Direction
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
@@ -23,17 +24,19 @@ from attnreg.tuning.table import Table, check_writable
 from attnreg.tuning.timing import timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
     from rich.console import Console
 
     from attnreg.spec import AttentionSpec, Device
-    from attnreg.tuning.points import Measured, Point
+    from attnreg.tuning.points import Front, Measured, Point
 
 __all__ = ["begun", "given", "measure_fronts", "show", "summary", "wanted"]
 
 GRIDS = ("quick", "full")
+
+DIRECTIONS = get_args(Direction)
 
 # On a GPU the reference would take longer than all others together, and comes last anyway.
 REFERENCE = "math"
@@ -132,6 +135,7 @@ def summary(session: Session, specs: list[AttentionSpec], end: str) -> dict[str,
         "left": left - len(session.skipped),
         "measured": len(session.fresh),
         "points": [point.to_dict() for point in session.fresh],
+        "fronts": [front.to_dict() for front in session.fronts],
         "skipped": [{"call": str(spec), "reason": reason} for spec, reason in session.skipped],
         "table_points": len(session.points),
     }
@@ -145,6 +149,9 @@ def show(place: Console, session: Session, specs: list[AttentionSpec], end: str)
         names = list(dict.fromkeys(entry.name for entry in session.entries))
         rows = list(points)
         table(place, ("call", *names, "fastest"), (_row(point, names) for point in rows), right=len(names))
+    if session.fronts:
+        heading(place, "What a call takes the host, µs")
+        table(place, ("backend", "front", "forward", "backward"), _host(session.fronts), right=2)
     troubles = {(name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble}
     if troubles:
         heading(place, "Never chosen for these")
@@ -160,6 +167,18 @@ def show(place: Console, session: Session, specs: list[AttentionSpec], end: str)
         ("table", f"{session.out}, {told['table_points']} points"),
     )
     table(place, ("", ""), rows_of)
+
+
+def _host(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
+    taken = {one[:3]: f"{one.host_us:.1f}" for one in fronts}
+    return [
+        (
+            name,
+            "varlen_attn" if varlen else "SDPA",
+            *(taken.get((name, varlen, one), "-") for one in DIRECTIONS),
+        )
+        for name, varlen in dict.fromkeys(place[:2] for place in taken)
+    ]
 
 
 def _row(point: Point, names: list[str]) -> Iterator[str]:
