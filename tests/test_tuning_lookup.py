@@ -271,6 +271,10 @@ def test_a_lead_under_two_percent_does_not_overturn_the_default_order():
     assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) - 0.1) == ["b", "a"]
 
 
+def test_of_several_within_two_percent_of_the_best_the_first_by_default_leads():
+    assert ordered(["a", "b", "c"], a=110.0, b=100.0, c=99.0) == ["b", "c", "a"]
+
+
 def test_the_default_that_is_spared_is_the_first_that_can_run_the_call():
     assert ordered(["x", "a", "b"], able=["a", "b"], x=500.0, a=100.0, b=99.5) == ["a", "b", "x"]
 

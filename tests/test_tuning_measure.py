@@ -116,6 +116,33 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
     assert told.wrong.startswith("its forward is: out of bfloat16") if forward else told.gpu_us
 
 
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, entry, forward):
+    def change(kernels):
+        def wrong(kernel):
+            def run(*arguments):
+                first, *rest = kernel(*arguments)
+                return (first * 2 if first.shape[1] > 400 else first, *rest)
+
+            return run
+
+        name = "forward" if forward else "backward"
+        return kernels._replace(**{name: wrong(getattr(kernels, name))})
+
+    long = dataclasses.replace(asked(500, batch=1), needs_backward=True)
+    found = run(long, clock, entry("right"), entry("large", change=change))[0 if forward else 1]
+    told = f"{'out' if forward else 'dq'} of sampled rows has a relative error of 1"
+    assert found.backends["large"].wrong == told
+    assert found.backends["right"].gpu_us
+
+
+def test_a_kernel_that_ends_the_program_is_a_failure_like_any_other(clock, entry):
+    bad = entry("bad", change=raising(SystemExit(3)))
+    (found,) = run(SMALL, clock, bad, entry("good"), directions=("forward",))
+    assert found.backends["bad"].failed == "SystemExit: 3"
+    assert found.backends["good"].gpu_us
+
+
 def test_a_backend_that_raises_is_marked_failed_and_the_others_go_on(clock, entry):
     bad = entry("bad", change=raising(RuntimeError("no kernel image\nmore"), forward=False))
     (found,) = run(BOTH, clock, bad, entry("good"), directions=("backward",))

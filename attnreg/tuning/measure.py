@@ -12,6 +12,7 @@ import torch
 from attnreg.errors import AttnregError
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
+from attnreg.tuning.samples import astray
 from attnreg.tuning.timing import Taken, repeats
 from attnreg.tuning.workload import copies
 
@@ -42,7 +43,7 @@ class _Runner:
     """One direction of one backend, ready to be timed."""
 
     entry: Entry
-    run: Callable[[int], object]
+    run: Callable[[int], Any]
     error: float
     first_s: float = 0.0
     calls: int = 1
@@ -105,10 +106,13 @@ def _ready(
             runner = _Runner(entry, _call(entry, direction, inputs, forwards), verdict.error)
             timer.wait()
             started = timer.now()
-            _once(runner.run)
+            returned = _once(runner.run)
             timer.wait()
             runner.first_s = timer.now() - started
-        except Exception as error:  # noqa: BLE001 - the others have to get their turn
+            if wrong := astray(direction, inputs[0], returned, forwards[0] if forwards else ()):
+                results[entry.name] = Measured(wrong=wrong)
+                continue
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to get their turn
             results[entry.name] = _failed(error, device)
         else:
             yield runner
@@ -133,7 +137,7 @@ def _call(
 
 def _forwards(spec: AttentionSpec, entries: Sequence[Entry], inputs: list[Copy], checks: Checks) -> list[Any]:
     """Return output and LSE of each copy, from the first backend whose forward is right."""
-    problem: Exception = AttnregError("no backend has a right forward to go with it")
+    problem: BaseException = AttnregError("no backend has a right forward to go with it")
     for entry in entries:
         if entry.reasons(spec, "forward"):
             continue
@@ -141,14 +145,14 @@ def _forwards(spec: AttentionSpec, entries: Sequence[Entry], inputs: list[Copy],
             if not checks.of(entry, spec, "forward").wrong:
                 with torch.no_grad():
                     return [entry.kernels().forward(*one[:3], one.call) for one in inputs]
-        except Exception as error:  # noqa: BLE001 - the next one may do
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the next one may do
             problem = error
     raise problem
 
 
-def _once(run: Callable[[int], object]) -> None:
+def _once(run: Callable[[int], Any]) -> Any:
     with torch.no_grad():
-        run(0)
+        return run(0)
 
 
 def _take_turns(
@@ -161,7 +165,7 @@ def _take_turns(
             try:
                 with torch.no_grad():
                     taken = timer.each(runner.run, runner.calls)
-            except Exception as error:  # noqa: BLE001 - as above
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
                 results[runner.entry.name] = _failed(error, device)
                 in_turn.remove(runner)
                 continue
@@ -183,7 +187,7 @@ def _worth_it(runners: list[_Runner]) -> list[_Runner]:
     return going_on
 
 
-def _failed(error: Exception, device: torch.device) -> Measured:
+def _failed(error: BaseException, device: torch.device) -> Measured:
     """Return the row of a backend that raised.
 
     Raises:

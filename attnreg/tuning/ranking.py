@@ -36,9 +36,10 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.cost_us for name, one in known.items() if one.cost_us is not None}
     by_cost = sorted(costs, key=costs.__getitem__)
-    leader = next((name for name in costs if name in able), None)
     best = min((costs[name] for name in costs if name in able), default=0.0)
-    if leader is not None and costs[leader] <= best * (1 + LEAD):
+    # The first by default of those that are as fast as the best, but for chance.
+    leader = next((name for name in costs if name in able and costs[name] <= best * (1 + LEAD)), None)
+    if leader is not None:
         by_cost.remove(leader)
         by_cost.insert(0, leader)
     in_turn = iter(by_cost)
