@@ -201,7 +201,7 @@ def test_past_the_deadline_a_call_gets_as_few_rounds_as_will_do(clock, entry):
         run(SMALL, clock, entry("a", 5.0), directions=("forward",), deadline=deadline)
         return round((clock.seconds - started) * 200)
 
-    assert calls(1e9) - calls(0.0) == measuring.ROUNDS - measuring.FEWEST_ROUNDS
+    assert calls(1e9) - calls(clock.seconds) == measuring.ROUNDS - 1
 
 
 def test_a_gpu_that_is_lost_stops_everything(monkeypatch):
@@ -333,6 +333,21 @@ def test_a_budget_stops_before_it_is_spent(session, entry, clock):
     assert 0 < len(done) < len(specs)
     assert clock.seconds <= 0.5
     assert list(session(entry("a")).run(specs, 0.0)) == []
+
+
+def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry, clock):
+    made = session(*(entry(name, 400.0) for name in "abcdefgh"))
+    assert list(made.run([SMALL, asked(48)], 3.0)) == []
+    assert clock.seconds < 5.0
+    assert (made.fresh, made.points) == ([], {})
+
+
+def test_a_call_that_nobody_can_run_is_skipped_with_what_speaks_against_each(session, entry):
+    made = session(entry("a", dtypes=("float32",)), entry("b", dtypes=("float16",)))
+    assert list(made.run([SMALL], 1e9)) == [SMALL]
+    ((spec, told),) = made.skipped
+    assert spec == SMALL
+    assert told == "a: dtype must be float32, got bfloat16; b: dtype must be float16, got bfloat16"
 
 
 def test_what_cannot_be_measured_is_skipped_with_the_reason(session, entry, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,7 @@ def tune(
     Each is held to float64 first; a wrong one is never chosen. The table is saved after every
     call, so whatever ends this early loses nothing.
     """
+    began = time.monotonic()
     import_torch()
     place, longest = present_device("--device", device), seconds("--budget", budget)
     # A provider that talks while it compiles must not get into the JSON.
@@ -80,7 +82,7 @@ def tune(
         )  # fmt: skip
         specs = tunings.wanted(given, trace, grid, place, backward)
         session = tunings.begun(out, place, names("--backend", backend), fresh)
-        end, told = _run(session, specs, longest)
+        end, told = _run(session, specs, began + longest)
     if as_json:
         print_json(tunings.summary(session, specs, end))
     else:
@@ -93,7 +95,7 @@ def tune(
         raise typer.Exit(NOTHING_RUNS)
 
 
-def _run(session: "Session", specs: "list[AttentionSpec]", longest: float) -> tuple[str, str]:
+def _run(session: "Session", specs: "list[AttentionSpec]", deadline: float) -> tuple[str, str]:
     """Measure behind a progress bar; return how it ended, and what has to be said of that."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -106,14 +108,17 @@ def _run(session: "Session", specs: "list[AttentionSpec]", longest: float) -> tu
         with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as progress:
             task = progress.add_task("what calls take the host", total=len(specs))
             tunings.measure_fronts(session)
-            for spec in session.run(specs, longest):
+            for spec in session.run(specs, deadline - time.monotonic()):
                 done += 1
                 progress.update(task, completed=done, description=_short(spec))
     except KeyboardInterrupt:
         return "interrupted", ""
     except DeviceLostError as error:
         return "stopped", f"{error}; what was measured before is in {session.out}"
-    return ("finished" if done == len(specs) else "budget spent"), ""
+    if done == len(specs):
+        return "finished", ""
+    nothing = "the time was spent before a single call was measured: give it more"
+    return "budget spent", "" if session.points else nothing
 
 
 def _short(spec: "AttentionSpec") -> str:

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from attnreg.tuning.timing import Timer
     from attnreg.tuning.workload import Copy
 
-__all__ = ["DeviceLostError", "measured"]
+__all__ = ["DeviceLostError", "TimeIsUpError", "measured"]
 
 ROUNDS = 7
-FEWEST_ROUNDS = 3
 
 # A backend that takes so many times as long as the best is timed once and no more.
 HOPELESS = 8.0
@@ -36,6 +35,10 @@ HOPELESS = 8.0
 
 class DeviceLostError(AttnregError, RuntimeError):
     """A kernel has left the GPU unusable to this process."""
+
+
+class TimeIsUpError(AttnregError, RuntimeError):
+    """The time was spent before all backends had had their turn."""
 
 
 @dataclass(slots=True)
@@ -71,11 +74,12 @@ def measured(
 
     Raises:
         DeviceLostError: a kernel broke the GPU, so that nothing can be measured any more.
+        TimeIsUpError: the deadline came before each backend had been checked and called once.
     """
     inputs = copies(spec, device)
     for direction in directions:
         results: dict[str, Measured] = {}
-        runners = list(_ready(spec, direction, entries, inputs, checks, timer, device, results))
+        runners = list(_ready(spec, direction, entries, inputs, checks, timer, device, deadline, results))
         _take_turns(runners, timer, device, deadline, results)
         if results:
             yield Point(kind_of(spec, direction), size_of(spec), results)
@@ -89,6 +93,7 @@ def _ready(
     checks: Checks,
     timer: Timer,
     device: torch.device,
+    deadline: float,
     results: dict[str, Measured],
 ) -> Iterator[_Runner]:
     """Yield the backends that are right, after their first call; puts the others into the results."""
@@ -96,6 +101,8 @@ def _ready(
     for entry in entries:
         if entry.reasons(spec, direction):
             continue
+        if timer.now() > deadline:
+            raise TimeIsUpError(f"{spec}: the time was spent before {entry.name} had its turn")
         try:
             verdict = checks.of(entry, spec, direction)
             if verdict.wrong:
@@ -172,7 +179,7 @@ def _take_turns(
             runner.taken.append(taken)
         if number == 0:
             in_turn = _worth_it(in_turn)
-        if number >= FEWEST_ROUNDS and timer.now() > deadline:
+        if number and timer.now() > deadline:
             break
     found = {one.entry.name: one.result() for one in runners if one.taken}
     results.update({name: one for name, one in found.items() if name not in results})

@@ -12,7 +12,7 @@ from attnreg.discovery import Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.matching import matched
-from attnreg.tuning.measure import measured
+from attnreg.tuning.measure import TimeIsUpError, measured
 from attnreg.tuning.table import Table, load
 from attnreg.tuning.workload import unmeasurable
 
@@ -74,13 +74,18 @@ class Session:
         started, longest = self.timer.now(), LEAST_S
         for spec in specs:
             if not (todo := self.todo(spec)):
+                if against := self._against(spec):
+                    self.skipped.append((spec, against))
                 yield spec
                 continue
             begun = self.timer.now()
             # Calls get larger and compile anew: the next one may take as long as any so far.
             if begun + longest > started + seconds:
                 return
-            self._measure(spec, todo, started + seconds)
+            try:
+                self._measure(spec, todo, started + seconds)
+            except TimeIsUpError:
+                return
             longest = max(longest, self.timer.now() - begun)
             yield spec
 
@@ -108,6 +113,12 @@ class Session:
         self.fronts = tuple(known.values())
         self.save()
 
+    def _against(self, spec: AttentionSpec) -> str:
+        """Return what speaks against every backend; empty if one can run the call."""
+        reasons = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
+        told = (f"{name}: {' and '.join(found)}" for name, found in reasons.items())
+        return "" if any(not found for found in reasons.values()) else "; ".join(told)
+
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         point = self.points.get((kind_of(spec, direction), size_of(spec)))
         known = point.backends if point is not None else {}
@@ -117,21 +128,23 @@ class Session:
         if reason := unmeasurable(spec):
             self.skipped.append((spec, reason))
             return
+        found: list[Point] = []
         try:
             # Events and kernels without tensors go to the current device.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                found = list(
-                    measured(spec, self.entries, todo, self.checks, self.timer, self.device, deadline)
-                )
+                for point in measured(
+                    spec, self.entries, todo, self.checks, self.timer, self.device, deadline
+                ):
+                    found.append(point)
         except torch.cuda.OutOfMemoryError as error:
             self.skipped.append(
                 (spec, f"its inputs need more memory than there is: {error}".partition("\n")[0])
             )
-            return
-        if found:
-            self.points |= {point.place: point for point in found}
-            self.fresh += found
-            self.save()
+        finally:
+            if found:
+                self.points |= {point.place: point for point in found}
+                self.fresh += found
+                self.save()
 
 
 def kept(out: Path, environment: Environment) -> Table:
