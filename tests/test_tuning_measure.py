@@ -529,6 +529,11 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
         ("--budget 0s", "--budget: got '0s'"),
         ("--q 2,64", "--q: got '2,64', expected whole numbers"),
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
+        (
+            "--grid quick --dtype fp16 --causal",
+            "--dtype and --causal: describes a call of --q, and there is none",
+        ),
+        ("--window 16,0", "--window: describes a call of --q, and there is none"),
         ("--out no/such/folder.json", "--out: "),
         ("--backend maht", "no backend is named 'maht'"),
     ],
@@ -547,6 +552,38 @@ def test_tune_refuses_a_file_that_is_no_table_and_an_empty_trace(tune, backends,
     assert (
         "expected a file with at least one recorded call" in tune("--from", "empty.jsonl", "--fresh").stderr
     )
+
+
+def test_tune_writes_over_nothing_that_is_no_table_and_over_no_trace(tune, backends, tmp_path):
+    (tmp_path / "table.json").write_text('{"precious": 1}')
+    assert tune(*SHAPE, "--fresh").exit_code == 2
+    (tmp_path / "trace.jsonl").write_text("")
+    result = tune("--from", "trace.jsonl", "--fresh", out="trace.jsonl")
+    assert result.exit_code == 2
+    assert "--out: got trace.jsonl, expected another file than that of --from" in result.stderr
+    assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
+
+
+def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_path):
+    gpu = dataclasses.replace(SMALL, device=Device("cuda", (9, 0)))
+    traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
+    result = tune("--from", "trace.jsonl")
+    assert result.exit_code == 2
+    assert "--from: got calls on cuda, expected some on cpu, which --device sets" in result.stderr
+    traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
+    result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
+    assert json.loads(result.stdout)["calls"] == 1
+
+
+def test_tune_that_has_no_time_says_so(tune, backends):
+    result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
+    assert result.exit_code == 1
+    assert "the time was spent before a single call was measured: give it more" in result.stderr
+
+
+def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):
+    assert tune(*SHAPE, "--backend", "slow").exit_code == 0
+    assert set(load(tmp_path / "table.json").environment.backends) == {"slow"}
 
 
 def test_tune_is_1_when_a_backend_that_was_named_cannot_be_measured(tune, backends):

@@ -166,7 +166,9 @@ def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, 
     told = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
     assert told in found.notes
     attnreg.explain(asked())
-    assert [record.message for record in caplog.records] == [f"{told}; the default order decides"]
+    assert [record.message for record in caplog.records] == [
+        f"{told}; the default order decides until `attnreg tune` has run here"
+    ]
 
 
 def test_a_version_of_a_backend_that_differs_refuses_it(here, known):

@@ -67,6 +67,8 @@ def locked(trace: Path, out: Path, device: str) -> Locked:
         check_writable(out)
     except ConfigError as error:
         raise ConfigError(f"--out: {error}") from None
+    if out.exists() and trace.exists() and out.samefile(trace):
+        raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
     recorded = traces.read(trace)
     place = _device(trace, recorded, device)
     policy = replace(state().policy, lock=None)

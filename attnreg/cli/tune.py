@@ -75,12 +75,19 @@ def tune(
     # A provider that talks while it compiles must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         from attnreg.cli import tunings
+        from attnreg.errors import InvalidInputError
 
         given = tunings.given(
             q, kv, place, names("--dtype", dtype), window, causal, head_dim_v,
             varlen=varlen, deterministic=deterministic, needs_backward=backward,
         )  # fmt: skip
-        specs = tunings.wanted(given, trace, grid, place, backward)
+        described = {
+            "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
+            "--head-dim-v": head_dim_v, "--deterministic": deterministic,
+        }  # fmt: skip
+        if not q and (idle := [name for name, told in described.items() if told]):
+            raise InvalidInputError(f"{' and '.join(idle)}: describes a call of --q, and there is none")
+        specs = tunings.wanted(given, trace, grid, place, backward, out)
         session = tunings.begun(out, place, names("--backend", backend), fresh)
         end, told = _run(session, specs, began + longest)
     if as_json:

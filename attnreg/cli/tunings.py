@@ -20,7 +20,7 @@ from attnreg.tuning.grids import grid
 from attnreg.tuning.kinds import kind_of, size_of, work
 from attnreg.tuning.machine import environment, file_name
 from attnreg.tuning.session import Session, kept
-from attnreg.tuning.table import Table, check_writable
+from attnreg.tuning.table import Table, check_writable, load
 from attnreg.tuning.timing import timer_for
 
 if TYPE_CHECKING:
@@ -61,7 +61,12 @@ def given(
 
 
 def wanted(
-    asked: list[AttentionSpec], trace: Path | None, name: str, place: torch.device, backward: bool
+    asked: list[AttentionSpec],
+    trace: Path | None,
+    name: str,
+    place: torch.device,
+    backward: bool,
+    out: Path | None = None,
 ) -> list[AttentionSpec]:
     """Return the calls to measure, the most valuable first: given ones, recorded ones, then a grid.
 
@@ -69,6 +74,8 @@ def wanted(
         ConfigError: the trace can't be read.
         InvalidInputError: there is no such grid, or nothing to measure.
     """
+    if trace is not None and trace.exists() and out is not None and out.exists() and trace.samefile(out):
+        raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
     if name and name not in GRIDS:
         raise InvalidInputError(
             f"--grid: got {name!r}, expected {' or '.join(GRIDS)}{did_you_mean(name, GRIDS)}"
@@ -108,6 +115,8 @@ def begun(out: Path | None, place: torch.device, asked: tuple[str, ...], fresh: 
         check_writable(file)
     except ConfigError as error:
         raise ConfigError(f"--out: {error}") from None
+    if fresh and file.exists():
+        load(file)  # what isn't a table of this kind is somebody's, and not to be written over
     known = Table(here, ()) if fresh else kept(file, here)
     points = {point.place: point for point in known.points}
     return Session(file, here, entries, place, Checks(place), timer_for(place), points, known.fronts)
@@ -126,13 +135,14 @@ def measure_fronts(session: Session) -> None:
 
 def summary(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, Any]:
     """Return what came of a session as plain data."""
-    left = sum(bool(session.todo(spec)) for spec in specs)
+    skipped = {spec for spec, _ in session.skipped}
+    left = sum(bool(session.todo(spec)) for spec in specs if spec not in skipped)
     return {
         "device": session.environment.device,
         "out": str(session.out),
         "end": end,
         "calls": len(specs),
-        "left": left - len(session.skipped),
+        "left": left,
         "measured": len(session.fresh),
         "points": [point.to_dict() for point in session.fresh],
         "fronts": [front.to_dict() for front in session.fronts],
@@ -201,7 +211,16 @@ def _cell(found: Measured | None) -> str:
 def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
     """Return the calls of a trace as if they were made here, those that took the most first."""
     weights: dict[AttentionSpec, float] = {}
-    for one in traces.read(trace):
+    recorded = traces.read(trace)
+    elsewhere = sorted({one.spec.device.type for one in recorded} - {device.type})
+    if recorded and len(elsewhere) == len({one.spec.device.type for one in recorded}):
+        told = " and ".join(elsewhere)
+        raise InvalidInputError(
+            f"--from: got calls on {told}, expected some on {device.type}, which --device sets"
+        )
+    for one in recorded:
+        if one.spec.device.type != device.type:
+            continue
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
         cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
         weights[spec] = weights.get(spec, 0.0) + cost

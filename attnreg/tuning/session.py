@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -101,7 +101,11 @@ class Session:
             OSError: it can't be written.
         """
         points = tuple(self.points.values())
-        Table(self.environment, points, self.out.name, self.fronts).save(self.out)
+        # Of what wasn't measured another version is no matter.
+        measured = {name for point in points for name in point.backends}
+        measured |= {front.backend for front in self.fronts}
+        versions = {name: found for name, found in self.environment.backends.items() if name in measured}
+        Table(replace(self.environment, backends=versions), points, self.out.name, self.fronts).save(self.out)
 
     def add_fronts(self, found: Iterable[Front]) -> None:
         """Take what fronts were measured to take, and write the table.

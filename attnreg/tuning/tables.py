@@ -112,7 +112,7 @@ class Tables:
             refused.append(f"{named} is refused: {'; '.join(match.refused)}")
             if named.source and refused[-1] not in _told:
                 _told.add(refused[-1])
-                log.warning("%s; the default order decides", refused[-1])
+                log.warning("%s; the default order decides until `attnreg tune` has run here", refused[-1])
         return Report(refused=tuple(refused))
 
     def _meant_for(self, device: Device) -> Iterator[Named]:
