@@ -79,7 +79,7 @@ def make_plan(
         RanksDifferError: another rank of the job chooses by another table.
     """
     policy = now.policy.led_by(leading)
-    ranks.agree(policy.tables, now.entries, spec.device)
+    ranks.agree(now.policy, now.entries, spec.device)
     entries = standing_in(native, now.entries)
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients nobody can compute.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnreg.discovery import Entry
+    from attnreg.selection import Policy
     from attnreg.spec import Device
-    from attnreg.tuning.tables import Tables
 
 __all__ = ["agree"]
 
@@ -31,26 +31,26 @@ log = logging.getLogger("attnreg")
 
 
 class Standing(NamedTuple):
-    """What a rank chooses by on one kind of device.
+    """What a rank chooses by on one kind of device; each field in words.
 
     Attributes:
-        by: the table in words, or why there is none.
-        digest: of the table; empty for none.
-        missing: the measured backends that don't load on that rank.
+        table: what tells the contents of the one in force from others; or that there is none.
+        backends: those that load on that rank, with their versions.
+        asked: what its operator asks for: orders of settings files and the environment, and what is disabled.
+        named: what the table is called, or why there is none; no difference.
     """
 
-    by: str
-    digest: str = ""
-    missing: tuple[str, ...] = ()
+    table: str
+    backends: str
+    asked: str
+    named: str
 
-    def chooses_like(self, other: Standing) -> bool:
-        """Whether both pick the same kernel for every call."""
-        return (self.digest, self.missing) == (other.digest, other.missing)
-
-    def __str__(self) -> str:
-        parts = [f"contents {self.digest}"] if self.digest else []
-        parts += [f"without {' and '.join(self.missing)}"] if self.missing else []
-        return f"{self.by} ({', '.join(parts)})" if parts else self.by
+    def differences(self, other: Standing) -> str:
+        """Return in what another rank's differs, a part for each."""
+        parts = list(zip(self._fields[1:3], self[1:3], other[1:3], strict=True))
+        if self.table != other.table:
+            parts.insert(0, ("table", f"{self.named} ({self.table})", f"{other.named} ({other.table})"))
+        return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
 
 
 class _Job:
@@ -66,10 +66,11 @@ _lock = open_after_fork(threading.Lock())
 _job: _Job | None = None
 
 
-def agree(tables: Tables | None, entries: Mapping[str, Entry], device: Device) -> None:
-    """Compare with the other ranks of the job, if there is one; asks once for each table in force.
+def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
+    """Compare with the other ranks of the job, if there is one; asks once until something changes.
 
-    A change of tables in the middle of a job is compared with the other ranks' change of the same number.
+    A change in the middle of a job is compared with the other ranks' change of the same number. What the
+    program asks for, by `register_backend` and on calls, is its own: it may mean one rank.
 
     Raises:
         RanksDifferError: another rank chooses otherwise; says by what each of the two does.
@@ -80,7 +81,7 @@ def agree(tables: Tables | None, entries: Mapping[str, Entry], device: Device) -
         return
     if device.simulated or distributed.get_world_size() < 2:
         return
-    standing = _standing(tables, entries, device)
+    standing = _standing(policy, entries, device)
     with _lock:
         job = _joined(distributed)
         told = job.told.setdefault(device.type, [])
@@ -98,17 +99,28 @@ def _joined(distributed: Any) -> _Job:
     return _job
 
 
-def _standing(tables: Tables | None, entries: Mapping[str, Entry], device: Device) -> Standing:
-    if tables is None:
-        return Standing('policy = "order"')
-    report = tables.report(device)
-    if report.in_force is None:
-        return Standing(f"the default order ({'; '.join(report.refused) or 'there is no table'})")
+def _standing(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Standing:
     from attnreg.tuning.machine import environment
 
-    measured = report.in_force.table.environment.backends
-    missing = sorted(set(measured) - set(environment(device, entries).backends))
-    return Standing(str(report.in_force), report.in_force.digest, tuple(missing))
+    loading = environment(device, entries).backends
+    asked = [" ".join(one.names) for one in policy.preferences if one.required and one.governs(device)]
+    asked += [f"not {name}" for name in sorted(policy.disabled)]
+    table, named = _table(policy, device)
+    return Standing(
+        table,
+        ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
+        ", ".join(asked) or "nothing",
+        named,
+    )
+
+
+def _table(policy: Policy, device: Device) -> tuple[str, str]:
+    if policy.tables is None:
+        return "no table", 'policy = "order"'
+    report = policy.tables.report(device)
+    if report.in_force is None:
+        return "no table", "; ".join(report.refused) or "the default order"
+    return f"contents {report.in_force.digest}", report.in_force.table.name
 
 
 def _compare(job: _Job, place: str, standing: Standing) -> None:
@@ -119,11 +131,10 @@ def _compare(job: _Job, place: str, standing: Standing) -> None:
     except Exception as error:  # noqa: BLE001 - a store that can't compare, or one whose host is gone
         log.warning("this job's ranks can't compare by what they choose kernels: %s", error)
         return
-    by, digest, missing = first["standing"]
-    other = Standing(by, digest, tuple(missing))
-    if not standing.chooses_like(other):
+    different = standing.differences(Standing(*first["standing"]))
+    if different:
         raise RanksDifferError(
-            f"rank {job.rank} on {mine['host']} chooses kernels by {standing}, rank {first['rank']} on "
-            f"{first['host']} by {other}: ranks that choose differently don't agree bitwise; give all of "
-            'them the same table and packages, or set policy = "order"'
+            f"rank {job.rank} on {mine['host']} doesn't choose kernels as rank {first['rank']} on "
+            f"{first['host']} does: {different}: ranks that choose differently don't agree bitwise; give all "
+            "of them the same table, packages and settings"
         )

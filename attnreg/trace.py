@@ -1,8 +1,8 @@
 """Recording what calls there were: each distinct spec once, with how often it ran.
 
 A plan's counters get one more for its spec when the plan is made, so a call pays one addition. The
-file is written when recording or the program ends, and at most once a minute when a new spec comes
-up, so that a program that is killed leaves most of it.
+file is written when recording or the program ends, and by a thread in between: after two seconds, and
+then every minute in which something ran, so that a program that is killed leaves most of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import multiprocessing.util
 import os
 import threading
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,8 @@ __all__ = ["Recording", "counters", "follow", "start", "stop"]
 
 log = logging.getLogger("attnreg")
 
-SECONDS_BETWEEN = 60.0
+THREAD = "attnreg recording"
+SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
 
 # A program that never repeats a length mustn't grow a row for each without end.
 MOST_SPECS = 100_000
@@ -50,15 +50,15 @@ class Recording:
         path: the file.
         counted: the counter of each direction of each spec.
         written: what of each counter is in the file.
-        at: when it was last written.
         full: whether calls were left out, as there were too many.
+        over: set when it ends.
     """
 
     path: Path
     counted: dict[tuple[AttentionSpec, Direction], Counter] = field(default_factory=dict)
     written: dict[tuple[AttentionSpec, Direction], int] = field(default_factory=dict)
-    at: float = field(default_factory=time.monotonic)
     full: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
 
     def counter(self, spec: AttentionSpec, direction: Direction) -> Counter | None:
         """Return the counter of one direction of a spec; None if there are too many specs."""
@@ -80,7 +80,7 @@ class Recording:
         fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
         if fresh := {place: n for place, n in fresh.items() if n}:
             merge(self.path, fresh)
-        self.written, self.at = now, time.monotonic()
+        self.written = now
 
 
 def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
@@ -88,9 +88,6 @@ def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
     if not _recordings:
         return ()
     with _lock:
-        for recording in _recordings:
-            if time.monotonic() - recording.at > SECONDS_BETWEEN:
-                _write(recording)
         found = (recording.counter(spec, direction) for recording in _recordings)
         return tuple(counter for counter in found if counter is not None)
 
@@ -101,6 +98,9 @@ def start(path: Path) -> Recording:
     with _lock:
         recording = Recording(path)
         _recordings = (*_recordings, recording)
+        threading.Thread(
+            target=_keep_writing, args=(recording,), name="attnreg recording", daemon=True
+        ).start()
         _registry.changed()  # plans that exist don't count for it
         return recording
 
@@ -109,6 +109,7 @@ def stop(recording: Recording) -> None:
     """Record no longer; what was counted isn't written by this."""
     global _recordings
     with _lock:
+        recording.over.set()
         _recordings = tuple(one for one in _recordings if one is not recording)
         _registry.changed()
 
@@ -123,11 +124,18 @@ def follow(path: Path | None) -> None:
         _followed = start(path.absolute()) if path is not None else None
 
 
+def _keep_writing(recording: Recording) -> None:
+    pause = SECONDS_BEFORE
+    while not recording.over.wait(pause):
+        with _lock:
+            _write(recording)
+        pause = SECONDS_BETWEEN
+
+
 def _write(recording: Recording) -> None:
     try:
         recording.write()
     except AttnregError as error:  # not a reason to lose a training run
-        recording.at = time.monotonic()
         log.warning("%s", error)
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -116,13 +118,27 @@ def test_a_line_that_was_being_written_when_a_process_was_killed_is_left_out(tmp
     assert counts(file) == {8: (2, 0)}
 
 
-def test_a_long_run_writes_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "SECONDS_BETWEEN", -1.0)
+def test_a_program_that_is_killed_leaves_what_ran_until_shortly_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "SECONDS_BEFORE", 0.01)
+    monkeypatch.setattr(trace, "SECONDS_BETWEEN", 0.01)
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        for length, expected in ((8, {8: (1, 0)}), (24, {8: (1, 0), 24: (1, 0)})):
+            sdpa(length)
+            for _ in range(1000):
+                if file.exists() and counts(file) == expected:
+                    break
+                time.sleep(0.01)
+            assert counts(file) == expected
+    assert counts(file) == {8: (1, 0), 24: (1, 0)}
+
+
+def test_a_recording_that_has_ended_leaves_no_thread(tmp_path):
     with attnreg.record(tmp_path / "trace.jsonl"):
         sdpa(8)
-        sdpa(24)
-        assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
-    assert counts(tmp_path / "trace.jsonl") == {8: (1, 0), 24: (1, 0)}
+        (thread,) = [one for one in threading.enumerate() if one.name == "attnreg recording"]
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("text", ["hello\n", '{"spec": {}}\n', '{"forward": -1, "backward": 0}\n', "[1]\n"])
