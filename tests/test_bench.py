@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg import _registry, aten, cli, policy, tuning
-from attnreg.bench import cases, contexts, fronts, overhead_gpu, selection, sides, strategies
+from attnreg.bench import cases, contexts, figures, fronts, overhead_gpu, selection, sides, strategies
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Job
@@ -158,7 +158,9 @@ def test_selection_divides_what_it_measured(measured):
     assert {(r["yardstick"], r["strategy"]): r["mean"] for r in means} == pytest.approx(
         {(yardstick, name): ratio for yardstick, named in dense_row.items() for name, ratio in named.items()}
     )
-    assert {aim["aim"] for aim in found["aims"]} == {1.02, 1.15, 1.10} and found["table"] == "none"
+    assert {aim["aim"] for aim in found["aims"]} == {1.02, 1.15, 1.10} and found[
+        "table"
+    ] == "the default order, as no table is in force"
 
 
 def test_a_side_that_is_wrong_is_left_out_and_said_so(bench, fake):
@@ -385,6 +387,30 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
     runner = strategies.Runner.through(sides.Side(batch.with_attnreg, batch.sets, contexts.by_default), True)
     assert runner.turn(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
     assert ran == [2, 1] * 3
+
+
+def test_what_attnreg_may_choose_is_what_it_is_compared_with(routers):
+    inputs = torch.randn(3, 1, 2, 8, 16).unbind()
+    for among, expected in ((("cpu", "math"), "cpu"), (("math",), "math")):
+        attnreg.reset_stats()
+        with contexts.settings("order", among=among)():
+            torch.nn.functional.scaled_dot_product_attention(*inputs)
+        assert list(attnreg.stats().calls) == [expected]
+
+
+def test_a_named_table_that_is_not_true_here_is_refused_before_anything_runs(bench, tmp_path):
+    table = SHIPPED / "nvidia-h200.json"
+    for command in ("selection", "sdpa"):
+        ended = bench(command, "--quick", "--table", str(table))
+        assert ended.exit_code == 2
+        assert "--table: " in ended.stderr and "it is of another kind of device than cpu" in ended.stderr
+
+
+def test_a_backend_has_the_same_colour_in_every_picture():
+    for names in (["torch SDPA", "attnreg, measured", "attnreg, FA2"], ["always cuDNN", "always FA2"]):
+        found = figures._colours(names)
+        assert found[names[-1]] == figures.OF_BACKENDS["FA2"]
+        assert len(set(found.values())) == len(names)
 
 
 def test_ratios_are_to_the_best_of_each_yardstick():

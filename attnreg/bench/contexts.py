@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, api, aten, planning, policy
 from attnreg.backend import Backend, Kernels
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, ConfigError
 from attnreg.sources import Sources
+from attnreg.tuning.tables import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -49,13 +50,23 @@ def by_default() -> Iterator[None]:
     yield
 
 
-def settings(chosen_by: str, table: Path | None = None) -> Callable[[], AbstractContextManager[None]]:
-    """Return what has `policy` in force, "measured" or "order", for as long as a `with` block lasts."""
+def settings(
+    chosen_by: str, table: Path | None = None, among: Iterable[str] = ()
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what has `policy` in force, "measured" or "order", for as long as a `with` block lasts.
+
+    With `among`, no other backends are chosen, but for `math`, to which all else falls back.
+    """
+    wanted = {"math", *(name.casefold() for name in among)}
+    others = (
+        [entry.name for name, entry in _registry.entries().items() if name not in wanted] if among else []
+    )
 
     @contextlib.contextmanager
     def within() -> Iterator[None]:
         before = policy.sources()
-        api.configure({"policy": chosen_by} | ({} if table is None else {"tuned": table}))
+        named = {} if table is None else {"tuned": table}
+        api.configure({"policy": chosen_by, "disabled": others} | named)
         try:
             yield
         finally:
@@ -64,12 +75,21 @@ def settings(chosen_by: str, table: Path | None = None) -> Callable[[], Abstract
     return within
 
 
-def table_in_force(device: torch.device) -> str:
-    """Return the measured table that decides on a device, or why none does."""
-    tables = policy.current().tables
-    report = tables.report(planning.device_of(device)) if tables is not None else None
-    if report is None or report.in_force is None:
-        return "; ".join(("none", *(report.refused if report else ())))
+def table_in_force(device: torch.device, table: Path | None = None) -> str:
+    """Return the measured table that decides on a device, or why none does.
+
+    Raises:
+        ConfigError: a table was named, and isn't true of this machine.
+    """
+    with settings("measured", table)():
+        tables = policy.current().tables
+        report = tables.report(planning.device_of(device)) if tables is not None else Report()
+    named = report.in_force is not None and bool(report.in_force.source)
+    if table is not None and not named:
+        told = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"
+        raise ConfigError(f"--table: {table}: {told}")
+    if report.in_force is None:
+        return "; ".join(("the default order, as no table is in force", *report.refused))
     return str(report.in_force)
 
 

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["bars", "flat", "lines"]
 
-# Greys for torch, then Okabe and Ito's palette: apart for every kind of colour vision.
+# Greys for torch, then Okabe and Ito's palette: apart for every kind of colour vision. What attnreg
+# chooses, and each backend, has the same colour in every picture.
 GREYS = ("#404040", "#8C8C8C", "#D0D0D0")
 COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+OF_BACKENDS = dict(zip(("FA2", "FA4", "cuDNN", "cpu", "math"), COLOURS[1:], strict=False))
 MARKS = "osD^vP*X<>"
 INK, FAINT = "#333333", "#D9D9D9"
 
@@ -133,8 +135,14 @@ def _each(rows: Iterable[Mapping[str, Any]], key: str) -> list[str]:
 
 def _colours(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each name: greys for torch's own, which don't go through attnreg."""
-    greys, colours = iter(GREYS), iter(COLOURS)
-    return {name: next(greys if name.startswith(("torch", "SDPA")) else colours, "#000000") for name in names}
+    backends = {name: name.removeprefix("attnreg, ").removeprefix("always ") for name in names}
+    taken = {OF_BACKENDS[backend] for backend in backends.values() if backend in OF_BACKENDS}
+    greys, colours = iter(GREYS), (colour for colour in COLOURS if colour not in taken)
+    return {
+        name: OF_BACKENDS.get(backend)
+        or next(greys if name.startswith(("torch", "SDPA")) else colours, "#000000")
+        for name, backend in backends.items()
+    }
 
 
 def _dressed(axes: Axes, title: str, y: str) -> None:

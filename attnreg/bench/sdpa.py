@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.bench.cases import sdpa_grid
 from attnreg.bench.compare import checked, dtype_of, timed, wrong_backend
-from attnreg.bench.contexts import led_by, settings, torch_alone
+from attnreg.bench.contexts import led_by, settings, table_in_force, torch_alone
 from attnreg.bench.inputs import Batch, copies_beyond_the_cache
 from attnreg.bench.report import Report, Table
 from attnreg.bench.sides import STEPS, Side
@@ -36,8 +36,9 @@ def measure(job: Job) -> Report:
     """
     shapes = sdpa_grid(job.device.type)
     shapes = shapes[:: len(shapes) // 2] if job.quick else shapes
+    table = table_in_force(job.device, job.table)
     rate = matmul_rate(job.device, dtype_of(shapes[0]))
-    report = Report({"matmul_teraflops": rate / 1e12, "rows": []}, [])
+    report = Report({"table": table, "matmul_teraflops": rate / 1e12, "rows": []}, [])
     for number, shape in enumerate(shapes):
         job.advance(number, len(shapes), str(shape))
         if job.late:
@@ -48,7 +49,7 @@ def measure(job: Job) -> Report:
         job.keep(report.results)
     found, panels = report.results["rows"], dict.fromkeys(map(_panel, shapes))
     report.tables = [_table(step, panel, found) for panel in panels for step in STEPS]
-    report.told = _mean_gains(found)
+    report.told = [f"measured: chosen by {table}", *_mean_gains(found)]
     return report
 
 
@@ -57,7 +58,7 @@ def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
     truth = Truth(shape, batch.sets[0])
     sides = {
         TORCH: Side(batch.with_torch, batch.front_sets, torch_alone),
-        CHOSEN: Side(batch.with_attnreg, batch.front_sets, settings("measured", job.table)),
+        CHOSEN: Side(batch.with_attnreg, batch.front_sets, settings("measured", job.table, job.backends)),
     }
     sides |= {LED + name: Side(batch.with_attnreg, batch.front_sets, led_by(name)) for name in job.backends}
 

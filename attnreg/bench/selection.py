@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnreg import counters
 from attnreg.bench.cases import held_out
 from attnreg.bench.compare import Checked, checked, short
-from attnreg.bench.contexts import settings, table_in_force
+from attnreg.bench.contexts import table_in_force
 from attnreg.bench.inputs import Batch, copies_beyond_the_cache
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
@@ -51,8 +51,7 @@ def measure(job: Job) -> Report:
     """
     shapes = held_out(job.device.type)
     shapes = shapes[: QUICK if job.device.type == "cuda" else QUICK // 2] if job.quick else shapes
-    with settings("measured", job.table)():
-        table = table_in_force(job.device)
+    table = table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
     for number, shape in enumerate(shapes):

@@ -34,8 +34,8 @@ def strategies(batch: Batch, job: Job) -> dict[str, Side]:
     """Return every way to decide: by measurement, by order, always one backend first, torch alone."""
     sets = batch.front_sets
     return {
-        CHOSEN: Side(batch.with_attnreg, sets, settings("measured", job.table)),
-        ORDER: Side(batch.with_attnreg, sets, settings("order")),
+        CHOSEN: Side(batch.with_attnreg, sets, settings("measured", job.table, job.backends)),
+        ORDER: Side(batch.with_attnreg, sets, settings("order", among=job.backends)),
         **{FIXED + name: Side(batch.with_attnreg, sets, led_by(name)) for name in job.backends},
         TORCH: Side(batch.with_torch, sets, torch_alone),
     }
