@@ -21,7 +21,7 @@ ELIGIBLE = "could run it"
 def decision_table(spec: AttentionSpec, decision: Decision) -> str:
     """Return a headline, the input line, and one aligned row per backend and reason."""
     predicted = decision.predicted if decision.backend is not None else None
-    measured = _predicted(spec, predicted) if predicted is not None else ()
+    measured = _predicted(spec, decision, predicted) if predicted is not None else ()
     return "\n".join((_headline(spec, decision), f"  {spec}", *_rows(decision), *measured))
 
 
@@ -50,27 +50,35 @@ def _rows(decision: Decision) -> list[str]:
     width = max(map(len, decision.order), default=0)
     rows = []
     for name in decision.order:
-        chosen = f"runs it, by {decision.source}"
-        reasons = decision.rejected.get(name) or ((chosen if name == decision.backend else ELIGIBLE),)
+        able = f"runs it, by {decision.source}" if name == decision.backend else ELIGIBLE
+        said = decision.predicted.of(name) if decision.predicted is not None else None
+        if said is not None and said.trouble:
+            able += f", but {said.trouble}"
+        reasons = decision.rejected.get(name) or (able,)
         for number, reason in enumerate(reasons):
             label = name if number == 0 else ""
             rows.append(f"  {label:<{width}}  {' '.join(reason.split())}")  # a cause may have several lines
     return rows
 
 
-def _predicted(spec: AttentionSpec, prediction: Prediction) -> Iterator[str]:
+def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
     """Yield what a measured table says: a row for each backend, where it comes from, and how sure that is."""
     where = "in a CUDA graph" if spec.capturing else "in eager"
     yield f"  predicted by {prediction.table}, {where}"
-    width = max(len(one.backend) for one in prediction.candidates)
+    rows = {}
     for one in prediction.candidates:
         told = one.trouble
         if one.cost_us is not None:
             parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
-            told = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.2f} s)"
-        yield f"    {one.backend:<{width}}  {told}"
+            told = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s)"
+        refused = "; it can't run this call" if one.backend in decision.rejected else ""
+        rows[one.backend] = f"{told}{refused}"
+    unknown = (name for name in decision.order if prediction.of(name) is None)
+    rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
+    width = max(map(len, rows))
+    yield from (f"    {name:<{width}}  {told}" for name, told in rows.items())
     for point in prediction.points:
-        near = "measured itself" if point.distance < 1e-9 else f"{point.distance:.2f} away"
+        near = "measured itself" if point.itself else f"{point.distance:.2f} away"
         yield f"    from {point.size}, {near}"
     for note in prediction.notes:
         yield f"    {note}"

@@ -256,16 +256,34 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     lines = str(found).splitlines()
     assert lines[0] == f"forward on cpu: second, by {TABLE}"
     start = lines.index(f"  predicted by {TABLE}, in eager")
-    assert lines[start + 1 : start + 5] == [
-        "    second  10.0 µs (first call 0.00 s)",
+    assert "  third   could run it, but failed: RuntimeError: no" in lines
+    assert lines[start + 1 : start + 6] == [
+        "    second  10.0 µs (first call 0 s)",
         "    first   32.5 µs (first call 0.25 s)",
         "    third   failed: RuntimeError: no",
+        "    math    not measured",
         "    from B 2, 256 x 256, H 4, measured itself",
     ]
     assert f"backward on cpu: first, by {TABLE}" in lines
     data = json.loads(json.dumps(found.to_dict()))
     assert data["forward"]["predicted"]["candidates"][0]["backend"] == "second"
     assert data["backward"]["predicted"]["points"] == [{"size": "B 2, 256 x 256, H 4", "distance": 0.0}]
+
+
+def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, known, fake):
+    spec = asked()
+    narrow = fake("second", priority=2, devices=("cpu",), dtypes=("float32",)).backend
+    known["second"] = Entry("second", "a test", narrow)
+    _registry.changed()
+    attnreg.configure(here(point(spec, first=30.0, second=10.0)))
+    lines = str(attnreg.explain(spec)).splitlines()
+    assert "    second  10.0 µs (first call 0 s); it can't run this call" in lines
+
+
+def test_explain_calls_no_other_call_the_same(here):
+    attnreg.configure(here(point(first=30.0)))
+    told = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
+    assert "from B 2, 256 x 256, H 4, 0.00 away" in told
 
 
 def test_explain_says_from_how_far_away_a_prediction_comes(here):

@@ -51,14 +51,19 @@ class Candidate:
 
 
 class Source(NamedTuple):
-    """A point that a prediction comes from, whether its ratio of heads is the call's, and how far it is.
+    """A point that a prediction comes from.
 
-    The distance is in powers of two.
+    Attributes:
+        point: the point.
+        same_ratio: whether its ratio of heads is the call's.
+        distance: how far it is, in powers of two.
+        itself: whether it is the very call.
     """
 
     point: Point
     same_ratio: bool
     distance: float
+    itself: bool
 
     @property
     def size(self) -> str:
@@ -112,7 +117,12 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
     points = tuple(
-        Source(one.place.point, one.place.point.kind.ratio == kind.ratio, dist(one.place.at, at))
+        Source(
+            one.place.point,
+            one.place.point.kind.ratio == kind.ratio,
+            dist(one.place.at, at),
+            one.place.point.place == (kind, size),
+        )
         for one in near
     )
     return Prediction(table, tuple(found), points, tuple(notes))
