@@ -206,12 +206,12 @@ def _rounded(number: float) -> float:
 
 _FIELDS: dict[str, Callable[[object, str], Any]] = {
     "direction": _one_of("forward", "backward"),
-    "dtype": _text,
+    "dtype": _one_of("float64", "float32", "bfloat16", "float16"),
     "mask": _one_of(*MASKS),
     "varlen": _boolean,
     "extras": _names,
     "window": _bounds,
     "ratio": _whole(1),
-    **dict.fromkeys(("head_dim", "head_dim_v", "batch", "max_q", "max_k"), _whole(0)),
-    **dict.fromkeys(("heads_q", "tokens_q", "tokens_k"), _whole(0)),
+    **dict.fromkeys(("head_dim", "head_dim_v", "batch", "max_q", "max_k"), _whole(1)),
+    **dict.fromkeys(("heads_q", "tokens_q", "tokens_k"), _whole(1)),
 }

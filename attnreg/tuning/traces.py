@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from attnreg.discovery import Direction
 
 __all__ = ["Recorded", "check_writable", "merge", "read"]
+
+log = logging.getLogger("attnreg")
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -36,7 +39,9 @@ def read(path: Path) -> list[Recorded]:
         ConfigError: it can't be read, or a line isn't what `attnreg.record` writes.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with path.open(encoding="utf-8") as file:
+            _lock(file, shared=True)
+            lines = file.read().splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     return _recorded(lines, path)
@@ -83,7 +88,9 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
                 one = _parsed(line)
             except (InvalidInputError, ValueError, KeyError, TypeError) as error:
                 if not line.endswith("\n") and number > 1:
-                    break  # it was being written when its process was killed
+                    # It was being written when its process was killed.
+                    log.warning("%s:%d: left out, as it is the beginning of a line only", path, number)
+                    break
                 raise ConfigError(
                     f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
                 ) from error
@@ -113,10 +120,10 @@ def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
     return json.dumps(row, separators=(",", ":")) + "\n"
 
 
-def _lock(file: TextIO) -> None:
+def _lock(file: TextIO, shared: bool = False) -> None:
     """Wait until no other process writes the file; it is open to them again when it is closed."""
     try:
         import fcntl
     except ImportError:  # on Windows, where ranks have to record into files of their own
         return
-    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
