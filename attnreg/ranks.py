@@ -8,8 +8,10 @@ collective, so a rank that runs no attention keeps nobody waiting.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -53,56 +55,60 @@ class Standing(NamedTuple):
         return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
 
 
-class _Job:
-    """What this process has told its job so far; one for each store."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.told: dict[str, list[Standing]] = {}
-
-
 _lock = open_after_fork(threading.Lock())
-_job: _Job | None = None
+_compared: set[str] = set()
+_store: Any = None
+_inherited: Any = None
 
 
 def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
-    """Compare with the other ranks of the job, if there is one; asks once until something changes.
+    """Compare with the other ranks of the job, if there is one; once for each kind of device.
 
-    A change in the middle of a job is compared with the other ranks' change of the same number. What the
-    program asks for, by `register_backend` and on calls, is its own: it may mean one rank.
+    What changes later isn't compared: ranks that run no attention in between couldn't know which change
+    of theirs to compare with. Nor is what the program asks for by `register_backend` and on calls: it
+    may mean one rank.
 
     Raises:
-        RanksDifferError: another rank chooses otherwise; says by what each of the two does.
+        RanksDifferError: another rank chooses otherwise; says in what.
     """
+    global _store
     # Whoever has initialised it has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
     if device.simulated or distributed.get_world_size() < 2:
         return
-    standing = _standing(policy, entries, device)
-    with _lock:
-        job = _joined(distributed)
-        told = job.told.setdefault(device.type, [])
-        if told and told[-1] == standing:
-            return
-        _compare(job, f"attnreg/{device.type}/{len(told)}", standing)
-        told.append(standing)
-
-
-def _joined(distributed: Any) -> _Job:
-    global _job
     store = distributed.distributed_c10d._get_default_store()
-    if _job is None or _job.store is not store:
-        _job = _Job(store, distributed.get_rank())
-    return _job
+    if store is _inherited:
+        return  # a forked child's would talk over its parent's connection
+    place = device.name or device.type
+    with _lock:
+        if store is not _store:
+            _store = store
+            _compared.clear()
+        if place in _compared:
+            return
+        _compare(store, distributed.get_rank(), f"attnreg/{place}", _standing(policy, entries, device))
+        _compared.add(place)
+
+
+def _leave_the_parents_store() -> None:
+    global _inherited
+    distributed = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):
+        if distributed is not None and distributed.is_initialized():
+            _inherited = distributed.distributed_c10d._get_default_store()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_the_parents_store)
 
 
 def _standing(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Standing:
     from attnreg.tuning.machine import environment
 
-    loading = environment(device, entries).backends
+    shared = {name: entry for name, entry in entries.items() if not entry.own}
+    loading = environment(device, shared).backends
     asked = [" ".join(one.names) for one in policy.preferences if one.required and one.governs(device)]
     asked += [f"not {name}" for name in sorted(policy.disabled)]
     table, named = _table(policy, device)
@@ -123,18 +129,19 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
     return f"contents {report.in_force.digest}", report.in_force.table.name
 
 
-def _compare(job: _Job, place: str, standing: Standing) -> None:
-    mine = {"rank": job.rank, "host": socket.gethostname(), "standing": standing}
+def _compare(store: Any, rank: int, place: str, standing: Standing) -> None:
+    mine = {"rank": rank, "host": socket.gethostname(), "standing": standing}
     try:
         # Sets the value if there is none, and returns the one that is there then.
-        first = json.loads(job.store.compare_set(place, "", json.dumps(mine)))
-    except Exception as error:  # noqa: BLE001 - a store that can't compare, or one whose host is gone
-        log.warning("this job's ranks can't compare by what they choose kernels: %s", error)
+        first = json.loads(store.compare_set(place, "", json.dumps(mine)))
+        different = standing.differences(Standing(*first["standing"]))
+    except Exception as error:  # noqa: BLE001 - a store that can't compare, one that is gone, another attnreg
+        with contextlib.suppress(Exception):  # a handler that raises is no reason to fail a call
+            log.warning("this job's ranks can't compare by what they choose kernels: %s", error)
         return
-    different = standing.differences(Standing(*first["standing"]))
     if different:
         raise RanksDifferError(
-            f"rank {job.rank} on {mine['host']} doesn't choose kernels as rank {first['rank']} on "
+            f"rank {rank} on {mine['host']} doesn't choose kernels as rank {first['rank']} on "
             f"{first['host']} does: {different}: ranks that choose differently don't agree bitwise; give all "
             "of them the same table, packages and settings"
         )

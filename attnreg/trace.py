@@ -38,6 +38,7 @@ SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
 MOST_SPECS = 100_000
 
 _lock = open_after_fork(threading.RLock())
+_writing = open_after_fork(threading.Lock())
 _recordings: tuple[Recording, ...] = ()
 _followed: Recording | None = None
 
@@ -76,11 +77,13 @@ class Recording:
         Raises:
             ConfigError: the file can't be written, or is no trace.
         """
-        now = {place: counter.value for place, counter in self.counted.items()}
-        fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
-        if fresh := {place: n for place, n in fresh.items() if n}:
-            merge(self.path, fresh)
-        self.written = now
+        with _writing:
+            with _lock:  # not for as long as the file takes: calls wait for it
+                now = {place: counter.value for place, counter in self.counted.items()}
+            fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
+            if fresh := {place: n for place, n in fresh.items() if n}:
+                merge(self.path, fresh)
+            self.written = now
 
 
 def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
@@ -118,17 +121,19 @@ def follow(path: Path | None) -> None:
     """Record for the environment, until another file or None is given."""
     global _followed
     with _lock:
-        if _followed is not None:
-            stop(_followed)
-            _write(_followed)
-        _followed = start(path.absolute()) if path is not None else None
+        before, _followed = _followed, None
+        if before is not None:
+            stop(before)
+        if path is not None:
+            _followed = start(path.absolute())
+    if before is not None:
+        _write(before)
 
 
 def _keep_writing(recording: Recording) -> None:
     pause = SECONDS_BEFORE
     while not recording.over.wait(pause):
-        with _lock:
-            _write(recording)
+        _write(recording)
         pause = SECONDS_BETWEEN
 
 

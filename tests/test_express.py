@@ -120,6 +120,13 @@ def test_a_backward_that_its_forward_sent_goes_the_long_way_in_another_mode(cove
     assert express.backward(kernel, args, {}, now, None) is not None
 
 
+def test_a_call_that_keeps_going_the_long_way_leaves_one_carrier(covered):
+    now = state()
+    for _ in range(50):
+        express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    assert (len(now.express), len(now.returns)) == (1, 1)
+
+
 def test_forwards_that_differ_send_different_carriers(covered):
     now, kernel = state(), Kernel(RESULTS)
     longer = (*GIVEN[:5], 6, *GIVEN[6:])

@@ -157,8 +157,13 @@ def remember(
     # With one query per sequence torch's kernel takes no empty sequence.
     direct = plan.backend == native and call.max_q > 1
     bare = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    known_as = _known_as(direction, arguments, kwargs)
+    before = now.express.get(known_as)
+    if before is not None:  # the same calls come again and again while their offsets are unknown
+        now.express[known_as] = before._replace(plan=plan, call=bare, direct=direct)
+        return
     beside = _beside(arguments[0]) if direction == "forward" else ()
-    now.recognise(_known_as(direction, arguments, kwargs), Express(plan, bare, direct, beside))
+    now.recognise(known_as, Express(plan, bare, direct, beside))
     if beside:
         now.returns[id(beside[1])] = Return(beside[1])
 

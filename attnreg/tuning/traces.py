@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from attnreg.errors import ConfigError, InvalidInputError
+from attnreg.locks import open_after_fork
 from attnreg.spec import AttentionSpec, Device
 from attnreg.tuning.specs import spec_from, spec_to
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Recorded", "check_writable", "merge", "read"]
 
 log = logging.getLogger("attnreg")
+
+# Locks of files are a process's, and end with the first of its files that is closed.
+_inside = open_after_fork(threading.Lock())
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -39,7 +44,7 @@ def read(path: Path) -> list[Recorded]:
         ConfigError: it can't be read, or a line isn't what `attnreg.record` writes.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with _inside, path.open(encoding="utf-8") as file:
             _lock(file, shared=True)
             lines = file.read().splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +59,7 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> 
         ConfigError: it can't be written, or has something else in it.
     """
     try:
-        with path.open("a+", encoding="utf-8") as file:
+        with _inside, path.open("a+", encoding="utf-8") as file:
             _lock(file)
             file.seek(0)
             known = {one.spec: [one.forward, one.backward] for one in _recorded(file, path)}
@@ -126,4 +131,5 @@ def _lock(file: TextIO, shared: bool = False) -> None:
         import fcntl
     except ImportError:  # on Windows, where ranks have to record into files of their own
         return
-    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    # Of this process alone: a child that is forked meanwhile doesn't hold it, too, for as long as it lives.
+    fcntl.lockf(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
