@@ -96,6 +96,7 @@ def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_me
         Front("a", False, "forward", 20.0),
         Front("b", False, "forward", 30.0),
         Front("b", True, "forward", 900.0),
+        Front("a", False, "backward", 5.0),
         Front("b", False, "backward", 900.0),
     ]
     kinds = Kinds(points, fronts)
@@ -106,7 +107,14 @@ def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_me
 
     assert costs() == {"a": 20.0, "b": 30.0}
     assert costs(capturing=True) == {"a": 10.0, "b": 25.0}
-    assert costs("backward") == {"a": 1.0, "b": 900.0}
+    assert costs("backward") == {"a": 5.0, "b": 900.0}
+
+
+def test_host_times_of_fronts_count_only_if_every_candidate_has_one():
+    points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0))]
+    kinds = Kinds(points, [Front("b", False, "forward", 200.0)])
+    found = predict(kinds, asked(), "forward", "t")
+    assert {one.backend: one.cost_us for one in found.candidates} == {"a": 60.0, "b": 25.0}
 
 
 # Beyond the measured range
@@ -245,6 +253,22 @@ def test_one_that_is_wrong_with_one_ratio_of_heads_may_be_chosen_with_another():
     points = [point(a=9.0, b=Measured(wrong="off")), point(shared, a=9.0, b=3.0)]
     assert said(points, shared).candidates[0].backend == "b"
     assert said(points, asked(64)).candidates[0].backend == "a"
+
+
+def test_one_that_is_wrong_with_shared_heads_is_not_chosen_with_ratios_that_were_not_measured():
+    off = Measured(wrong="off")
+    ratios = {n: asked(heads_q=16, heads_k=16 // n) for n in (1, 2, 4, 8, 16)}
+    points = [point(ratios[1], a=1.0, b=9.0), *(point(ratios[n], a=off, b=9.0) for n in (4, 8))]
+    chosen = {n: said(points, spec).candidates[0].backend for n, spec in ratios.items()}
+    assert chosen == {1: "a", 2: "b", 4: "b", 8: "b", 16: "b"}
+
+
+def test_of_points_that_differ_in_no_coordinate_the_call_itself_counts():
+    near, far = asked(window=(8, 0)), asked(window=(64, 0))
+    points = [point(near, a=1.0, b=2.0), point(far, a=9.0, b=3.0)]
+    for ordered_points in (points, points[::-1]):
+        assert costs(ordered_points, far) == {"b": 3.0, "a": 9.0}
+        assert costs(ordered_points, near) == {"a": 1.0, "b": 2.0}
 
 
 def test_a_backend_that_failed_where_the_call_is_nearest_is_not_chosen_there_but_elsewhere():

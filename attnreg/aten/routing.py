@@ -128,6 +128,7 @@ def router(
     # Names of this function are found faster than attributes of modules; this is every call's way.
     current, read_stamp, count = scope.current, scope.read_stamp, counters.count
     grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled
     capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ def router(
                 known_as = (
                     op, query.shape, key.shape, value.shape, query.dtype, query.device, args[flags],
                     grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-                    deterministic(), query.is_cuda and capturing(),
+                    deterministic(), warn_only(), query.is_cuda and capturing(),
                 )  # fmt: skip
                 if (ran := now.passes.get(known_as)) is not None:
                     result = original(*args)

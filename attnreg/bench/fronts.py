@@ -17,10 +17,11 @@ from attnreg.bench.sides import Side, layers, layers_backward, misled
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.counters import reset_stats
 from attnreg.discovery import Direction
+from attnreg.tuning.measure import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch import Tensor
@@ -40,8 +41,12 @@ def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS)
 def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
     batch = Batch(SHAPES[not varlen], device, LAYERS)
     sides = {name: Side(batch.with_attnreg, batch.front_sets, led_by(name)) for name in names}
-    able = {name: functools.partial(_host, side, device) for name, side in sides.items() if _runs(name, side)}
-    for name, taken in interleaved(able, rounds).items():
+    able = {
+        name: functools.partial(_host, side, device)
+        for name, side in sides.items()
+        if _runs(name, side, device)
+    }
+    for name, taken in _guarded(able, device, rounds).items():
         for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
             yield Front(name, varlen, direction, statistics.median(seconds) * 1e6)
 
@@ -58,10 +63,24 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
     return forward / len(sets), backward / len(sets)
 
 
-def _runs(name: str, side: Side) -> bool:
+def _guarded(
+    able: dict[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Measure in turn; without the backends that can't run so many calls at once."""
+    for name in list(able):
+        try:
+            able[name]()
+        except Exception as error:  # noqa: BLE001 - the points of the table will say what is wrong with it
+            check_alive(device, error)
+            del able[name]
+    return interleaved(able, rounds)
+
+
+def _runs(name: str, side: Side, device: torch.device) -> bool:
     reset_stats()
     try:
         side.results()
-    except Exception:  # noqa: BLE001 - the points of the table will say what is wrong with it
+    except Exception as error:  # noqa: BLE001 - as above
+        check_alive(device, error)
         return False
     return not misled(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.bench.machine import machine
 from attnreg.errors import ConfigError
+from attnreg.tuning.table import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_text(document(results, left_out)) + "\n", encoding="utf-8")
+        write_whole(path, _text(document(results, left_out)) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 

@@ -12,6 +12,7 @@ from attnreg.tuning.kinds import RATIO, Kind, coordinates, distance_between, fam
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from attnreg.tuning.kinds import Size
     from attnreg.tuning.points import Front, Measured, Point
 
 __all__ = ["EXACT", "Index", "Kinds", "Near", "Place"]
@@ -56,6 +57,7 @@ class Index:
         hosts: for each backend what its own function takes the host, in microseconds, as a median.
         building: for each backend what the first call of a new shape takes, in seconds.
         wrong: in what a backend was wrong with a ratio of heads, at any size.
+        right: with which ratios it was timed.
     """
 
     family: Kind
@@ -66,6 +68,7 @@ class Index:
     hosts: dict[str, float] = field(default_factory=dict)
     building: dict[str, float] = field(default_factory=dict)
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)
+    right: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.low = tuple(map(min, zip(*(place.at for place in self.places), strict=True)))
@@ -77,6 +80,7 @@ class Index:
                     at = (name, place.point.kind.ratio)
                     self.wrong.setdefault(at, f"{one.trouble} at {place.point.size}")
                 if one.gpu_us is not None:
+                    self.right.add((name, place.point.kind.ratio))
                     taken.setdefault(name, []).append(one)
         for name, found in taken.items():
             self.floors[name] = min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
@@ -93,12 +97,23 @@ class Index:
         )
         return inside, outside
 
-    def nearest(self, at: tuple[float, ...]) -> list[Near]:
-        """Return the nearest few points, the nearest first; a point that is met exactly stands alone."""
+    def nearest(self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None) -> list[Near]:
+        """Return the nearest few points, the nearest first; a point that is met exactly stands alone.
+
+        Of several at one place, the call `itself` comes first: they differ in what is no coordinate.
+        """
         # A family has some dozens of points: to look at all of them takes a few microseconds.
         apart = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
-        most = 1 if apart[0][0] < EXACT else NEAREST
-        return [Near(self.places[number], distance) for distance, number in apart[:most]]
+        if apart[0][0] >= EXACT:
+            return [Near(self.places[number], distance) for distance, number in apart[:NEAREST]]
+        met = [self.places[number] for distance, number in apart if distance < EXACT]
+        return [Near(next((one for one in met if one.point.place == itself), met[0]), 0.0)]
+
+    def wrong_with(self, name: str, ratio: int) -> str:
+        """Return in what a backend is wrong with a ratio of heads: measured with it, or with any if not."""
+        if (name, ratio) in self.wrong or (name, ratio) in self.right:
+            return self.wrong.get((name, ratio), "")
+        return next((told for (other, _), told in self.wrong.items() if other == name), "")
 
 
 class Kinds:

@@ -107,10 +107,12 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
         return None
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
-    near = index.nearest(inside)
+    near = index.nearest(inside, (kind, size))
     todo = work(kind, size)
     names = dict.fromkeys(name for one in near for name in one.place.point.backends)
     hosts = {name: kinds.fronts.get((name, kind.varlen, kind.direction)) for name in names}
+    if None in hosts.values():  # a kernel's own function takes the host less: all by the same measure
+        hosts = dict.fromkeys(names)
     found = [_candidate(name, index, kind.ratio, near, todo, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
@@ -133,7 +135,7 @@ def _candidate(
 ) -> Candidate:
     # The nearest point that knows it says whether it failed; it may fail where there is no memory for it.
     closest = next(one.place.point.backends[name] for one in near if name in one.place.point.backends)
-    if trouble := index.wrong.get((name, ratio)) or closest.trouble:
+    if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
     floor = index.floors[name]
     gpu = _mean(

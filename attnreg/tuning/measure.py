@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attnreg.tuning.timing import Timer
     from attnreg.tuning.workload import Copy
 
-__all__ = ["DeviceLostError", "TimeIsUpError", "measured"]
+__all__ = ["DeviceLostError", "TimeIsUpError", "check_alive", "measured"]
 
 ROUNDS = 7
 
@@ -111,18 +111,30 @@ def _ready(
             if direction == "backward" and not forwards:
                 forwards = _forwards(spec, entries, inputs, checks)
             runner = _Runner(entry, _call(entry, direction, inputs, forwards), verdict.error)
-            timer.wait()
-            started = timer.now()
-            returned = _once(runner.run)
-            timer.wait()
-            runner.first_s = timer.now() - started
-            if wrong := astray(direction, inputs[0], returned, forwards[0] if forwards else ()):
+            if wrong := _first(runner, direction, inputs[0], forwards[0] if forwards else (), timer):
                 results[entry.name] = Measured(wrong=wrong)
                 continue
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to get their turn
             results[entry.name] = _failed(error, device)
         else:
             yield runner
+
+
+def _first(runner: _Runner, direction: Direction, copy: Copy, forward: Any, timer: Timer) -> str:
+    """Time a backend's first call; return in what it is wrong, or an empty string."""
+    timer.wait()
+    started = timer.now()
+    returned = _once(runner.run)
+    timer.wait()
+    runner.first_s = timer.now() - started
+    return _looked_at(direction, copy, returned, forward)
+
+
+def _looked_at(direction: Direction, copy: Copy, returned: Any, forward: Any = ()) -> str:
+    try:
+        return astray(direction, copy, returned, forward)
+    except torch.cuda.OutOfMemoryError:  # that of the look, not of the kernel
+        return ""
 
 
 def _call(
@@ -149,9 +161,12 @@ def _forwards(spec: AttentionSpec, entries: Sequence[Entry], inputs: list[Copy],
         if entry.reasons(spec, "forward"):
             continue
         try:
-            if not checks.of(entry, spec, "forward").wrong:
-                with torch.no_grad():
-                    return [entry.kernels().forward(*one[:3], one.call) for one in inputs]
+            if checks.of(entry, spec, "forward").wrong:
+                continue
+            with torch.no_grad():
+                found = [entry.kernels().forward(*one[:3], one.call) for one in inputs]
+            if not _looked_at("forward", inputs[0], found[0]):
+                return found
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the next one may do
             problem = error
     raise problem
@@ -200,12 +215,25 @@ def _failed(error: BaseException, device: torch.device) -> Measured:
     Raises:
         DeviceLostError: it has left the GPU unusable.
     """
-    told = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except Exception as lost:
-            raise DeviceLostError(f"the GPU can't be used any more after {told}") from lost
-        with suppress(Exception):
-            torch.cuda.empty_cache()
-    return Measured(failed=told)
+    check_alive(device, error)
+    return Measured(failed=_told(error))
+
+
+def check_alive(device: torch.device, error: BaseException) -> None:
+    """Check that what a backend raised has left the device usable, and free what it can.
+
+    Raises:
+        DeviceLostError: it hasn't.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as lost:
+        raise DeviceLostError(f"the GPU can't be used any more after {_told(error)}") from lost
+    with suppress(Exception):
+        torch.cuda.empty_cache()
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

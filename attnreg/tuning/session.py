@@ -146,7 +146,10 @@ class Session:
             )
         finally:
             if found:
-                self.points |= {point.place: point for point in found}
+                for point in found:
+                    known = self.points.get(point.place)
+                    before = known.backends if known is not None else {}
+                    self.points[point.place] = replace(point, backends={**before, **point.backends})
                 self.fresh += found
                 self.save()
 
