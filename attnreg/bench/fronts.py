@@ -21,7 +21,7 @@ from attnreg.tuning.measure import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -64,15 +64,17 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
 
 
 def _guarded(
-    able: dict[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
+    measures: Mapping[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Measure in turn; without the backends that can't run so many calls at once."""
-    for name in list(able):
+    able = {}
+    for name, measure in measures.items():
         try:
-            able[name]()
+            measure()
         except Exception as error:  # noqa: BLE001 - the points of the table will say what is wrong with it
             check_alive(device, error)
-            del able[name]
+        else:
+            able[name] = measure
     return interleaved(able, rounds)
 
 
