@@ -101,6 +101,15 @@ def fresh_registry(monkeypatch):
 
 
 @pytest.fixture
+def one_thread():
+    """Leave the other cores alone: threads that wait for each other take longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def routers():
     """Install the routers for a test and take them out again."""
     was_installed = aten.installed()

@@ -31,14 +31,12 @@ COMMANDS = ("varlen", "sdpa", "overhead", "selection")
 SHIPPED = Path(tuning.__file__).parent / "shipped"
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Leave the other cores alone, and print for 100 columns."""
+def a_hundred_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -21,12 +21,7 @@ def backend(name):
     return importlib.import_module(f"attnreg.backends.{name}").BACKEND
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", BACKENDS_UNDER_TEST)

@@ -20,12 +20,7 @@ from attnreg.verification.inputs import inputs
 CAUSAL, OPEN = (-1, 0), (-1, -1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -25,12 +25,7 @@ ROUTES = {route.op: route for route in (*sdpa.ROUTES, *cudnn.ROUTES, *flash.ROUT
 SDPA = {"flash": sdpa.SDPA_FLASH, "cudnn": sdpa.SDPA_CUDNN}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -12,15 +12,7 @@ import attnreg
 from attnreg import _registry
 from attnreg.backends import math
 
-pytestmark = pytest.mark.usefixtures("routers")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
 
 @pytest.fixture

@@ -11,13 +11,7 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 CAUSAL = (-1, 0)
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -20,18 +20,10 @@ from attnreg.errors import (
     UnsupportedInputError,
 )
 
-pytestmark = pytest.mark.usefixtures("routers")
+pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
 CAUSAL = (-1, 0)
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["aten", "op"])

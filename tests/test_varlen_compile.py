@@ -25,7 +25,7 @@ from attnreg.backends import math
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = [
-    pytest.mark.usefixtures("routers"),
+    pytest.mark.usefixtures("routers", "one_thread"),
     # Torch warns of what it has deprecated and its own Inductor and export still use.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
@@ -35,14 +35,6 @@ LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 CAUSAL = (-1, 0)
 OP = torch.ops.attnreg._varlen_attn.default
 BACKWARD = torch.ops.attnreg._varlen_attn_backward.default
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
