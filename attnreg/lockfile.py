@@ -14,7 +14,7 @@ from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.spec import AttentionSpec, Device
 from attnreg.tuning.points import Malformed
 from attnreg.tuning.specs import spec_from, spec_to
-from attnreg.tuning.table import Environment, environment_from, write_whole
+from attnreg.tuning.table import Environment, environment_from, read_whole, write_whole
 from attnreg.tuning.traces import DIRECTIONS
 
 if TYPE_CHECKING:
@@ -83,16 +83,7 @@ def load(path: Path) -> Lockfile:
         ConfigError: there is none, or something in it is wrong; names the file and the key.
     """
     file = path.absolute()
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: can't be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: got no JSON ({error}), expected a file of `attnreg lock`") from error
-    try:
-        return _read(data, file)
-    except Malformed as error:
-        raise ConfigError(f"{file}: {error}") from None
+    return read_whole(file, "a file of `attnreg lock`", lambda data: _read(data, file))
 
 
 def _read(data: object, file: Path) -> Lockfile:

@@ -112,7 +112,7 @@ def _some(length: int, device: torch.device) -> Tensor:
     return torch.tensor((0, length // 2, length - 1), device=device)
 
 
-def _weights(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor, shift: int, call: Call) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: Tensor, keys: Tensor, shift: int, call: Call) -> Tensor:
     """Return the scaled scores of some rows and keys, -inf where a row doesn't see a key."""
     apart = keys - rows[:, None] - shift
     left, right = call.window
@@ -124,7 +124,7 @@ def _forward(part: Part, copy: Copy, packed: bool, results: Sequence[Tensor]) ->
     q = part.of(copy.q, packed, part.queries, part.head)
     k, v = (part.of(x, packed, part.keys, part.head_k) for x in (copy.k, copy.v))
     rows, keys = _some(len(q), q.device), torch.arange(len(k), device=q.device)
-    scores = _weights(q, k, rows, keys, len(k) - len(q), copy.call)
+    scores = _scores(q, k, rows, keys, len(k) - len(q), copy.call)
     lse = scores.logsumexp(-1)
     blind = lse == -torch.inf
     weights = (scores - torch.where(blind, 0.0, lse)[:, None]).exp()
@@ -157,12 +157,12 @@ def _backward(
         lse, inner = _lse(part, packed, forward[1], head)[:, None], (out * grad).sum(-1, keepdim=True)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a row without a key has no weights anyway
         if head == part.head:
-            weights = (_weights(q, k, rows, every_key, shift, call) - lse[rows]).exp()
+            weights = (_scores(q, k, rows, every_key, shift, call) - lse[rows]).exp()
             product = grad[rows] @ v.mT
             exact = (weights * (product - inner[rows])) @ k * call.scale
             sizes = weights * (product.abs() + inner[rows].abs()) * call.scale
             yield Rows(part.of(results[0], packed, part.queries, head)[rows], exact, (sizes**2 @ k**2).sqrt())
-        weights = (_weights(q, k, every_row, keys, shift, call) - lse).exp()
+        weights = (_scores(q, k, every_row, keys, shift, call) - lse).exp()
         product = grad @ v[keys].mT
         sizes = weights * (product.abs() + inner.abs()) * call.scale
         grad_v += weights.mT @ grad

@@ -16,7 +16,7 @@ from attnreg.tuning.points import Front, Malformed, Point
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Environment", "Table", "check_writable", "environment_from", "load", "write_whole"]
+__all__ = ["Environment", "Table", "check_writable", "environment_from", "load", "read_whole", "write_whole"]
 
 T = TypeVar("T")
 
@@ -85,14 +85,23 @@ def load(path: str | os.PathLike[str]) -> Table:
         ConfigError: there is none, or something in it is wrong; names the file and the key.
     """
     file = Path(path)
+    return read_whole(file, "a table of `attnreg tune`", lambda data: _read(data, file.name))
+
+
+def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
+    """Return what `read` makes of a file's JSON; `expected` says what the file should be.
+
+    Raises:
+        ConfigError: it can't be read, is no JSON, or `read` finds it malformed; names the file.
+    """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: can't be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{file}: got no JSON ({error}), expected a table of `attnreg tune`") from error
+        raise ConfigError(f"{file}: got no JSON ({error}), expected {expected}") from error
     try:
-        return _read(data, file.name)
+        return read(data)
     except Malformed as error:
         raise ConfigError(f"{file}: {error}") from None
 
