@@ -587,7 +587,7 @@ def test_tune_writes_over_nothing_that_is_no_table_and_over_no_trace(tune, backe
     assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
 
 
-def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_path):
+def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_path, caplog):
     gpu = dataclasses.replace(SMALL, device=Device("cuda", (9, 0)))
     traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
     result = tune("--from", "trace.jsonl")
@@ -596,6 +596,7 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
     result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
     assert json.loads(result.stdout)["calls"] == 1
+    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
 
 
 def test_tune_that_has_no_time_says_so(tune, backends):

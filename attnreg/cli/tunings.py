@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from attnreg.tuning.points import Front, Measured, Point
 
 __all__ = ["begun", "given", "measure_fronts", "show", "summary", "wanted"]
+
+log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")
 
@@ -212,15 +215,16 @@ def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
     """Return the calls of a trace as if they were made here, those that took the most first."""
     weights: dict[AttentionSpec, float] = {}
     recorded = traces.read(trace)
-    elsewhere = sorted({one.spec.device.type for one in recorded} - {device.type})
-    if recorded and len(elsewhere) == len({one.spec.device.type for one in recorded}):
-        told = " and ".join(elsewhere)
+    here = [one for one in recorded if one.spec.device.type == device.type]
+    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device.type}))
+    if elsewhere and not here:
         raise InvalidInputError(
-            f"--from: got calls on {told}, expected some on {device.type}, which --device sets"
+            f"--from: got calls on {elsewhere}, expected some on {device.type}, which --device sets"
         )
-    for one in recorded:
-        if one.spec.device.type != device.type:
-            continue
+    if elsewhere:
+        left_out = len(recorded) - len(here)
+        log.warning("--from: %d calls on %s are left out: this is %s", left_out, elsewhere, device.type)
+    for one in here:
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
         cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
         weights[spec] = weights.get(spec, 0.0) + cost
