@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
-from attnreg.aten import cpu, sdpa
+from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.heads_first import contract
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.backend import Call
@@ -29,8 +29,8 @@ __all__ = ["Asked", "dense", "packed"]
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {
     ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
-    ("cuda", SDPBackend.FLASH_ATTENTION): sdpa.FLASH,
-    ("cuda", SDPBackend.CUDNN_ATTENTION): sdpa.CUDNN,
+    ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
+    ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
 }
 
 
@@ -79,7 +79,9 @@ def dense(
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
-    return Asked(spec_of(*inputs, wants_gradient(query, key, value)), native, elsewhere)
+    # The flash op of CUDA isn't told whether a gradient is needed: see `aten.flash`.
+    needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
+    return Asked(spec_of(*inputs, needs_backward), native, elsewhere)
 
 
 def packed(

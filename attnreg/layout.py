@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,13 @@ def aligned(x: Tensor, repeats: bool = True) -> bool:
     The strides of dimensions of one element count, too: descriptors are made of them. `repeats` says
     whether a stride may be 0, as those of an expanded tensor are.
     """
-    *steps, last = x.stride()
-    width = 16 // x.element_size()
-    lies_well = last == 1 and x.data_ptr() % 16 == 0
-    return lies_well and all(step % width == 0 and (repeats or step) for step in steps)
+    return x.data_ptr() % 16 == 0 and _in_steps(x.stride(), 16 // x.element_size(), repeats)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_steps(strides: tuple[int, ...], width: int, repeats: bool) -> bool:
+    *steps, last = strides
+    return last == 1 and all(step % width == 0 and (repeats or step) for step in steps)
 
 
 def readable(x: Tensor, repeats: bool = True) -> Tensor:

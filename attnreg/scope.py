@@ -76,9 +76,6 @@ def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
 # attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
 OWN = pin(None)
 
-# What torch's own kernels call in turn is part of them, not another attention call.
-INSIDE_TORCH = Pin(0, None)
-
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
 current = _current.get
 

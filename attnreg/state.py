@@ -9,7 +9,7 @@ from attnreg.errors import AttnregError
 from attnreg.selection import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attnreg.counters import Counter
     from attnreg.discovery import Entry
@@ -28,21 +28,21 @@ class State:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
         plans: the decisions made so far; they go with the state, so none outlives a change.
-        passes: counters of those, by a shorter key, that leave a call to torch's own kernel.
+        known: what answers dense calls that came before, by a shorter key, and the counters of that.
         express: what packed calls of attnreg's own front came down to, by their arguments.
         returns: the backwards of those, by the tensors that the forwards send them.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
     __slots__ = (
-        "_error", "_policy", "active", "entries", "express", "generation", "passes", "plans", "returns",
+        "_error", "_policy", "active", "entries", "express", "generation", "known", "plans", "returns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
-        self.passes: dict[tuple[object, ...], tuple[Counter, ...]] = {}
+        self.known: dict[tuple[object, ...], tuple[Callable[..., Any], tuple[Counter, ...]]] = {}
         self.express: dict[tuple[object, ...], Any] = {}
         self.returns: dict[int, Any] = {}
         self.active = policy.is_active()
@@ -59,11 +59,13 @@ class State:
             self.plans.clear()
         self.plans[look_up] = plan
 
-    def remember(self, known_as: tuple[object, ...], plan: Plan) -> None:
-        """Keep a plan that leaves its call to torch's own kernel under a shorter key."""
-        if len(self.passes) >= MOST_PLANS:
-            self.passes.clear()
-        self.passes[known_as] = plan.counters
+    def remember(
+        self, known_as: tuple[object, ...], run: Callable[..., Any], counters: tuple[Counter, ...]
+    ) -> None:
+        """Keep what answers a dense call under its shorter key."""
+        if len(self.known) >= MOST_PLANS:
+            self.known.clear()
+        self.known[known_as] = run, counters
 
     def recognise(self, known_as: tuple[object, ...], express: object) -> None:
         """Keep what a packed call came down to under its arguments."""

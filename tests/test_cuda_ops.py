@@ -1,9 +1,11 @@
 """The routers of the ops that torch has for CUDA alone, put over the CPU's key to run without a GPU.
 
 In the place of torch's own kernels stand originals written here, with the conventions of torch's: the
-LSE of a row without keys is +inf, a causal mask of cuDNN's ops is aligned top-left.
+LSE of a row without keys is +inf, a causal mask of cuDNN's ops is aligned top-left. So do the ops below
+`F.scaled_dot_product_attention`, whose kernels call those that are routed and do nothing else.
 """
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -15,14 +17,16 @@ import truth
 
 import attnreg
 from attnreg import aten
-from attnreg.aten import cudnn, flash, sdpa
+from attnreg.aten import cudnn, flash
 from attnreg.aten.routing import router
 from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
 
 CAUSAL = (-1, 0)
-ROUTES = {route.op: route for route in (*sdpa.ROUTES, *cudnn.ROUTES, *flash.ROUTES)}
-SDPA = {"flash": sdpa.SDPA_FLASH, "cudnn": sdpa.SDPA_CUDNN}
+ROUTES = {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES)}
+SDPA = {"flash": "_scaled_dot_product_flash_attention", "cudnn": "_scaled_dot_product_cudnn_attention"}
+FORWARD = {"flash": "_flash_attention_forward", "cudnn": "_cudnn_attention_forward"}
+BACKWARD = {"flash": "_flash_attention_backward", "cudnn": "_cudnn_attention_backward"}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,6 +45,8 @@ def route():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for op, found in ROUTES.items():
                 aten._library.impl(op, router(found, (originals or {}).get(op)), "CPU")
+            for op, kernel in above().items():
+                aten._library.impl(op, kernel, "CPU")
         aten._kept_out = False
 
     yield register
@@ -70,24 +76,56 @@ def as_torchs_lse(lse):
     return lse.masked_fill(lse == -torch.inf, torch.inf).float()
 
 
-def torchs_flash(query, key, value, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+def above():
+    """Return kernels of the ops below scaled_dot_product_attention, which do what torch's do on CUDA."""
+    ops = torch.ops.aten
+
+    def flash(query, key, value, p=0.0, causal=False, debug=False, *, scale=None):
+        lengths = query.shape[2], key.shape[2]
+        out, lse, *rest = ops._flash_attention_forward(
+            *heads_second(query, key, value), None, None, *lengths, p, causal, debug, scale=scale
+        )
+        return out.transpose(1, 2), lse, None, None, *lengths, *rest
+
+    def flash_backward(grad, query, key, value, out, *rest, scale=None):
+        tensors = heads_second(grad, query, key, value, out)
+        return heads_second(*ops._flash_attention_backward(*tensors, *rest, scale=scale))
+
+    def cudnn(query, key, value, bias, *rest, scale=None):
+        lengths = None, None, query.shape[2], key.shape[2]
+        return ops._cudnn_attention_forward(query, key, value, bias, *lengths, *rest, scale=scale)
+
+    return {
+        SDPA["flash"]: flash,
+        SDPA["flash"] + "_backward": flash_backward,
+        SDPA["cudnn"]: cudnn,
+        SDPA["cudnn"] + "_backward": ops._cudnn_attention_backward,
+    }
+
+
+def heads_second(*tensors):
+    """Exchange heads and lengths."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def torchs_flash(query, key, value, cu_q, cu_k, max_q, max_k, p, is_causal, debug, *, scale=None):
     window = CAUSAL if is_causal else (-1, -1)
-    out, lse = truth.dense(query, key, value, window=window, scale=scale)
-    lengths = query.shape[2], key.shape[2]
+    out, lse = truth.dense(*heads_second(query, key, value), window=window, scale=scale)
     mask = query.new_ones(1) if debug else query.new_empty(0)
-    return out.to(query.dtype), as_torchs_lse(lse), None, None, *lengths, *random_state(), mask
+    return out.to(query.dtype).transpose(1, 2), as_torchs_lse(lse), *random_state(), mask
 
 
 def torchs_flash_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, p, is_causal, seed, offset, *, scale=None):  # fmt: skip # noqa: E501
-    return differentiated(grad, (query, key, value), window=CAUSAL if is_causal else (-1, -1), scale=scale)
+    grad, *inputs = heads_second(grad, query, key, value)
+    window = CAUSAL if is_causal else (-1, -1)
+    return heads_second(*differentiated(grad, inputs, window=window, scale=scale))
 
 
-def torchs_cudnn(query, key, value, bias, lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+def torchs_cudnn(query, key, value, bias, cu_q, cu_k, max_q, max_k, lse, p=0.0, is_causal=False, debug=False, *, scale=None):  # fmt: skip # noqa: E501
     window = CAUSAL if is_causal else (-1, -1)
     out, lse = truth.dense(query, key, value, bias, window=window, top_left=True, scale=scale)
     seed, offset = torch.tensor(3), torch.tensor(4)
-    lengths = query.shape[2], key.shape[2]
-    return out.to(query.dtype), lse.float()[..., None], None, None, *lengths, seed, offset, None
+    return out.to(query.dtype), lse.float()[..., None], None, None, max_q, max_k, seed, offset, None
 
 
 def torchs_cudnn_backward(grad, query, key, value, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, p, is_causal, *, scale=None):  # fmt: skip # noqa: E501
@@ -112,12 +150,12 @@ def above_autograd(run, inputs):
 
 
 def torchs_own():
-    """Return originals of the dense ops."""
+    """Return originals of dense calls."""
     return {
-        sdpa.SDPA_FLASH: Original(torchs_flash),
-        sdpa.SDPA_FLASH + "_backward": Original(torchs_flash_backward),
-        sdpa.SDPA_CUDNN: Original(torchs_cudnn),
-        sdpa.SDPA_CUDNN + "_backward": Original(torchs_cudnn_backward),
+        FORWARD["flash"]: Original(torchs_flash),
+        BACKWARD["flash"]: Original(torchs_flash_backward),
+        FORWARD["cudnn"]: Original(torchs_cudnn),
+        BACKWARD["cudnn"]: Original(torchs_cudnn_backward),
     }
 
 
@@ -305,13 +343,13 @@ def test_with_nothing_registered_every_argument_reaches_the_original_untouched(r
     route(originals)
     inputs = tensors()
     result = call(kind, inputs, 0.0, True, scale=0.3)
-    ((args, kwargs),) = originals[SDPA[kind]].calls
+    ((args, kwargs),) = originals[FORWARD[kind]].calls
     assert kwargs == {"scale": 0.3}
     # Below autograd the tensors are others, of the same memory.
     assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
     assert True in args[3:]
     check_against_truth(result[0], inputs, window=CAUSAL, scale=0.3)
-    assert len(originals[SDPA[kind] + "_backward"].calls) == 1
+    assert len(originals[BACKWARD[kind]].calls) == 1
     assert ran() == {}
 
 
@@ -326,7 +364,7 @@ def test_installed_torchs_own_kernel_is_the_default_and_counted_by_name(route, r
         out, *_ = call(kind, inputs, causal=True)
         check_against_truth(out, inputs, window=CAUSAL)
         assert ran() == {name: (1, 1)}
-        assert len(originals[SDPA[kind]].calls) == times
+        assert len(originals[FORWARD[kind]].calls) == times
     out, *_ = call(kind, inputs, scale=0.3)
     check_against_truth(out, inputs, scale=0.3)
     assert ran() == {name: (1, 1)}
@@ -365,7 +403,7 @@ def test_a_forward_of_one_pairs_with_a_backward_of_the_other(route, ran, kind, f
             out, *_ = call(kind, inputs, causal=True)
         check_against_truth(out, inputs, window=CAUSAL)
         assert ran() == {"math": (1, 0)}
-        assert len(originals[SDPA[kind] + "_backward"].calls) == 1, name
+        assert len(originals[BACKWARD[kind]].calls) == 1, name
 
 
 @pytest.mark.parametrize("kind", SDPA)
@@ -405,39 +443,44 @@ def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward
     assert offset.item() == (0 if kind == "flash" else 4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "inner"),
-    [("flash", "_flash_attention_forward"), ("cudnn", "_cudnn_attention_forward")],
-)
-def test_what_torchs_own_kernel_calls_in_turn_is_not_taken_for_another_call(route, ran, kind, inner):
-    """Torch's kernels of the dense ops call the others of these ops, which are routed as well."""
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("original", [False, True])
+def test_a_call_that_came_before_is_answered_without_a_look_at_its_arguments(
+    route, ran, fake, monkeypatch, kind, original
+):
+    """Known by all that decided; another number, shape or dtype is another call."""
+    asked = []
+    for op in (FORWARD[kind], BACKWARD[kind]):
+        serve = ROUTES[op].serve
+        recorded = ROUTES[op]._replace(serve=lambda *x, serve=serve, op=op: (asked.append(op), serve(*x))[1])
+        monkeypatch.setitem(ROUTES, op, recorded)
     originals = torchs_own()
-    within = Original(lambda *args, **kwargs: None)
-
-    def calling(*args, **kwargs):
-        query, key, value = (x.transpose(1, 2) for x in args[:3])
-        lengths = (None, None, query.shape[1], key.shape[1])
-        if kind == "flash":
-            torch.ops.aten._flash_attention_forward(query, key, value, *lengths, 0.0, False, False)
-        else:
-            torch.ops.aten._cudnn_attention_forward(query, key, value, None, *lengths, True)
-        return {"flash": torchs_flash, "cudnn": torchs_cudnn}[kind](*args, **kwargs)
-
-    within.function = lambda query, *rest, **kw: (query.clone(), *[query.new_empty(0)] * 4) if kind == "flash" else (query.clone(), query.new_empty(0), None, None, 0, 0, *[query.new_empty(0)] * 3)  # fmt: skip # noqa: E501
-    originals[SDPA[kind]] = Original(calling)
-    originals[inner] = within
     route(originals)
-    inputs = [x.detach() for x in tensors()]
-    # A preference that the outer call can't serve, and the inner could.
-    with attnreg.register_backend("math") as handle:
-        call(kind, inputs)
-        assert within.calls == []
-        assert ran() == {"math": (1, 0)}
-        handle.remove()
-    attnreg.policy.activate(True)
-    call(kind, inputs)
-    assert len(within.calls) == 1
-    assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (1, 0)}
+    both, name, served = [FORWARD[kind], BACKWARD[kind]], "mine", contextlib.nullcontext()
+    if original:
+        name = "cuDNN" if kind == "cudnn" else "FA2"
+        attnreg.policy.activate(True)
+    else:
+        served = attnreg.register_backend(fake("mine").backend)
+    with served:
+        for scale in (None, 0.3):
+            for turn in range(4):
+                asked.clear()
+                inputs = tensors(seed=turn)
+                out, lse, *_ = call(kind, inputs, causal=True, scale=scale)
+                lse = lse.squeeze(-1) if kind == "cudnn" else lse
+                check_against_truth(out, inputs, lse, window=CAUSAL, scale=scale)
+                # A backend's first call of a kind is looked at; the next is kept.
+                long = 2 if scale is None and not original else 1
+                assert asked == (both if turn < long else []), (scale, turn)
+                assert ran() == {name: (1, 1)}
+        asked.clear()
+        for other in (tensors(8, 8), tensors(heads=(4, 2)), tensors(dtype=torch.bfloat16)):
+            out, *_ = call(kind, other, causal=True, scale=0.3)
+            check_against_truth(out, other, window=CAUSAL, scale=0.3)
+        out, *_ = call(kind, inputs, scale=0.3)
+        check_against_truth(out, inputs, scale=0.3)
+        assert asked == both * 4
 
 
 # ---- debug masks
@@ -450,16 +493,16 @@ def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(r
     inputs = [x.detach() for x in tensors()]
     with attnreg.register_backend("math"):
         call(kind, inputs, 0.25, True, True, scale=0.3)
-    ((args, kwargs),) = originals[SDPA[kind]].calls
-    assert all(x is y for x, y in zip(args[:3], inputs, strict=True))
-    assert args[3:] == ((0.25, True, True) if kind == "flash" else (None, True, 0.25, True, True))
+    ((args, kwargs),) = originals[FORWARD[kind]].calls
+    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
+    lengths = (None, None, 6, 6)
+    rest = (0.25, True, True)
+    assert args[3:] == ((*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest))
     assert kwargs == {"scale": 0.3}
     assert ran() == {}
 
 
 OPS_WITH_DEBUG_MASKS = {
-    "_scaled_dot_product_flash_attention": lambda q, op: op(q, q, q, 0.0, False, True),
-    "_scaled_dot_product_cudnn_attention": lambda q, op: op(q, q, q, None, True, 0.0, False, True),
     "_flash_attention_forward": lambda q, op: op(q, q, q, None, None, 6, 6, 0.0, False, True),
     "_cudnn_attention_forward": lambda q, op: op(q, q, q, None, None, None, 6, 6, True, 0.0, False, True),
 }
@@ -571,7 +614,7 @@ def test_a_dropout_mask_that_torchs_own_kernel_drew_stays_with_it(route, ran, ki
         out.sum().backward()
     assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (1, 1)}
     # What the scope left in the offset doesn't change its value, nor that of the seed.
-    ((args, _),) = originals[SDPA[kind] + "_backward"].calls
+    ((args, _),) = originals[BACKWARD[kind]].calls
     own_seed, own_offset = (torch.tensor([3, 4]), 0) if kind == "flash" else (torch.tensor(3), 4)
     assert torch.equal(seed.to(torch.int64), own_seed)
     assert offset.item() == own_offset
@@ -612,7 +655,7 @@ def test_a_dropout_mask_that_nobody_knows_the_owner_of_is_an_error(route, ran, k
     with pytest.raises(UnsupportedInputError) as error:
         backward(kind, inputs, result, torch.ones_like(result[0]), 0.2)
     assert str(error.value) == (
-        f"aten::{SDPA[kind]}_backward: dropout_p 0.2: can't tell which backend drew the mask, as its "
+        f"aten::{BACKWARD[kind]}: dropout_p 0.2: can't tell which backend drew the mask, as its "
         "forward ran before attnreg was active or a hook copied what it saved; register backends earlier"
     )
     assert ran() == {}

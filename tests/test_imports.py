@@ -333,7 +333,7 @@ def test_a_backend_imports_a_kernel_package_inside_a_function_only():
     [
         ("import attnreg.policy", {"policy"}),
         ("from attnreg import policy", {"policy"}),
-        ("from attnreg.aten import sdpa, ensure", {"aten.sdpa", "aten"}),
+        ("from attnreg.aten import flash, ensure", {"aten.flash", "aten"}),
         ("def f():\n    from attnreg import policy", {"policy"}),
         ("if TYPE_CHECKING:\n    from attnreg import policy", set()),
         ("import torch, attnreg", set()),

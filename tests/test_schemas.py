@@ -33,21 +33,12 @@ DECLARED = {
         (2, 11): f"{SAVED}, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
         f"float dropout_p, bool is_causal, Tensor rng_state, Tensor unused, *, {SOFTMAX}, {WINDOW}"
     },
-    "_scaled_dot_product_flash_attention": {(2, 11): f"{QKV}, {CUDNN}"},
-    "_scaled_dot_product_flash_attention_backward": {
-        (2, 11): f"{SAVED}, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
-        f"float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, {SOFTMAX}"
-    },
     "_scaled_dot_product_flash_attention_for_cpu": {
         (2, 11): f"{QKV}, float dropout_p=0., bool is_causal=False, {FOR_CPU}"
     },
     "_scaled_dot_product_flash_attention_for_cpu_backward": {
         (2, 11): f"{SAVED}, float dropout_p, bool is_causal, {FOR_CPU}"
     },
-    "_scaled_dot_product_cudnn_attention": {
-        (2, 11): f"{QKV}, Tensor? attn_bias, bool compute_log_sumexp, {CUDNN}"
-    },
-    "_scaled_dot_product_cudnn_attention_backward": {(2, 11): CUDNN_SAVED},
     "_cudnn_attention_forward": {
         (2, 11): CUDNN_VARLEN,
         (2, 14): f"{CUDNN_VARLEN}, Tensor? seqused_k=None, Tensor? block_table=None",
@@ -143,15 +134,18 @@ def test_the_places_that_the_short_way_reads_are_those_of_the_op(op):
     passed = set(names[flags])
     assert not passed & tensors
     # Of tensors beside query, key and value a forward has none, and a backward what its forward gave it.
-    saved = {"grad_out", "out", "logsumexp", "philox_seed", "philox_offset", "cum_seq_q", "cum_seq_k"}
+    saved = {"grad_out", "out", "logsumexp", "rng_state", "unused", "philox_seed", "philox_offset"}
     positional = {argument.name for argument in installed(op) if not argument.keyword_only}
-    assert tensors & positional - {"query", "key", "value"} - saved <= set(names[absent]) <= tensors
+    lacking = {names[place] for place in absent or ()}
+    others = tensors & positional - {"query", "key", "value"} - saved
+    # Offsets come in pairs, or with a block table by keyword.
+    assert others - {"cum_seq_k"} <= lacking <= tensors
     if carrier:
         assert names[carrier] == route.carrier
         # Of a backward only these decide besides the tensors.
         assert passed == {"dropout_p", "is_causal"}
     else:
-        # A call with keyword arguments takes the long way; all other plain arguments are compared.
+        # A call with keyword arguments beside the scale takes the long way; all plain arguments are compared.
         assert passed == positional - tensors
 
 

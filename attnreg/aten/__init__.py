@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry, native
-from attnreg.aten import cpu, cudnn, flash, sdpa
+from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.routing import Route, router
 from attnreg.errors import RegistrationError
 from attnreg.locks import open_after_fork
@@ -26,7 +26,15 @@ __all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by", "u
 log = logging.getLogger("attnreg")
 
 NAME = "attnreg"
-ROUTES: tuple[Route, ...] = (*flash.ROUTES, *sdpa.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
+ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
+
+# Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
+# routed. So they need no router, and a call enters Python once; but somebody's override would hide them.
+ABOVE = tuple(
+    f"_scaled_dot_product_{kernel}_attention{direction}"
+    for kernel in ("flash", "cudnn")
+    for direction in ("", "_backward")
+)
 
 _lock = open_after_fork(threading.RLock())
 _library: torch.library.Library | None = None
@@ -137,8 +145,8 @@ def _unknown_arguments(route: Route) -> frozenset[str]:
 def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Library:
     """Register the routers for some routes, all or none."""
     places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
-    for route, key, _ in places:
-        native.check_not_overridden(route.op, key)
+    for op, key in [(route.op, key) for route, key, _ in places] + [(op, "CUDA") for op in ABOVE]:
+        native.check_not_overridden(op, key)
     # All kernels are captured before the first router covers one.
     routers = [router(route, native.capture(route.op, key), unknown) for route, key, unknown in places]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

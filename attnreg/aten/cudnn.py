@@ -1,19 +1,35 @@
-"""Aten's cuDNN ops as they are called directly: dense (B, H, S, D), and varlen (T, H, D)."""
+"""Aten's cuDNN ops: dense (B, H, S, D), and varlen (T, H, D).
+
+On Hopper and Blackwell torch prefers the cuDNN op below `F.scaled_dot_product_attention`, which calls the
+dense one. A causal mask of these ops is aligned top-left.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnreg import counters, scope
-from attnreg.aten.routing import Route, Turn, new_rng_state, passed_on, tied
+from attnreg.aten.beside import cudnn_extras, shared
+from attnreg.aten.heads_first import contract, gradients, plan_for
+from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
-from attnreg.aten.sdpa import CUDNN, cudnn_dense_backward, cudnn_dense_forward
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
+from attnreg.planning import Native
 
-__all__ = ["ROUTES"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.aten.heads_first import Contract
+    from attnreg.planning import Plan
+
+__all__ = ["CUDNN", "ROUTES"]
+
+CUDNN = Native("cuDNN")
 
 # Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).
 TOKEN_MAJOR_LSE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
@@ -21,9 +37,7 @@ TOKEN_MAJOR_LSE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 def _forward(asked: CudnnForward, turn: Turn) -> Any:
     if asked.cum_seq_q is None:
-        if asked.seqused_k is not None or asked.block_table is not None:
-            return turn.untouched("seqused_k or block_table of a dense call")
-        return cudnn_dense_forward(asked, turn)
+        return _dense_forward(asked, turn)
     if asked.return_debug_mask or asked.attn_bias is not None or _top_left(asked):
         return turn.untouched("a varlen call with a debug mask, a bias or a mask aligned top-left")
     query, dropout = asked.query, asked.dropout_p
@@ -41,16 +55,72 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
         seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
         result = out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, offset, None
-    pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
+    return _carrying(result, passed_on(turn.pin, plan, dropout, _no_gradient(asked)))
+
+
+def _dense_forward(asked: CudnnForward, turn: Turn) -> Any:
+    if asked.seqused_k is not None or asked.block_table is not None:
+        return turn.untouched("seqused_k or block_table of a dense call")
+    if asked.return_debug_mask:
+        return turn.untouched("return_debug_mask")
+    query, bias, dropout = asked.query, asked.attn_bias, asked.dropout_p
+    plan = plan_for("forward", asked, turn, turn.pin, bias, top_left=True)
+    if plan.original:
+        # What a dropout's forward tells its backward has to be written beside its results.
+        result = turn.torch(plan, alone=dropout == 0.0)
+    else:
+        rng_state = new_rng_state(query.device) if dropout > 0.0 else None
+        inputs = contract(asked, bias, True, rng_state)
+        out, lse = plan.kernel(*inputs)
+        counters.count(plan.counters)
+        if rng_state is None:
+            drawn = cudnn_extras(query)
+            turn.again(plan, _dense_forward_again(plan, inputs, asked))
+        else:
+            drawn = tuple(word.clone() for word in rng_state.view(torch.int64))
+        result = _dense_results(out, lse, query, asked.key, drawn)
+    return _carrying(result, passed_on(turn.pin, plan, dropout))
+
+
+def _dense_results(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, drawn: tuple[Tensor, ...]) -> Any:
+    lengths = query.shape[2], key.shape[2]
+    lse = lse.contiguous().unsqueeze(-1)
+    return _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, *drawn, None
+
+
+def _dense_forward_again(plan: Plan, inputs: Contract, asked: CudnnForward) -> Callable[..., Any] | None:
+    """Return what answers further calls like this one; None if it takes more than a call of the kernel."""
+    kernel, call = plan.kernel, inputs.call
+    if call.max_k != asked.key.shape[2] or call.attn_bias is not None:
+        return None
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        out, lse = kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call)
+        return _dense_results(out, lse, query, key, shared(cudnn_extras, query))
+
+    return run
+
+
+def _laid_out(out: Tensor, query: Tensor) -> Tensor:
+    """Return the output with its dimensions in the query's order, as torch's own kernels lay it out."""
+    if out.shape == query.shape:
+        return like(out, query)
+    order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
+    expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
+    return out if out.stride() == expected.stride() else expected.copy_(out)
+
+
+def _carrying(result: tuple[Any, ...], pin: scope.Pin | None) -> tuple[Any, ...]:
+    """Return a forward's results with a choice in the tensor through which its backward learns of it."""
     if pin is None:
         return result
-    offset = scope.stamp(pin, asked.query) if result[7] is None else scope.restamp(result[7], pin)
+    offset = scope.stamp(pin, result[0]) if result[7] is None else scope.restamp(result[7], pin)
     return (*result[:7], offset, *result[8:])
 
 
 def _backward(asked: CudnnBackward, turn: Turn) -> Any:
     if asked.cum_seq_q is None:
-        return cudnn_dense_backward(asked, turn)
+        return _dense_backward(asked, turn)
     if asked.attn_bias is not None or _top_left(asked):
         return turn.untouched("a varlen call with a bias or a mask aligned top-left")
     rng_state = asked.philox_seed if asked.dropout_p > 0.0 else None
@@ -63,6 +133,48 @@ def _backward(asked: CudnnBackward, turn: Turn) -> Any:
     grads = plan.kernel(asked.grad_out, *inputs, asked.out, lse, call)
     counters.count(plan.counters)
     return grads
+
+
+def _dense_backward(asked: CudnnBackward, turn: Turn) -> Any:
+    bias, dropout = asked.attn_bias, asked.dropout_p
+    plan = plan_for("backward", asked, turn, tied(turn, dropout), bias, top_left=True)
+    if plan.original:
+        return turn.torch(plan, alone=dropout == 0.0)
+    drawn = None
+    if dropout > 0.0:
+        drawn = torch.stack((asked.philox_seed, asked.philox_offset)).view(torch.uint64)
+    inputs = contract(asked, bias, True, drawn)
+    grads = gradients(plan, inputs, asked, asked.logsumexp.squeeze(-1))
+    if drawn is None:
+        turn.again(plan, _dense_backward_again(plan, inputs, asked))
+    return _heads_first(grads, (asked.query, asked.key, asked.value))
+
+
+def _dense_backward_again(plan: Plan, inputs: Contract, asked: CudnnBackward) -> Callable[..., Any] | None:
+    kernel, call = plan.kernel, inputs.call
+    if call.max_k != asked.key.shape[2] or call.attn_bias is not None:
+        return None
+
+    def run(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        grads = kernel(
+            *(x.transpose(1, 2) for x in (grad_out, query, key, value, out)), lse.squeeze(-1), call
+        )
+        return _heads_first(grads, (query, key, value))
+
+    return run
+
+
+def _heads_first(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(like(grad.transpose(1, 2), tensor) for grad, tensor in zip(grads, inputs, strict=True))
 
 
 def _call(asked: CudnnForward | CudnnBackward, **rest: Any) -> Call:
@@ -96,6 +208,12 @@ def _no_gradient(asked: CudnnForward) -> str:
 
 
 ROUTES = (
-    Route("_cudnn_attention_forward", ("CUDA",), CudnnForward, _forward, CUDNN),
-    Route("_cudnn_attention_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, "philox_offset"),
-)
+    Route(
+        "_cudnn_attention_forward", ("CUDA",), CudnnForward, _forward, CUDNN,
+        quick=Quick(0, slice(6, 12), absent=(3, 4)),
+    ),
+    Route(
+        "_cudnn_attention_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, "philox_offset",
+        quick=Quick(1, slice(13, 15), 7, absent=(8, 9)),
+    ),
+)  # fmt: skip

@@ -1,7 +1,8 @@
 """Aten's flash ops, dense (B, S, H, D) and varlen (T, H, D): the contract's own layout.
 
-On CUDA torch's own kernel for them is FlashAttention 2. On CPU torch has none, so that with attnreg
-`torch.nn.attention.varlen.varlen_attn` works there, too.
+On CUDA torch's own kernel for them is FlashAttention 2; the flash op below `F.scaled_dot_product_attention`
+calls the dense one. On CPU torch has none, so that with attnreg `torch.nn.attention.varlen.varlen_attn`
+works there, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.aten import express
-from attnreg.aten.routing import Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.beside import flash_extras, shared
+from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
@@ -20,13 +22,16 @@ from attnreg.packed import facts, stream_of
 from attnreg.planning import Native
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from attnreg.planning import Plan
 
-__all__ = ["ROUTES"]
+__all__ = ["DENSE", "ROUTES"]
 
-FA2 = Native("FA2", judged=True)
+# Dense calls come from torch's selector, which has judged them; packed ones from anywhere.
+FA2, DENSE = Native("FA2", judged=True), Native("FA2")
 
 # aten's backward receives none of these, so its gradients would be those of another function.
 FORWARD_ONLY = ("seqused_k", "block_table", "alibi_slopes")
@@ -40,14 +45,16 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         asked, asked.seqused_k, asked.block_table, asked.alibi_slopes,
         new_rng_state(query.device) if dropout > 0.0 else None, asked.num_splits,
     )  # fmt: skip
-    # Torch's kernel is as good as the FA2 backend for torch's own front; attnreg's promises more of the
-    # rows past the last offset.
-    native = turn.native if turn.pin is None else None
-    plan = prepare("forward", query, key, value, call, turn.pin, native, wants_gradient(query, key, value))
+    native, needs_backward = _native(turn, call), wants_gradient(query, key, value)
+    if asked.cum_seq_q is None:
+        # The op above has transposed them, and what is transposed below autograd needs no gradient.
+        needs_backward = torch.is_grad_enabled()
+    plan = prepare("forward", query, key, value, call, turn.pin, native, needs_backward)
     pin = passed_on(turn.pin, plan, dropout, _no_gradient(asked))
     if plan.original:
-        out, lse, rng_state, unused, debug_mask = turn.torch(plan)
-        return out, lse, rng_state, unused if pin is None else scope.stamp(pin, query), debug_mask
+        # What a dropout's forward tells its backward has to be written beside its results.
+        out, lse, rng_state, unused, debug_mask = turn.torch(plan, alone=dropout == 0.0)
+        return out, lse, rng_state, unused if pin is None else scope.restamp(unused, pin), debug_mask
     out, lse = plan.kernel(query, key, value, call)
     counters.count(plan.counters)
     _remember("forward", turn, plan, call)
@@ -57,7 +64,18 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     if turn.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
-    return like(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
+    return _laid_out(out, query), lse, rng_state, scope.stamp(pin, query), query.new_empty(0)
+
+
+def _laid_out(result: Tensor, model: Tensor) -> Tensor:
+    """Return a result with the strides that torch's meta function gives it, for what is shaped like `model`.
+
+    That of the op above a dense one is meant, which has the heads first. It matters only where several
+    heads lie in one place.
+    """
+    if result.stride() == model.stride() or model.dim() == 3:
+        return like(result, model)
+    return like(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
 
 
 def _forward_inplace(asked: FlashForwardInplace, turn: Turn) -> Tensor:
@@ -70,23 +88,68 @@ def _forward_inplace(asked: FlashForwardInplace, turn: Turn) -> Tensor:
 def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     query, key, value, dropout = asked.query, asked.key, asked.value, asked.dropout_p
     call = _call(asked, None, None, None, asked.rng_state if dropout > 0.0 else None, None)
-    native = turn.native if turn.pin is None else None
-    plan = prepare("backward", query, key, value, call, tied(turn, dropout), native)
+    plan = prepare("backward", query, key, value, call, tied(turn, dropout), _native(turn, call))
     if plan.original:
-        return turn.torch(plan)  # type: ignore[no-any-return]
+        return turn.torch(plan, alone=dropout == 0.0)  # type: ignore[no-any-return]
     lse = asked.logsumexp
     if turn.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
     counters.count(plan.counters)
     _remember("backward", turn, plan, call)
-    return like(grads[0], query), like(grads[1], key), like(grads[2], value)
+    return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
+
+
+def _native(turn: Turn, call: Call) -> Native | None:
+    """Return the backend that torch's kernel stands for in this call.
+
+    With packed sequences it is as good as the FA2 backend for torch's own front only; attnreg's promises
+    more of the rows past the last offset.
+    """
+    if turn.native is None or call.cu_seqlens_q is not None:
+        return turn.native if turn.pin is None else None
+    return DENSE
 
 
 def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
     """Have further calls like this one go the shortest way."""
-    if turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
+    if call.cu_seqlens_q is None:
+        if call.max_q <= call.max_k and call.dropout == 0.0 and turn.args[0].dtype != torch.float64:
+            turn.again(
+                plan, _forward_again(plan, call) if direction == "forward" else _backward_again(plan, call)
+            )
+    elif turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
         express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now)
+
+
+def _forward_again(plan: Plan, call: Call) -> Callable[..., Any]:
+    """Return what answers further dense calls of which each row sees a key."""
+    kernel = plan.kernel
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        out, lse = kernel(query, key, value, call)
+        return _laid_out(out, query), lse.contiguous(), *shared(flash_extras, query)
+
+    return run
+
+
+def _backward_again(plan: Plan, call: Call) -> Callable[..., Any]:
+    kernel = plan.kernel
+
+    def run(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, ...]:
+        grad_q, grad_k, grad_v = kernel(grad_out, query, key, value, out, lse, call)
+        return _laid_out(grad_q, query), _laid_out(grad_k, key), _laid_out(grad_v, value)
+
+    return run
 
 
 def _call(
@@ -139,7 +202,15 @@ def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
 _KEYS = ("CPU", "CUDA")
 
 ROUTES = (
-    Route("_flash_attention_forward", _KEYS, FlashForward, _forward, FA2, express=express.forward),
+    Route(
+        "_flash_attention_forward",
+        _KEYS,
+        FlashForward,
+        _forward,
+        FA2,
+        quick=Quick(0, slice(5, 10), absent=(3, 4)),
+        express=express.forward,
+    ),
     Route(
         "_flash_attention_backward",
         _KEYS,
@@ -147,6 +218,7 @@ ROUTES = (
         _backward,
         FA2,
         "unused",
+        quick=Quick(1, slice(10, 12), 13, absent=(6, 7)),
         express=express.backward,
     ),
     Route(

@@ -23,23 +23,26 @@ if TYPE_CHECKING:
     from attnreg.planning import Native, Plan
     from attnreg.state import State
 
+SCALE = frozenset({"scale"})
+
 __all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
 
 
 class Quick(NamedTuple):
-    """Where an op's arguments say enough to know a call again that torch's own kernel ran before.
+    """Where an op's arguments say enough to know a dense call again without taking them apart.
 
     Attributes:
         query: the place of the query; key and value come next.
         flags: the places of the plain values that capabilities read.
         carrier: the place of a backward's carrier; 0 in a forward.
-        absent: the places of tensors that not every call has; one that has them takes the long way.
+        absent: the places of two tensors that a call mustn't have for that: a bias, or the offsets that
+            make it a packed one.
     """
 
     query: int
     flags: slice
     carrier: int = 0
-    absent: slice = slice(0)
+    absent: tuple[int, int] | None = None
 
 
 class Turn(NamedTuple):
@@ -71,9 +74,14 @@ class Turn(NamedTuple):
         """
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
-        if alone and self.known_as is not None and self.now is not None:
-            self.now.remember(self.known_as, plan)
+        if alone:
+            self.again(plan, self.original)
         return result
+
+    def again(self, plan: Plan, run: Callable[..., Any] | None) -> None:
+        """Have `run` answer calls like this one from now on, given the op's arguments as they come."""
+        if run is not None and plan.proven and self.known_as is not None and self.now is not None:
+            self.now.remember(self.known_as, run, plan.counters)
 
     def untouched(self, why: str) -> Any:
         """Run torch's own kernel on a call that only it understands.
@@ -97,8 +105,7 @@ class Route(NamedTuple):
         native: the backend that torch's own kernel of this op belongs to.
         carrier: in a backward, the argument through which the forward's choice comes.
         quick: how to know a call again without taking its arguments apart.
-        express: what may answer a call before anything else is asked, or return None.
-        calls_ops: whether torch's own kernel calls other ops that are routed, too.
+        express: what may answer a packed call before anything else is asked, or return None.
         since: the torch that brought it; older ones go without.
     """
 
@@ -110,7 +117,6 @@ class Route(NamedTuple):
     carrier: str = ""
     quick: Quick | None = None
     express: Callable[..., Any] | None = None
-    calls_ops: bool = False
     since: str = "2.11"
 
 
@@ -119,12 +125,10 @@ def router(
 ) -> Callable[..., Any]:
     """Return the function to register for a route; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
-    if original is not None and route.calls_ops:
-        original = _undisturbed(original)
     op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
     express = route.express if original is not None else None
     at, flags, carried_at, absent = quick or Quick(0, slice(0))
-    nothing = (None,) * (absent.stop - (absent.start or 0))
+    this, that = absent or (0, 0)
     # Names of this function are found faster than attributes of modules; this is every call's way.
     current, read_stamp, count = scope.current, scope.read_stamp, counters.count
     grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
@@ -133,27 +137,28 @@ def router(
 
     def routed(*args: Any, **kwargs: Any) -> Any:
         now, known_as, scoped = state(), None, current()
-        if scoped is scope.INSIDE_TORCH and original is not None:
-            return original(*args, **kwargs)
-        if express is not None:
+        if quick is not None and (absent is None or (args[this] is None and args[that] is None)):
+            pin = read_stamp(args[carried_at]) if carrier else scoped
+            if pin is None and original is not None and kwargs.keys() <= SCALE:
+                if not now.active:
+                    return original(*args, **kwargs)
+                query, key, value = args[at], args[at + 1], args[at + 2]
+                known_as = (
+                    op, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+                    query.device, key.device, value.device, args[flags], *kwargs.values(),
+                    grad_enabled(), query.requires_grad or key.requires_grad or value.requires_grad,
+                    deterministic(), warn_only(), query.is_cuda and capturing(),
+                )  # fmt: skip
+                known = now.known.get(known_as)
+                if known is not None:
+                    run, counted = known
+                    result = run(*args, **kwargs)
+                    count(counted)
+                    return result
+        elif express is not None:
             result = express(original, args, kwargs, now, scoped)
             if result is not None:
                 return result
-        if quick is not None and not kwargs and original is not None and args[absent] == nothing:
-            pin = read_stamp(args[carried_at]) if carrier else scoped
-            if pin is None:
-                if not now.active:
-                    return original(*args)
-                query, key, value = args[at], args[at + 1], args[at + 2]
-                known_as = (
-                    op, query.shape, key.shape, value.shape, query.dtype, query.device, args[flags],
-                    grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-                    deterministic(), warn_only(), query.is_cuda and capturing(),
-                )  # fmt: skip
-                if (ran := now.passes.get(known_as)) is not None:
-                    result = original(*args)
-                    count(ran)
-                    return result
         if unknown and not unknown.isdisjoint(kwargs):
             return Turn(op, original, args, kwargs, native, None).untouched(_told(unknown, kwargs))
         asked = arguments(*args, **kwargs)
@@ -163,19 +168,6 @@ def router(
         return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now))
 
     return routed
-
-
-def _undisturbed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's kernel so that the ops it calls aren't taken for calls of their own."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        token = scope.enter(scope.INSIDE_TORCH)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            scope.leave(token)
-
-    return run
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:

@@ -79,38 +79,6 @@ class FlashBackward(NamedTuple):
     window_size_right: int | None = None
 
 
-class SdpaFlashForward(NamedTuple):
-    """`_scaled_dot_product_flash_attention`: (B, H, S, D)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    return_debug_mask: bool = False
-    scale: float | None = None
-
-
-class SdpaFlashBackward(NamedTuple):
-    """`_scaled_dot_product_flash_attention_backward`: (B, H, S, D)."""
-
-    grad_out: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    logsumexp: Tensor
-    cum_seq_q: Tensor | None
-    cum_seq_k: Tensor | None
-    max_q: int
-    max_k: int
-    dropout_p: float
-    is_causal: bool
-    philox_seed: Tensor
-    philox_offset: Tensor
-    scale: float | None = None
-
-
 class SdpaCpuForward(NamedTuple):
     """`_scaled_dot_product_flash_attention_for_cpu`: (B, H, S, D), causal aligned top-left."""
 
@@ -138,20 +106,6 @@ class SdpaCpuBackward(NamedTuple):
     scale: float | None = None
 
 
-class SdpaCudnnForward(NamedTuple):
-    """`_scaled_dot_product_cudnn_attention`: (B, H, S, D), causal aligned top-left."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_bias: Tensor | None
-    compute_log_sumexp: bool
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    return_debug_mask: bool = False
-    scale: float | None = None
-
-
 class CudnnForward(NamedTuple):
     """`_cudnn_attention_forward`: (B, H, S, D), or (T, H, D) with offsets."""
 
@@ -173,7 +127,7 @@ class CudnnForward(NamedTuple):
 
 
 class CudnnBackward(NamedTuple):
-    """`_cudnn_attention_backward` and `_scaled_dot_product_cudnn_attention_backward`."""
+    """`_cudnn_attention_backward`."""
 
     grad_out: Tensor
     query: Tensor

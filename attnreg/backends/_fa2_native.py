@@ -9,6 +9,7 @@ import torch
 from attnreg import native
 from attnreg.backends import _fa2_rows as rows
 from attnreg.layout import readable
+from attnreg.packed import of_a_graph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +58,26 @@ class Native:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients as the kernel gives them."""
         tensors = map(readable, (grad_out, query, key, value, out))
-        rng_state = call.rng_state
-        if rng_state is None:
-            rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        # The argument after it is unused, as its name says; it has to be there.
+        rng_state, unused = _unread(query)
         grads = self._backward(
-            *tensors, lse, *_lengths(query, key, call), rng_state, rng_state[0], **_options(query, call)
-        )
+            *tensors, lse, *_lengths(query, key, call),
+            rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
+        )  # fmt: skip
         return grads[0], grads[1], grads[2]
+
+
+_kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def _unread(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what stands for the random state of a call that drew nothing, and for the unused argument."""
+    found = _kept.get(query.device)
+    if found is None:
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        found = state, state[0]
+        if not of_a_graph(query):
+            _kept[query.device] = found
+    return found
 
 
 def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
