@@ -55,7 +55,7 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
     """Return the seconds that the host takes for one call of the graph, forward and backward."""
     sets = side.sets
     with side.within():
-        for _ in range(2):  # a registration forgets the plans: the first calls make them
+        for _ in range(2):  # each of several calls: more than what a registration forgets takes
             layers_backward(layers(side.front, sets), sets)
         outs: list[Tensor] = []
         forward = host_per_call(lambda: outs.extend(layers(side.front, sets)), 1, device)

@@ -10,7 +10,7 @@ import torch
 from attnreg import _registry, planning
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
-from attnreg.bench.sides import Side, forward, layers, layers_backward
+from attnreg.bench.sides import WARM_UP, Side, forward, layers, layers_backward
 from attnreg.bench.summary import CHOSEN, FIXED, ORDER, TORCH
 from attnreg.bench.timing import back_to_back, calls_for
 
@@ -67,7 +67,7 @@ class Runner(NamedTuple):
         taken = {}
         with self.within():
             for direction, run, calls in self.steps():
-                for _ in range(2):  # a registration forgets the plans: the first calls make them
+                for _ in range(WARM_UP):
                     run()
                 if direction not in self.times:
                     once = back_to_back(run, 2, device)

@@ -1,0 +1,137 @@
+"""On a GPU: calls that came before take short ways, and give the same."""
+
+import sys
+
+import gpu
+import pytest
+import torch
+import torch.nn.functional as F
+import truth
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnreg
+from attnreg import _registry
+from attnreg.backend import Call
+from attnreg.state import state
+
+pytestmark = pytest.mark.gpu
+
+TIMES = 6
+CAUSAL = (-1, 0)
+
+
+def drawn(shape, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=generator).to(gpu.BF16)
+
+
+@pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, heads_k, ran):
+    known = []
+    with attnreg.register_backend(named), sdpa_kernel(chosen):
+        for seed in range(TIMES):
+            query = drawn((2, 4, 200, 64), seed).requires_grad_()
+            key, value = (drawn((2, heads_k, 200, 64), seed + i).requires_grad_() for i in (50, 60))
+            inputs = query, key, value
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
+            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+            leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
+            right, _ = truth.dense(*leaves, window=CAUSAL, scale=scale)
+            right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
+            gpu.assert_near((out, *grads), (right, *right_grads))
+            assert ran() == {named: (1, 1)}, seed
+            known.append(sorted(key[0] for key in state().known))
+    assert len(known[-1]) == 2
+    assert known[2:] == [known[-1]] * (TIMES - 2), "a call that came before wasn't known again"
+
+
+CALLS = {
+    "dense": ((2, 200, 4, 64), (2, 200, 4, 64), None),
+    "dense, shared heads": ((2, 200, 8, 128), (2, 200, 2, 128), None),
+    "dense, more keys": ((2, 72, 4, 64), (2, 200, 4, 64), None),
+    "packed": ((456, 4, 64), (456, 4, 64), (200, 1, 255)),
+    "packed, shared heads": ((456, 8, 128), (456, 2, 128), (200, 1, 255)),
+    "packed, hundreds of sequences": ((1200, 4, 64), (1200, 4, 64), (4,) * 300),
+}
+
+
+def python_of(package, run):
+    """Return the results, and the functions of a package that Python entered meanwhile."""
+    entered = []
+
+    def profile(frame, event, _):
+        if event == "call" and package in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        return run(), entered
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
+def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window):
+    kernels = _registry.find(named).kernels()
+    shape_q, shape_k, lengths = case
+    offsets = None if lengths is None else gpu.offsets_of(lengths)
+    longest = (shape_q[1], shape_k[1]) if lengths is None else (max(lengths), max(lengths))
+    for seed in range(TIMES):
+        query, grad = drawn(shape_q, seed), drawn(shape_q, seed + 100)
+        key, value = drawn(shape_k, seed + 200), drawn(shape_k, seed + 300)
+        call = Call(0.1 * shape_q[-1] ** -0.5, *longest, window, offsets, offsets)
+        (out, lse), forward = python_of("flash_attn", lambda: kernels.forward(query, key, value, call))
+        given = (grad, query, key, value, out, lse, call)
+        grads, backward = python_of("flash_attn", lambda: kernels.backward(*given))
+        torch.cuda.synchronize()  # what is asked of the device is known by now
+        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
+        if offsets is None:
+            inputs = [x.transpose(1, 2) for x in leaves]
+            right, right_lse = truth.dense(*inputs, window=window, scale=call.scale)
+            right = right.transpose(1, 2)
+        else:
+            ends = offsets.cpu()
+            right, right_lse = truth.varlen(*leaves, ends, ends, window=window, scale=call.scale)
+        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
+        gpu.assert_near((out, *grads), (right, *right_grads))
+        truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
+    assert (forward, backward) == ([], []), "the last calls went through the package's Python"
+
+
+@pytest.mark.only_for("FA4")
+def test_so_it_does_while_a_graph_is_captured_and_on_another_stream(named):
+    kernels = _registry.find(named).kernels()
+    call = Call(64**-0.5, 136, 136, CAUSAL)
+    query, key, value, grad = (drawn((2, 136, 4, 64), seed) for seed in range(4))
+
+    def step():
+        out, lse = kernels.forward(query, key, value, call)
+        return [out, *kernels.backward(grad, query, key, value, out, lse, call)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(TIMES):
+            step()
+            side.synchronize()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, entered = python_of("flash_attn", step)
+    assert entered == []
+    for seed in (10, 20):
+        for tensor in (query, key, value, grad):
+            tensor.copy_(drawn(tensor.shape, seed))
+            seed += 1
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
+        right, _ = truth.dense(*(x.transpose(1, 2) for x in leaves), window=CAUSAL)
+        right = right.transpose(1, 2)
+        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
+        gpu.assert_near(captured, (right, *right_grads))
