@@ -57,7 +57,7 @@ CALLS = {
 }
 
 
-def python_of(package, run):
+def python_of(package, run, *given):
     """Return the results, and the functions of a package that Python entered meanwhile."""
     entered = []
 
@@ -67,7 +67,7 @@ def python_of(package, run):
 
     sys.setprofile(profile)
     try:
-        return run(), entered
+        return run(*given), entered
     finally:
         sys.setprofile(None)
 
@@ -84,9 +84,9 @@ def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window)
         query, grad = drawn(shape_q, seed), drawn(shape_q, seed + 100)
         key, value = drawn(shape_k, seed + 200), drawn(shape_k, seed + 300)
         call = Call(0.1 * shape_q[-1] ** -0.5, *longest, window, offsets, offsets)
-        (out, lse), forward = python_of("flash_attn", lambda: kernels.forward(query, key, value, call))
+        (out, lse), forward = python_of("flash_attn", kernels.forward, query, key, value, call)
         given = (grad, query, key, value, out, lse, call)
-        grads, backward = python_of("flash_attn", lambda: kernels.backward(*given))
+        grads, backward = python_of("flash_attn", kernels.backward, *given)
         torch.cuda.synchronize()  # what is asked of the device is known by now
         leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
         if offsets is None:
