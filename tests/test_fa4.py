@@ -1,7 +1,6 @@
 """Promises of the FA4 backend: what the package is called with, and what is made of its results.
 
-A fake package stands in for flash-attn-4. Its functions have the signatures of 4.0.0b36, leave
-unwritten what the real ones do, and compute with `attention` below, so that values can be held to float64.
+A fake package stands in for flash-attn-4 (`fake_fa4`), so that values can be held to float64.
 """
 
 import contextlib
@@ -14,13 +13,15 @@ import types
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 
+import fake_fa4
 import pytest
 import torch
+from fake_fa4 import Package, both, call_of, dense, forget
 from truth import attention as true_attention
 from truth import varlen as true_varlen
 
 from attnreg import AttentionSpec, BackendUnavailableError, Call, Device, UnsupportedInputError
-from attnreg.backends import _fa4_kinds, _fa4_limits, _fa4_package, _fa4_rows, fa4
+from attnreg.backends import _fa4_kinds, _fa4_package, _fa4_rows, fa4
 from attnreg.discovery import Entry
 from attnreg.layout import aligned
 from attnreg.verification import QUICK, measure
@@ -30,201 +31,9 @@ BACKEND = fa4.BACKEND
 SWITCH, FOLDER = _fa4_package.SWITCH, _fa4_package.FOLDER
 
 
-# The fake package
-
-
-def visible(len_q, len_k, causal, left, right):
-    """Return the mask as the package reads its arguments: a bound counts unless it is None."""
-    if left is not None and right is not None and left < 0 and right < 0:
-        left = right = None
-    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
-    seen = torch.ones(len_q, len_k, dtype=torch.bool)
-    if causal:
-        right = 0
-    if left is not None:
-        seen &= distance >= -left
-    if right is not None:
-        seen &= distance <= right
-    return seen
-
-
-def attention(query, key, value, scale, seen):
-    """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = (x.double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.where(seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
-    # A tile takes what lies behind its sequence along at a weight of 0: NaN spreads.
-    return torch.einsum("hqk,khd->qhd", weights, value), lse, weights
-
-
-class Package:
-    """A fake `flash_attn.cute.interface`; `calls` keeps what its functions were called with."""
-
-    def __init__(self, extra=3, extra_backward=0):
-        self.calls = []
-        self.inside = 0
-        self.most_inside = 0
-        self.pause = lambda: None
-        self.extra = (None,) * extra
-        self.extra_backward = (None,) * extra_backward
-        self.fails = None
-
-    def module(self, **replaced):
-        module = types.ModuleType("flash_attn.cute.interface")
-        module._flash_attn_fwd, module._flash_attn_bwd = self.functions()
-        module.maybe_contiguous = lambda tensor, align_bytes=16: tensor
-        for name, function in replaced.items():
-            setattr(module, name, function)
-        return module
-
-    @contextlib.contextmanager
-    def called(self, name, arguments):
-        self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
-        self.calls.append((name, dict(arguments)))
-        try:
-            self.pause()
-            if self.fails is not None:
-                raise self.fails
-            yield
-        finally:
-            self.inside -= 1
-
-    def functions(self):
-        # fmt: off
-        def _flash_attn_fwd(
-            q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-            causal=False, softcap=None, window_size_left=None, window_size_right=None,
-            learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
-            num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
-            block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
-            aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
-            scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
-            gather_bwd_recompute_p=False,
-        ):
-            arguments = dict(locals())
-            with self.called("forward", {name: arguments[name] for name in FORWARD}):
-                return (*forward(**{name: arguments[name] for name in FORWARD}), *self.extra)
-
-        def _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
-            num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,  # noqa: N803
-            dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2,  # noqa: N803
-            V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,  # noqa: N803
-            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
-            score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None,
-            block_sparse_tensors=None, dlse=None, learnable_sink=None,
-        ):
-            arguments = dict(locals())
-            with self.called("backward", {name: arguments[name] for name in BACKWARD}):
-                return (*backward(**{name: arguments[name] for name in BACKWARD}), *self.extra_backward)
-        # fmt: on
-
-        return _flash_attn_fwd, _flash_attn_bwd
-
-
-FORWARD = _fa4_package.TAKEN["_flash_attn_fwd"]
-BACKWARD = _fa4_package.TAKEN["_flash_attn_bwd"]
-
-
-def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
-    """Yield each sequence: where its queries are, its keys, and how many keys it loads and counts."""
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    for index in range(batch):
-        if cu_seqlens_q is None:
-            rows_q, rows_k = (index, slice(None)), (index, slice(None))
-        else:
-            rows_q = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
-            rows_k = None
-            if page_table is None:
-                rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
-        if page_table is not None:
-            pages = page_table[index].long()
-            length = int(seqused_k[index])
-            picked = (pages[:, None], torch.arange(k.shape[1]))
-            yield rows_q, picked, length
-            continue
-        length = k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
-        yield rows_q, rows_k, length
-
-
-def loaded(x, rows, length):
-    """Return the keys of a sequence and the rest of the tile behind them, which must be finite."""
-    if isinstance(rows, slice):
-        tile = x[rows.start : rows.start + length + 8]
-    else:
-        tile = x[rows].flatten(0, -3)[: length + (8 if isinstance(rows[0], int) else 0)]
-    assert tile[length:].isfinite().all(), "what lies behind a sequence spreads its NaN"
-    return tile[:length]
-
-
-def forward(
-    q, k, v, softmax_scale, causal, softcap, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
-    seqused_k, max_seqlen_q, max_seqlen_k, out, lse, page_table, num_splits, return_lse,
-):  # fmt: skip
-    assert softcap is None and num_splits == 1 and return_lse
-    out = q.new_full((*q.shape[:-1], v.shape[-1]), 7.0) if out is None else out
-    shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.full(shape, 7.0) if lse is None else lse
-    assert lse.shape == shape and lse.dtype == torch.float32
-    for rows_q, rows_k, length in parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table):
-        query = q[rows_q]
-        value = loaded(v, rows_k, length)
-        key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-        seen = visible(len(query), length, causal, window_size_left, window_size_right)
-        part, part_lse, _ = attention(query, key[:length], value, softmax_scale, seen)
-        out[rows_q] = part.to(out.dtype)
-        if cu_seqlens_q is None:
-            lse[rows_q[0]] = part_lse.float()
-        else:
-            lse[:, rows_q] = part_lse.float()
-    return out, lse
-
-
-def backward(
-    q, k, v, softmax_scale, causal, softcap, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
-    seqused_k, max_seqlen_q, max_seqlen_k, out, lse, dout, deterministic, dq, dk, dv,
-):  # fmt: skip
-    assert softcap == 0.0
-    dq, dk, dv = (
-        torch.full_like(x, 7.0) if given is None else given for x, given in ((q, dq), (k, dk), (v, dv))
-    )
-    assert out.shape == dout.shape and q.isfinite().all() and dout.isfinite().all()
-    for rows_q, rows_k, length in parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k):
-        query, grad = q[rows_q].double(), dout[rows_q].double()
-        key, value = (loaded(x, rows_k, length).double() for x in (k, v))
-        heads, heads_k = query.shape[1], key.shape[1]
-        keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-        seen = visible(len(query), length, causal, window_size_left, window_size_right)
-        part_lse = (lse[rows_q[0]] if cu_seqlens_q is None else lse[:, rows_q]).double()
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * softmax_scale
-        weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None]).where(seen, 0.0)
-        delta = (grad * out[rows_q].double()).sum(-1).mT
-        grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * softmax_scale
-        shared = (length, heads_k, heads // heads_k)
-        dq[rows_q] = torch.einsum("hqk,khd->qhd", grads, keys).to(dq.dtype)
-        dk[rows_k][:length] = (
-            torch.einsum("hqk,qhd->khd", grads, query).unflatten(1, shared[1:]).sum(2).to(dk.dtype)
-        )
-        dv[rows_k][:length] = (
-            torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, shared[1:]).sum(2).to(dv.dtype)
-        )
-    return dq, dk, dv
-
-
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    """Begin with no kind that has run, outside CUDA graphs, of which a torch without CUDA can't tell."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_fa4_kinds, "seen", set())
-    for module in (fa4, _fa4_limits):
-        monkeypatch.setattr(module, "seen", _fa4_kinds.seen)
+    forget(monkeypatch)
 
 
 @pytest.fixture
@@ -243,10 +52,7 @@ def install(monkeypatch, cache):
 
     def put(package=None, version="4.0.0b36", **replaced):
         package = package or Package()
-        for name in ("flash_attn", "flash_attn.cute"):
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package.module(**replaced))
-        monkeypatch.setattr(_fa4_package, "version", lambda name: version)
+        fake_fa4.install(monkeypatch, package, version, **replaced)
         return package
 
     return put
@@ -260,24 +66,6 @@ def package(install):
 @pytest.fixture
 def kernels(package):
     return BACKEND.load()
-
-
-def dense(len_q=33, len_k=33, heads=4, heads_k=None, dim=16, dim_v=None, batch=2, dtype=torch.bfloat16):
-    """Return query, key, value and a gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    heads_k, dim_v = heads_k or heads, dim_v or dim
-    shapes = ((len_q, heads, dim), (len_k, heads_k, dim), (len_k, heads_k, dim_v), (len_q, heads, dim_v))
-    return [torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def call_of(query, key, scale=0.25, **options):
-    return Call(scale, query.shape[1], key.shape[1], **options)
-
-
-def both(kernels, query, key, value, grad, call):
-    """Run forward and backward; return output, LSE and the three gradients."""
-    out, lse = kernels.forward(query, key, value, call)
-    return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)
 
 
 def spec(**asked):
@@ -541,7 +329,7 @@ def test_where_there_is_nothing_to_do_nothing_is_launched(package, kernels, leng
 
 
 def test_calls_run_on_the_device_of_their_tensors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     assert isinstance(fa4._current(torch.device("cpu")), contextlib.nullcontext)
     assert isinstance(fa4._current(torch.device("cuda:1")), contextlib.nullcontext)
     other = fa4._current(torch.device("cuda:0"))
@@ -702,7 +490,7 @@ def test_a_function_that_is_gone_is_told_when_the_package_is_loaded(install):
 )
 def test_results_of_another_form_are_told_with_package_and_version(install, results, got):
     package = Package()
-    function, _ = package.functions()
+    function, *_ = package.functions()
 
     def other(**given):
         return results

@@ -126,7 +126,8 @@ def test_no_host_sync_in_forward_or_backward(named):
 
 def peak(step):
     """Return how much device memory a step takes at most, its results included."""
-    step()
+    for _ in range(3):  # FA4 has its second call proved by another
+        step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

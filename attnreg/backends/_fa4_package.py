@@ -22,8 +22,19 @@ from attnreg.layout import readable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
 
-__all__ = ["KNOWN", "functions", "installed", "quiet", "release", "unavailable"]
+__all__ = [
+    "KNOWN",
+    "RESULTS",
+    "first",
+    "functions",
+    "installed",
+    "launchers",
+    "quiet",
+    "release",
+    "unavailable",
+]
 
 PACKAGE = "flash-attn-4"
 KNOWN = "4.0.0b19 to 4.0.0b36"
@@ -37,6 +48,9 @@ TAKEN = {
     "_flash_attn_fwd": (*SHARED, "page_table", "num_splits", "return_lse"),
     "_flash_attn_bwd": (*SHARED, "dout", "deterministic", "dq", "dk", "dv"),
 }
+
+# How many of their results are asked for.
+RESULTS = {"forward": 2, "backward": 3}
 
 SWITCH, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -88,6 +102,27 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     if copier is not None and "align_bytes" in inspect.signature(copier).parameters:
         return forward, backward
     return _aligning(forward), _aligning(backward)
+
+
+def first(results: Any, direction: str) -> tuple[Tensor, ...]:
+    """Return the first results of a function; further ones differ from release to release."""
+    count = RESULTS[direction]
+    found = results[:count] if isinstance(results, tuple) else ()
+    if len(found) == count and all(isinstance(one, torch.Tensor) for one in found):
+        return found
+    kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
+    name = dict(zip(RESULTS, TAKEN, strict=True))[direction]
+    raise BackendUnavailableError(
+        f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
+        f"expected {count} tensors or more; attnreg knows {KNOWN}"
+    )
+
+
+def launchers() -> list[Any]:
+    """Return the package's functions that launch kernels, each through its `compile_cache`."""
+    interface = import_module("flash_attn.cute.interface")
+    named = list(vars(interface).values())
+    return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 
 @contextlib.contextmanager

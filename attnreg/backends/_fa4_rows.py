@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["blank", "unseen", "whole"]
+__all__ = ["blank", "empty", "unseen", "whole", "zeros"]
 
 
 def whole(query: Tensor, key: Tensor, call: Call) -> bool:
@@ -57,6 +57,23 @@ def blank(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor,
     # A view of what is filled already: a number would be sent to the GPU by one more launch.
     rows, zero = rows[..., None, None], zeros.as_strided((), ())
     return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def empty(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of rows that see no key.
+
+    Also where the kernel writes the rest: filling both first is one pass over the output, and one
+    launch each, where clearing the rows past the last offset afterwards is two passes and a mask.
+    """
+    *rows, heads, _ = query.shape
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    out = query.new_zeros((*rows, heads, value.shape[-1]))
+    return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def zeros(tensor: Tensor) -> Tensor:
+    """Return the gradient of what takes none."""
+    return tensor.new_zeros(tensor.shape)
 
 
 def _past(tokens: int, offsets: Tensor) -> Tensor:

@@ -5,23 +5,26 @@ None there, rows past the last offset are never written, and rows of no sequence
 (`_fa4_rows`). A NaN within one sequence of a packed batch can still spread to the one before it.
 
 Kernels are compiled at the first call of their kind and kept on disk (`_fa4_package`); inside a CUDA
-graph that can't happen (`_fa4_kinds`).
+graph that can't happen (`_fa4_kinds`). A call that comes back launches what it launched, without the
+package's Python (`_fa4_launches`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnreg.backend import Backend, Call, Kernels
 from attnreg.backends._fa4_kinds import kind_of, repeated, seen
+from attnreg.backends._fa4_launches import Launches, known_as
 from attnreg.backends._fa4_limits import BACKWARD, FORWARD, refuses
-from attnreg.backends._fa4_package import KNOWN, functions, installed, quiet, release, unavailable
-from attnreg.backends._fa4_rows import blank, unseen, whole
-from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.backends._fa4_package import RESULTS, first, functions, installed, quiet, release, unavailable
+from attnreg.backends._fa4_rows import blank, empty, unseen, whole, zeros
+from attnreg.errors import UnsupportedInputError
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -29,47 +32,66 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.backends._fa4_launches import Name
+
 __all__ = ["BACKEND"]
 
-# The compiler crashes when two threads use it at once. Held around every call, known kind or not: it
-# costs 0.1 µs of 50, and which call will compile is in the end the package's to say. Autograd runs
-# backwards on threads of its own, so it is one lock for both directions.
+# The compiler crashes when two threads use it at once. Held around every call of the package, known
+# kind or not: it costs 0.1 µs of 90, and which call will compile is in the end the package's to say.
+# Autograd runs backwards on threads of its own, so it is one lock for both directions. What only
+# launches does without.
 _compiling = open_after_fork(threading.RLock())
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _load() -> Kernels:
     run_forward, run_backward = functions()
+    launches = Launches()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        inputs = query, key, value
+        name = known_as(call, *inputs)
+        if (recipe := launches.recipe(name)) is not None and whole(query, key, call):
+            with _current(query.device):
+                out, lse = recipe.again(*inputs, call.cu_seqlens_q, call.cu_seqlens_k)
+            return out, lse
         if _nothing_to_do(query, key):
-            return _empty(query, value, call)
+            return empty(query, value, call)
         call = _closed_up(call)
         given = _arguments(call, None) | {"num_splits": 1, "return_lse": True}
         if not whole(query, key, call):
+            name = None
             _, keys = unseen(query, key, call)
-            given["out"], given["lse"] = _empty(query, value, call)
+            given["out"], given["lse"] = empty(query, value, call)
             (value,) = blank(keys, given["out"], value)
         if call.block_table is not None:
             given["page_table"] = call.block_table
-        results = _run("forward", run_forward, {"q": query, "k": key, "v": value}, given, call)
-        out, lse = _first(results, 2, "_flash_attn_fwd")
+        tensors = {"q": query, "k": key, "v": value}
+        out, lse = _run("forward", run_forward, tensors, given, call, launches, name)
         return out, lse
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = query, key, value, grad_out, out, lse
+        name = known_as(call, *inputs)
+        if (recipe := launches.recipe(name)) is not None and whole(query, key, call):
+            with _current(query.device):
+                grad_q, grad_k, grad_v = recipe.again(*inputs, call.cu_seqlens_q, call.cu_seqlens_k)
+            return grad_q, grad_k, grad_v
         if _nothing_to_do(query, key):
-            return _zeros(query), _zeros(key), _zeros(value)
+            return zeros(query), zeros(key), zeros(value)
         call = _closed_up(call)
-        given = _arguments(call, 0.0) | {"deterministic": call.deterministic, "out": out, "lse": lse}
+        given = _arguments(call, 0.0) | {"deterministic": call.deterministic}
         if not whole(query, key, call):
+            name = None
             queries, keys = unseen(query, key, call)
-            given |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
+            given |= {"dq": zeros(query), "dk": zeros(key), "dv": zeros(value)}
             query, grad_out = blank(queries, given["dq"], query, grad_out)
             key, value = blank(keys, given["dk"], key, value)
-        tensors = {"q": query, "k": key, "v": value, "dout": grad_out}
-        results = _run("backward", run_backward, tensors, given, call)
-        grad_q, grad_k, grad_v = _first(results, 3, "_flash_attn_bwd")
+        tensors = {"q": query, "k": key, "v": value, "dout": grad_out, "out": out, "lse": lse}
+        grad_q, grad_k, grad_v = _run("backward", run_backward, tensors, given, call, launches, name)
         return grad_q, grad_k, grad_v
 
     return Kernels(forward, backward)
@@ -110,8 +132,11 @@ def _run(
     tensors: dict[str, Tensor],
     given: dict[str, Any],
     call: Call,
-) -> Any:
+    launches: Launches,
+    name: Name | None,
+) -> tuple[Tensor, ...]:
     """Call the package, one thread at a time, on the tensors' device; never to compile in a CUDA graph."""
+    run = partial(function, **tensors, **given)
     query = tensors["q"]
     kind = kind_of(direction, query, tensors["k"], tensors["v"], call)
     exact = (kind, repeated(*tensors.values()))
@@ -121,15 +146,19 @@ def _run(
             f"FA4 has to run this kind of {direction} once before it can be recorded in a CUDA graph"
         )
     try:
-        with _compiling, _current(query.device), quiet() if new else contextlib.nullcontext():
-            results = function(**tensors, **given)
+        with _compiling, _current(query.device), quiet() if new else _NOTHING:
+            if name is not None and launches.meet(name) and not new and not _capturing(query):
+                inputs = (*tensors.values(), call.cu_seqlens_q, call.cu_seqlens_k)
+                results = launches.watch(name, kind, run, inputs, RESULTS[direction])
+            else:
+                results = run()
     except Exception as error:
         if new:
             error.add_note(f"{release()} has loaded, but its first {direction} of this kind failed")
         raise
     if new:
         seen.update((kind, exact))
-    return results
+    return first(results, direction)
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -138,41 +167,13 @@ def _capturing(tensor: Tensor) -> bool:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make it the current device, which the kernels are compiled for and launched on."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
     return torch.cuda.device(device)
-
-
-def _first(results: Any, count: int, name: str) -> tuple[Tensor, ...]:
-    """Return the first results; further ones differ from release to release."""
-    first = results[:count] if isinstance(results, tuple) else ()
-    if len(first) == count and all(isinstance(one, torch.Tensor) for one in first):
-        return first
-    kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
-    raise BackendUnavailableError(
-        f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
-        f"expected {count} tensors or more; attnreg knows {KNOWN}"
-    )
 
 
 def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
     return query.numel() == 0 or key.numel() == 0
-
-
-def _empty(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of rows that see no key.
-
-    Also where the kernel writes the rest: filling both first is one pass over the output, and one
-    launch each, where clearing the rows past the last offset afterwards is two passes and a mask.
-    """
-    *rows, heads, _ = query.shape
-    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
-    out = query.new_zeros((*rows, heads, value.shape[-1]))
-    return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return tensor.new_zeros(tensor.shape)
 
 
 BACKEND = Backend(
