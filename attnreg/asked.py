@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from attnreg.arguments import autocast, heads_differ, window
 from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.heads_first import contract
 from attnreg.aten.schemas import SdpaCpuForward
@@ -15,7 +16,6 @@ from attnreg.dispatch import bounds, keys_used, scale_of, wants_deterministic, w
 from attnreg.errors import InvalidInputError
 from attnreg.planning import Native, spec_of
 from attnreg.validation import check, check_scale, check_values
-from attnreg.varlen import autocast, heads_differ, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWN",
+    "Own",
     "Pin",
     "current",
     "enter",
@@ -75,6 +76,23 @@ def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
 
 # attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
 OWN = pin(None)
+
+
+class Own(Pin):
+    """`OWN` for one call: with how that is known again, and what it came down to the last time.
+
+    Attributes:
+        known_as: everything that decided.
+        express: what it came down to; None before that is known. See `aten.express`.
+    """
+
+    __slots__ = ("express", "known_as")
+
+    def __init__(self, known_as: tuple[object, ...]) -> None:
+        super().__init__(OWN.number, None)
+        self.known_as = known_as
+        self.express: Any = None
+
 
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
 current = _current.get

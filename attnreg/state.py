@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnreg.counters import Counter
     from attnreg.discovery import Entry
     from attnreg.planning import Plan
+    from attnreg.scope import Own
 
 __all__ = ["State", "state"]
 
@@ -30,12 +31,14 @@ class State:
         plans: the decisions made so far; they go with the state, so none outlives a change.
         known: what answers dense calls that came before, by a shorter key, and the counters of that.
         express: what packed calls of attnreg's own front came down to, by their arguments.
-        returns: the backwards of those, by the tensors that the forwards send them.
+        backwards: what their backwards came down to, by theirs.
+        returns: the same by the tensors that the forwards send them.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
     __slots__ = (
-        "_error", "_policy", "active", "entries", "express", "generation", "known", "plans", "returns",
+        "_error", "_policy", "active", "backwards", "entries", "express", "generation", "known", "plans",
+        "returns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -43,7 +46,8 @@ class State:
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.known: dict[tuple[object, ...], tuple[Callable[..., Any], tuple[Counter, ...]]] = {}
-        self.express: dict[tuple[object, ...], Any] = {}
+        self.express: dict[tuple[object, ...], Own] = {}
+        self.backwards: dict[tuple[object, ...], Any] = {}
         self.returns: dict[int, Any] = {}
         self.active = policy.is_active()
         self._policy = Policy()
@@ -67,12 +71,18 @@ class State:
             self.known.clear()
         self.known[known_as] = run, counters
 
-    def recognise(self, known_as: tuple[object, ...], express: object) -> None:
+    def recognise(self, known_as: tuple[object, ...], own: Own) -> None:
         """Keep what a packed call came down to under its arguments."""
         if len(self.express) >= MOST_PLANS:
             self.express.clear()
             self.returns.clear()
-        self.express[known_as] = express
+        self.express[known_as] = own
+
+    def recognise_backward(self, known_as: tuple[object, ...], express: object) -> None:
+        """Keep what the backward of a packed call came down to under its arguments."""
+        if len(self.backwards) >= MOST_PLANS:
+            self.backwards.clear()
+        self.backwards[known_as] = express
 
     @property
     def policy(self) -> Policy:

@@ -69,11 +69,18 @@ def backward_args(pin=scope.OWN, grad_out=QUERY):
     return (grad_out, QUERY, KEY, VALUE, QUERY, lse, ENDS, ENDS, 4, 4, 0.0, True, rng_state, carrier)
 
 
+def remember(direction, args, kwargs, plan, call, native, now):
+    """Remember a call; returns what the front calls a forward like it from then on."""
+    own = scope.Own(express.known_as(*args)) if direction == "forward" else None
+    express.remember(direction, args, kwargs, plan, call, native, now, own)
+    return own and now.express.get(own.known_as)
+
+
 def test_a_forward_that_came_before_goes_straight_to_torchs_kernel(covered, ran):
     now, kernel = state(), Kernel(RESULTS)
-    assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
-    out, lse, _, carrier, _ = express.forward(kernel, GIVEN, {}, now, scope.OWN)
+    assert express.forward(kernel, GIVEN, {}, now, scope.Own(express.known_as(*GIVEN))) is None
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    out, lse, _, carrier, _ = express.forward(kernel, GIVEN, {}, now, own)
     assert kernel.calls == [GIVEN]
     assert (out, lse) == RESULTS[:2]
     assert scope.read_stamp(carrier) is scope.OWN
@@ -84,7 +91,7 @@ def test_a_backward_that_came_before_does_too(covered, ran):
     now, kernel = state(), Kernel(RESULTS[:3])
     args = backward_args()
     assert express.backward(kernel, args, {}, now, None) is None
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
     assert kernel.calls == [args]
     assert ran() == {"FA2": (0, 1)}
@@ -92,8 +99,8 @@ def test_a_backward_that_came_before_does_too(covered, ran):
 
 def sent(now, kernel):
     """Return the arguments of a backward whose forward came before."""
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
-    *_, carrier, _ = express.forward(kernel, GIVEN, {}, now, scope.OWN)
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    *_, carrier, _ = express.forward(kernel, GIVEN, {}, now, own)
     return (*backward_args()[:13], carrier)
 
 
@@ -102,9 +109,9 @@ def test_a_backward_that_its_forward_sent_is_looked_up_once(covered, ran, monkey
     args = sent(now, kernel)
     kernel.results = RESULTS[:3]
     assert express.backward(kernel, args, {}, now, None) is None
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
-    monkeypatch.setattr(express, "_known_as", lambda *_: pytest.fail("looked at again"))
+    monkeypatch.setattr(express, "known_as", lambda *_: pytest.fail("looked at again"))
     assert express.backward(kernel, args, {}, now, None) == RESULTS[:3]
     assert kernel.calls[1:] == [args, args]
     assert ran() == {"FA2": (1, 2)}
@@ -113,7 +120,7 @@ def test_a_backward_that_its_forward_sent_is_looked_up_once(covered, ran, monkey
 def test_a_backward_that_its_forward_sent_goes_the_long_way_in_another_mode(covered, deterministic):
     now, kernel = state(), Kernel(RESULTS)
     args = sent(now, kernel)
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) is not None
     with deterministic():
         assert express.backward(kernel, args, {}, now, None) is None
@@ -123,7 +130,7 @@ def test_a_backward_that_its_forward_sent_goes_the_long_way_in_another_mode(cove
 def test_a_call_that_keeps_going_the_long_way_leaves_one_carrier(covered):
     now = state()
     for _ in range(50):
-        express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+        remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     assert (len(now.express), len(now.returns)) == (1, 1)
 
 
@@ -132,8 +139,8 @@ def test_forwards_that_differ_send_different_carriers(covered):
     longer = (*GIVEN[:5], 6, *GIVEN[6:])
     carriers = []
     for given in (GIVEN, longer):
-        express.remember("forward", given, {}, plan("forward"), CALL, "FA2", now)
-        carriers.append(express.forward(kernel, given, {}, now, scope.OWN)[3])
+        own = remember("forward", given, {}, plan("forward"), CALL, "FA2", now)
+        carriers.append(express.forward(kernel, given, {}, now, own)[3])
     assert carriers[0] is not carriers[1]
     assert now.returns.keys() == {id(carrier) for carrier in carriers}
 
@@ -153,10 +160,18 @@ def test_forwards_that_differ_send_different_carriers(covered):
     ids=["length", "dtype", "max_q", "dropout", "mask", "batch", "wide offsets", "gradient"],
 )
 def test_another_call_goes_the_long_way(covered, change):
-    now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    now = state()
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     other = tuple(change.get(place, value) for place, value in enumerate(GIVEN))
-    assert express.forward(kernel, other, {}, now, scope.OWN) is None
+    assert now.express.get(express.known_as(*GIVEN)) is own
+    assert express.known_as(*other) not in now.express
+
+
+def test_another_call_that_a_dispatch_mode_made_of_it_goes_the_long_way(covered):
+    now, kernel = state(), Kernel(RESULTS)
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    assert express.forward(kernel, (QUERY[:3], *GIVEN[1:]), {}, now, own) is None
+    assert express.forward(kernel, GIVEN[:9], {}, now, own) is None
     assert kernel.calls == []
 
 
@@ -164,27 +179,26 @@ def test_rows_that_may_see_no_key_go_the_long_way(monkeypatch):
     monkeypatch.setattr(express, "facts_of", lambda *_: packed.Facts())
     monkeypatch.setattr(express, "stream_of", lambda tensor: 0)
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
-    assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    assert express.forward(kernel, GIVEN, {}, now, own) is None
     args = backward_args()
-    express.remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
+    remember("backward", args, {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, args, {}, now, None) is None
 
 
 def test_whoever_asks_for_a_backend_goes_the_long_way(covered):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     other = scope.pin(None, "another")
     assert express.forward(kernel, GIVEN, {}, now, None) is None
-    assert express.forward(kernel, GIVEN, {}, now, other) is None
-    express.remember("backward", backward_args(), {}, plan("backward"), CALL, "FA2", now)
+    remember("backward", backward_args(), {}, plan("backward"), CALL, "FA2", now)
     assert express.backward(kernel, backward_args(other), {}, now, None) is None
     assert express.backward(kernel, backward_args(None), {}, now, None) is None
 
 
 def test_a_strided_gradient_goes_to_the_backend_that_puts_it_right(covered):
     now, kernel, backend = state(), Kernel(RESULTS[:3]), Kernel(RESULTS[:3])
-    express.remember("backward", backward_args(), {}, plan("backward", kernel=backend), CALL, "FA2", now)
+    remember("backward", backward_args(), {}, plan("backward", kernel=backend), CALL, "FA2", now)
     expanded = torch.ones(()).expand(6, 2, 8)
     express.backward(kernel, backward_args(grad_out=expanded), {}, now, None)
     assert (len(kernel.calls), len(backend.calls)) == (0, 1)
@@ -192,11 +206,11 @@ def test_a_strided_gradient_goes_to_the_backend_that_puts_it_right(covered):
 
 def test_any_backends_call_is_known_again_with_its_offsets_of_now(covered, ran):
     now, kernel = state(), Kernel(RESULTS[:2])
-    express.remember("forward", GIVEN, {"scale": 0.5}, plan("forward", "mine", kernel), CALL, "FA2", now)
+    own = remember("forward", GIVEN, {"scale": 0.5}, plan("forward", "mine", kernel), CALL, "FA2", now)
     ends = ENDS.clone()
     args = (*GIVEN[:3], ends, ends, *GIVEN[5:])
-    assert express.forward(None, args, {"scale": 0.3}, now, scope.OWN) is None
-    assert express.forward(None, args, {"scale": 0.5}, now, scope.OWN)[:2] == RESULTS[:2]
+    assert express.forward(None, args, {"scale": 0.3}, now, own) is None
+    assert express.forward(None, args, {"scale": 0.5}, now, own)[:2] == RESULTS[:2]
     ((query, key, value, call),) = kernel.calls
     assert (query, key, value) == (QUERY, KEY, VALUE)
     assert call._replace(cu_seqlens_q=None, cu_seqlens_k=None) == Call(0.5, 4, 4, (-1, 0))
@@ -207,30 +221,30 @@ def test_any_backends_call_is_known_again_with_its_offsets_of_now(covered, ran):
 def test_tensors_that_lie_badly_go_to_the_backend_that_puts_them_right(covered):
     now, kernel, backend = state(), Kernel(RESULTS), Kernel(RESULTS[:2])
     query = torch.randn(97)[1:].view(6, 2, 8)
-    express.remember("forward", GIVEN, {}, plan("forward", kernel=backend), CALL, "FA2", now)
-    express.forward(kernel, (query, *GIVEN[1:]), {}, now, scope.OWN)
+    own = remember("forward", GIVEN, {}, plan("forward", kernel=backend), CALL, "FA2", now)
+    express.forward(kernel, (query, *GIVEN[1:]), {}, now, own)
     assert (len(kernel.calls), len(backend.calls)) == (0, 1)
 
 
 def test_what_a_first_call_in_inference_mode_leaves_can_be_saved_by_autograd_later(covered):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     with torch.inference_mode():
-        *_, rng_state, carrier, debug_mask = express.forward(kernel, GIVEN, {}, now, scope.OWN)
+        *_, rng_state, carrier, debug_mask = express.forward(kernel, GIVEN, {}, now, own)
     assert not any(x.is_inference() for x in (rng_state, carrier, debug_mask))
 
 
 def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
     now, kernel = state(), Kernel(RESULTS)
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     monkeypatch.setattr(express, "_capturing", lambda: True)
-    assert express.forward(kernel, GIVEN, {}, now, scope.OWN) is None
+    assert express.forward(kernel, GIVEN, {}, now, own) is None
 
 
 def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkeypatch):
     monkeypatch.setattr(express, "of_a_graph", lambda offsets: offsets is ENDS)
     now = state()
-    express.remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     assert (now.express, now.returns) == ({}, {})
 
 
@@ -245,5 +259,5 @@ def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkey
 )
 def test_what_the_short_way_is_not_for_is_not_remembered(kwargs, call):
     now = state()
-    express.remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
+    own = remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
     assert now.express == {}

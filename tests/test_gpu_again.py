@@ -47,6 +47,64 @@ def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen
     assert known[2:] == [known[-1]] * (TIMES - 2), "a call that came before wasn't known again"
 
 
+@pytest.fixture
+def known():
+    """Return how many calls of `varlen_attn` are known."""
+    return lambda: len(state().express)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"is_causal": True, "scale": 0.2}])
+def test_varlen_attn_is_right_each_time_and_soon_known(named, options, known, ran):
+    counts = []
+    truly = {"window": CAUSAL if options else (-1, -1), "scale": options.get("scale")}
+    with attnreg.register_backend(named):
+        for seed in range(TIMES):
+            given = gpu.packed((40, 300, 7), heads=(4, 2), seed=seed)
+            got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True, **options)
+            torch.cuda.synchronize()
+            gpu.assert_near(got, gpu.expected(given, **truly)[0])
+            assert ran() == {named: (1, 1)}, seed
+            counts.append(known())
+        assert counts[-1] == counts[2] == 1
+        out, lse = attnreg.varlen_attn(
+            *given, enable_gqa=True, return_aux=attnreg.AuxRequest(lse=True), **options
+        )
+        truth.assert_near(lse.cpu(), gpu.expected(given, **truly)[1].detach(), torch.float32)
+        assert known() == 1
+
+
+def test_what_is_known_does_not_outlive_what_was_asked_for(known, ran):
+    given = gpu.packed((40, 300, 7))
+    right = gpu.expected(given)[0]
+
+    def step(expected, **options):
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, given, **options), right)
+        assert ran() == {expected: (1, 1)}
+
+    with attnreg.register_backend("math"):
+        for _ in range(4):
+            step("math")
+            torch.cuda.synchronize()
+        assert known() == 1
+        step("FA2", backend="FA2")
+        with attnreg.use_backend("FA2"):
+            step("FA2")
+        with attnreg.register_backend("FA2"):
+            step("FA2")
+        step("math")
+        with torch.autocast("cuda", torch.float16):
+            half = attnreg.varlen_attn(*given)
+        assert half.dtype == torch.float16
+        ran()
+        other = gpu.packed((40, 300, 7), dtype=torch.float16)
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, other), gpu.expected(other)[0], torch.float16)
+        assert ran() == {"math": (1, 1)}
+        longer = gpu.packed((41, 300, 6))
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, longer), gpu.expected(longer)[0])
+        # The same shapes as the first, other offsets: known, and read as they are now.
+        assert ran() == {"math": (1, 1)}
+
+
 CALLS = {
     "dense": ((2, 200, 4, 64), (2, 200, 4, 64), None),
     "dense, shared heads": ((2, 200, 8, 128), (2, 200, 2, 128), None),

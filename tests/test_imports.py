@@ -20,7 +20,7 @@ LAYERS = [
     for line in (
         "errors locks layout",
         "spec environment toml_positions",
-        "capabilities config_types toml_file native validation examination issue_rows",
+        "capabilities config_types toml_file native validation examination issue_rows arguments",
         "known_issues",
         "backend config",
         "packed",

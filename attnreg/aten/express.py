@@ -4,7 +4,9 @@ Taking a call apart, checking it and looking up its plan costs the host as much 
 of that came out the same for the last call with these arguments, so what is left is to run the plan.
 Where that plan is torch's own kernel and every row is known to see a key, the kernel even gets the
 arguments as they came. Only calls of attnreg's own front come this way: nothing compiles around them,
-so what an op has to return beside its results can be the same tensors every time.
+so what an op has to return beside its results can be the same tensors every time. The front looks its
+call up and hands what it found to the router in the scope (`scope.Own`); a backward is found by the
+tensor that its forward sent it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
     from attnreg.planning import Plan
+    from attnreg.scope import Own
     from attnreg.state import State
 
-__all__ = ["Express", "backward", "forward", "remember"]
+__all__ = ["Express", "backward", "forward", "known_as", "remember"]
 
 FORWARD, BACKWARD = 10, 14  # arguments without a keyword
+TENSORS = 5  # of them in a forward
 PLAIN = frozenset({"scale", "window_size_left", "window_size_right"})
 
 _deterministic = torch.are_deterministic_algorithms_enabled
@@ -43,6 +47,9 @@ class Express(NamedTuple):
         plan: what runs it.
         call: its call without offsets.
         direct: whether the plan is torch's own kernel, so that the op's arguments will do.
+        shape: the query's.
+        rest: a forward's arguments after the tensors.
+        options: the op's arguments by keyword.
         beside: what a forward's op has beside its results: a random state, what carries the pin to
             the backward, a debug mask. Nobody reads or writes their values.
     """
@@ -50,6 +57,9 @@ class Express(NamedTuple):
     plan: Plan
     call: Call
     direct: bool
+    shape: torch.Size
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
     beside: tuple[Tensor, ...] = ()
 
 
@@ -70,18 +80,36 @@ class Return(NamedTuple):
     modes: tuple[bool, bool] | None = None
 
 
+def known_as(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor | None,
+    *numbers: object,
+) -> tuple[object, ...]:
+    """Return everything that decides: the arguments but for the values of tensors, and the modes."""
+    return (
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device, *numbers,
+        ends_q is not None and (ends_q.shape, ends_q.dtype, ends_q.device),
+        ends_k is not None and (ends_k.shape, ends_k.dtype, ends_k.device),
+        _deterministic(), _warn_only(),
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+    )  # fmt: skip
+
+
 def forward(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, pin: Any
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, own: Own | None
 ) -> tuple[Any, ...] | None:
     """Return the results of a forward that came before; None if it has to go the long way."""
-    if pin is not scope.OWN or len(args) != FORWARD:
-        return None
-    known = now.express.get(_known_as("forward", args, kwargs))
+    known = own.express if own is not None else None
     if known is None or _capturing():
         return None
     query, key, value, ends_q, ends_k = args[:5]
-    covered = facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered
-    if not covered:
+    if query.shape != known.shape or args[TENSORS:] != known.rest or kwargs != known.options:
+        return None  # a dispatch mode has made another call of the front's
+    if not facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered:
         return None
     if known.direct and _lies_well(query) and _lies_well(key) and _lies_well(value):
         out, lse, *_ = original(*args, **kwargs)
@@ -94,7 +122,7 @@ def forward(
 
 
 def backward(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, _: Any
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], now: State, _: Own | None
 ) -> tuple[Any, ...] | None:
     """Return the gradients likewise; a backward's pin comes with an argument."""
     if len(args) != BACKWARD:
@@ -126,7 +154,7 @@ def backward(
 def _looked_up(args: tuple[Any, ...], kwargs: dict[str, Any], now: State) -> Express | None:
     if scope.read_stamp(args[13]) is not scope.OWN:
         return None
-    known = now.express.get(_known_as("backward", args[1:4] + args[6:12], kwargs))
+    known = now.backwards.get(_backward_known_as(args, kwargs))
     if known is None:
         return None
     query, key, ends_q, ends_k = args[1], args[2], args[6], args[7]
@@ -141,44 +169,39 @@ def remember(
     call: Call,
     native: str,
     now: State,
+    own: Own | None,
 ) -> None:
     """Have calls like this one, which `plan` has served, come this way from now on.
 
-    `native` is the backend that torch's own kernel of the op belongs to.
+    `native` is the backend that torch's own kernel of the op belongs to; `own` is what the front calls a
+    forward.
     """
-    arguments = args if direction == "forward" else args[1:4] + args[6:12]
-    expected = FORWARD if direction == "forward" else BACKWARD
-    if len(args) != expected or call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+    query = args[0 if direction == "forward" else 1]
+    if len(args) != (FORWARD if direction == "forward" else BACKWARD):
         return
-    if call.dropout or not kwargs.keys() <= PLAIN or arguments[0].dtype == torch.float64:
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        return
+    if call.dropout or not kwargs.keys() <= PLAIN or query.dtype == torch.float64:
         return  # the LSE of float64 has to be made aten's float32
     if of_a_graph(call.cu_seqlens_q):
         return  # what is kept would lie in the graph's memory, and nothing is known of the offsets there
     # With one query per sequence torch's kernel takes no empty sequence.
     direct = plan.backend == native and call.max_q > 1
     bare = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-    known_as = _known_as(direction, arguments, kwargs)
-    before = now.express.get(known_as)
-    if before is not None:  # the same calls come again and again while their offsets are unknown
-        now.express[known_as] = before._replace(plan=plan, call=bare, direct=direct)
-        return
-    beside = _beside(arguments[0]) if direction == "forward" else ()
-    now.recognise(known_as, Express(plan, bare, direct, beside))
-    if beside:
-        now.returns[id(beside[1])] = Return(beside[1])
+    known = Express(plan, bare, direct, query.shape, args[TENSORS:], kwargs)
+    if direction == "backward":
+        now.recognise_backward(_backward_known_as(args, kwargs), known)
+    elif own is not None:
+        # The same calls come again and again while their offsets are unknown.
+        before = now.express.get(own.known_as)
+        beside = _beside(query) if before is None else before.express.beside
+        own.express = known._replace(beside=beside)
+        now.recognise(own.known_as, own)
+        now.returns.setdefault(id(beside[1]), Return(beside[1]))
 
 
-def _known_as(direction: str, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return everything that decided: the arguments from the query on, but for the values of tensors."""
-    query, key, value, ends_q, ends_k, *numbers = arguments
-    return (
-        direction, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device, *numbers, *kwargs.items(),
-        ends_q is not None and (ends_q.shape, ends_q.dtype, ends_q.device),
-        ends_k is not None and (ends_k.shape, ends_k.dtype, ends_k.device),
-        _deterministic(), _warn_only(),
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-    )  # fmt: skip
+def _backward_known_as(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return known_as(*args[1:4], *args[6:12], *kwargs.items())
 
 
 def _beside(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -119,7 +119,7 @@ def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
                 plan, _forward_again(plan, call) if direction == "forward" else _backward_again(plan, call)
             )
     elif turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
-        express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now)
+        express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now, turn.own)
 
 
 def _forward_again(plan: Plan, call: Call) -> Callable[..., Any]:

@@ -56,6 +56,7 @@ class Turn(NamedTuple):
         pin: the choice that holds for this call alone.
         known_as: how to know the call again; None where that takes more than a `Quick`.
         now: the state that the call began in, which is the one to keep things in; None where nothing is kept.
+        own: what attnreg's own front calls it; None of other fronts' calls.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Turn(NamedTuple):
     pin: scope.Pin | None
     known_as: tuple[Any, ...] | None = None
     now: State | None = None
+    own: scope.Own | None = None
 
     def torch(self, plan: Plan, alone: bool = True) -> Any:
         """Run torch's own kernel on the very same arguments, because the plan says so; counts it.
@@ -130,13 +132,15 @@ def router(
     at, flags, carried_at, absent = quick or Quick(0, slice(0))
     this, that = absent or (0, 0)
     # Names of this function are found faster than attributes of modules; this is every call's way.
-    current, read_stamp, count = scope.current, scope.read_stamp, counters.count
+    current, read_stamp, count, Own = scope.current, scope.read_stamp, counters.count, scope.Own  # noqa: N806
     grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled
     capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        now, known_as, scoped = state(), None, current()
+        now, known_as, scoped, own = state(), None, current(), None
+        if type(scoped) is Own:
+            own, scoped = scoped, scope.OWN
         if quick is not None and (absent is None or (args[this] is None and args[that] is None)):
             pin = read_stamp(args[carried_at]) if carrier else scoped
             if pin is None and original is not None and kwargs.keys() <= SCALE:
@@ -156,7 +160,7 @@ def router(
                     count(counted)
                     return result
         elif express is not None:
-            result = express(original, args, kwargs, now, scoped)
+            result = express(original, args, kwargs, now, own)
             if result is not None:
                 return result
         if unknown and not unknown.isdisjoint(kwargs):
@@ -165,7 +169,7 @@ def router(
         pin = read_stamp(getattr(asked, carrier)) if carrier else scoped
         if pin is None and original is not None and not now.active:
             return original(*args, **kwargs)
-        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now))
+        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now, own))
 
     return routed
 
