@@ -24,6 +24,9 @@ __all__ = ["Batch", "Tensors", "copies_beyond_the_cache", "far"]
 
 MOST_COPIES = 16
 
+# A model has some layers, and autograd's thread, once awake, goes through them all.
+LAYERS, LAYERS_BYTES = 8, 2**30
+
 
 class Tensors(NamedTuple):
     """Query, key and value, which take a gradient, and the incoming gradient."""
@@ -136,13 +139,17 @@ def _torch_names_gqa() -> bool:
 
 
 def copies_beyond_the_cache(shape: Shape, device: torch.device) -> int:
-    """Return how many sets of tensors are twice the GPU's last cache; two elsewhere."""
+    """Return how many sets of tensors are twice the GPU's last cache, and eight where they are small.
+
+    Two on other devices.
+    """
     if device.type != "cuda":
         return 2
     rows = 2 * sum(shape.lengths_q) * shape.heads[0] + 2 * sum(shape.lengths_k) * shape.heads[1]
     size = int(rows * shape.dim * getattr(torch, shape.dtype).itemsize)
     cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 2**26
-    return max(min(-(-2 * cache // size), MOST_COPIES), 1)
+    fewest = LAYERS if LAYERS * size <= LAYERS_BYTES else 1
+    return max(min(-(-2 * cache // size), MOST_COPIES), fewest)
 
 
 def far(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
