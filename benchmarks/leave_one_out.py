@@ -4,9 +4,10 @@
 
 For every point of the table (by default the one that ships for the H200) the point is left out, the rest
 predicts, and the time of the chosen backend is compared with that of the fastest one, as the point
-itself measured them. Beside it: each backend taken always. Needs no GPU; `attnreg bench selection`
-measures the same end to end, on other shapes. A point whose kind has no
-other is chosen as it would be in use: from another kind, or by the default order.
+itself measured them: GPU time, as in a CUDA graph, since what a call takes the host is measured by front
+and not by size. Beside it: each backend taken always. Needs no GPU; `attnreg bench selection` measures
+the same end to end, on other shapes. A point whose kind has no other is chosen as it would be in use:
+from another kind, or by the default order.
 """
 
 from __future__ import annotations
@@ -39,16 +40,14 @@ def spec_of(point: Point) -> AttentionSpec:
         device=Device.parse("sm_90"), dtype=kind.dtype, batch=size.batch, max_q=size.max_q, max_k=size.max_k,
         heads_q=size.heads_q, heads_k=size.heads_q // kind.ratio, head_dim=kind.head_dim,
         head_dim_v=kind.head_dim_v, tokens_q=size.tokens_q, tokens_k=size.tokens_k, varlen=kind.varlen,
-        window=size.window, needs_backward=kind.direction == "backward",
+        window=size.window, needs_backward=kind.direction == "backward", capturing=True,
     )  # fmt: skip
 
 
-def times(point: Point, captured: bool) -> dict[str, float]:
-    """Return what each backend took there: the larger of both times, or in a CUDA graph the GPU's."""
+def times(point: Point) -> dict[str, float]:
+    """Return the microseconds on the GPU that each backend took there."""
     return {
-        name: one.gpu_us if captured else max(one.gpu_us, one.host_us)
-        for name, one in point.backends.items()
-        if one.gpu_us is not None and not one.trouble
+        name: one.gpu_us for name, one in point.backends.items() if one.gpu_us is not None and not one.trouble
     }
 
 
@@ -68,7 +67,7 @@ def regrets(points: Sequence[Point], direction: str) -> dict[str, list[float]]:
     """Return, for the table's choice and for each backend, its time over that of the fastest."""
     found: dict[str, list[float]] = {"chosen by the other points": []}
     for point in points:
-        taken = times(point, captured=False)
+        taken = times(point)
         if point.kind.direction != direction or len(taken) < 2:
             continue
         fastest = min(taken.values())

@@ -244,7 +244,7 @@ def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
 def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkeypatch):
     monkeypatch.setattr(express, "of_a_graph", lambda offsets: offsets is ENDS)
     now = state()
-    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
+    remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     assert (now.express, now.returns) == ({}, {})
 
 
@@ -259,5 +259,5 @@ def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkey
 )
 def test_what_the_short_way_is_not_for_is_not_remembered(kwargs, call):
     now = state()
-    own = remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
+    remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
     assert now.express == {}
