@@ -90,6 +90,17 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
 # What the fronts take
 
 
+def test_backends_are_compared_by_the_points_that_know_them_all_where_most_do():
+    whole = [point(asked(n), a=float(n), b=2.0 * n) for n in (64, 128, 512, 1024)]
+    odd = [point(asked(n), b=1.0) for n in (250, 260)]
+    found = said(whole + odd, asked(256))
+    assert [one.backend for one in found.candidates] == ["a", "b"]
+    assert {source.point for source in found.points} == set(whole)
+    # Where most lack one, that rule would leave too little.
+    many = [point(asked(n), b=1.0) for n in (250, 255, 260, 270)]
+    assert said(whole + many, asked(256)).candidates[0].backend == "b"
+
+
 def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_measured():
     points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0)), point(asked(), "backward", a=1.0, b=2.0)]
     fronts = [

@@ -58,6 +58,8 @@ class Index:
         building: for each backend what the first call of a new shape takes, in seconds.
         wrong: in what a backend was wrong with a ratio of heads, at any size.
         right: with which ratios it was timed.
+        complete: the places, by number, that know every backend of the family, if most do; else none. Where
+            one lacks a backend, others would be compared at other sizes than it.
     """
 
     family: Kind
@@ -69,6 +71,7 @@ class Index:
     building: dict[str, float] = field(default_factory=dict)
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)
     right: set[tuple[str, int]] = field(default_factory=set)
+    complete: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.low = tuple(map(min, zip(*(place.at for place in self.places), strict=True)))
@@ -82,6 +85,12 @@ class Index:
                 if one.gpu_us is not None:
                     self.right.add((name, place.point.kind.ratio))
                     taken.setdefault(name, []).append(one)
+        everyone = {name for place in self.places for name in place.point.backends}
+        complete = [
+            number for number, place in enumerate(self.places) if everyone <= place.point.backends.keys()
+        ]
+        if 2 * len(complete) > len(self.places):
+            self.complete = frozenset(complete)
         for name, found in taken.items():
             self.floors[name] = min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
             self.hosts[name] = median(one.host_us for one in found)
@@ -105,6 +114,8 @@ class Index:
         # A family has some dozens of points: to look at all of them takes a few microseconds.
         apart = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
         if apart[0][0] >= EXACT:
+            if self.complete:
+                apart = [one for one in apart if one[1] in self.complete]
             return [Near(self.places[number], distance) for distance, number in apart[:NEAREST]]
         met = [self.places[number] for distance, number in apart if distance < EXACT]
         return [Near(next((one for one in met if one.point.place == itself), met[0]), 0.0)]
