@@ -82,15 +82,18 @@ class Own(Pin):
     """`OWN` for one call: with how that is known again, and what it came down to the last time.
 
     Attributes:
-        known_as: everything that decided.
+        known_as: everything that decides, first what tells tensors apart.
+        rest, options: what the front gives the op after the tensors, and by keyword.
         express: what it came down to; None before that is known. See `aten.express`.
     """
 
-    __slots__ = ("express", "known_as")
+    __slots__ = ("express", "known_as", "options", "rest")
 
     def __init__(self, known_as: tuple[object, ...]) -> None:
         super().__init__(OWN.number, None)
         self.known_as = known_as
+        self.rest: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
         self.express: Any = None
 
 

@@ -98,8 +98,10 @@ def varlen_attn(
     own = None
     if (
         not torch.compiler.is_compiling()
-        and type(query) is Tensor
+        and type(query) is type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
         and query.is_cuda
+        and type(max_q) is type(max_k) is int
+        and (scale is None or type(scale) is float)
         and seqused_k is None
         and block_table is None
         and num_splits is None
@@ -143,9 +145,9 @@ def varlen_attn(
 
 def _known(own: scope.Own, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run a call that came before; the router takes from the scope what it came down to."""
-    known, token = own.express, scope.enter(own)
+    token = scope.enter(own)
     try:
-        out, lse, *_ = _flash_forward(*tensors, *known.rest, **known.options)
+        out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
     finally:
         scope.leave(token)
     return out, lse
@@ -218,6 +220,8 @@ def _eager(
     causal = window == (-1, 0)
     if not causal and window != (-1, -1):
         optional["window_size_left"], optional["window_size_right"] = window
+    if own is not None:
+        own.rest, own.options = (*arguments[5:], 0.0, causal, False), optional
     try:
         result = _flash_forward(*arguments, 0.0, causal, False, **optional)
     finally:

@@ -483,6 +483,19 @@ def test_a_call_that_came_before_is_answered_without_a_look_at_its_arguments(
         assert asked == both * 4
 
 
+def test_more_queries_than_keys_are_known_again_where_nothing_is_masked(route, ran, fake):
+    route(torchs_own())
+    inputs = tensors(6, 3)
+    with attnreg.register_backend(fake("mine").backend):
+        for _ in range(3):
+            check_against_truth(call("flash", inputs)[0], inputs)
+            assert ran() == {"mine": (1, 1)}
+        assert len(attnreg.state.state().known) == 2
+        for _ in range(3):
+            check_against_truth(call("flash", inputs, causal=True)[0], inputs, window=CAUSAL)
+        assert len(attnreg.state.state().known) == 2, "rows without a key take what is put right for them"
+
+
 # ---- debug masks
 
 
@@ -631,6 +644,24 @@ def test_so_it_does_when_the_call_is_known_already(route, ran, kind):
     for _ in range(3):
         call(kind, inputs, 0.2)[0].sum().backward()
     assert ran() == {"cuDNN" if kind == "cudnn" else "FA2": (3, 3)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_torchs_own_kernel_draws_its_dropout_as_without_attnreg(route, kind):
+    def drawing(*args, original, **kwargs):
+        drawn.append(torch.rand(()).item())
+        return original(*args, **kwargs)
+
+    drawn, originals = [], torchs_own()
+    found = originals[FORWARD[kind]].function
+    originals[FORWARD[kind]].function = lambda *args, **kwargs: drawing(*args, original=found, **kwargs)
+    route(originals)
+    attnreg.policy.activate(True)
+    for _ in range(2):
+        torch.manual_seed(3)
+        call(kind, [x.detach() for x in tensors()], 0.2)
+    torch.manual_seed(3)
+    assert drawn == [torch.rand(()).item()] * 2
 
 
 def test_a_bias_is_not_lost_after_calls_without_one(route, ran):

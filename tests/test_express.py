@@ -71,7 +71,10 @@ def backward_args(pin=scope.OWN, grad_out=QUERY):
 
 def remember(direction, args, kwargs, plan, call, native, now):
     """Remember a call; returns what the front calls a forward like it from then on."""
-    own = scope.Own(express.known_as(*args)) if direction == "forward" else None
+    own = None
+    if direction == "forward":
+        own = scope.Own(express.known_as(*args))
+        own.rest, own.options = args[5:], kwargs
     express.remember(direction, args, kwargs, plan, call, native, now, own)
     return own and now.express.get(own.known_as)
 
@@ -167,12 +170,26 @@ def test_another_call_goes_the_long_way(covered, change):
     assert express.known_as(*other) not in now.express
 
 
-def test_another_call_that_a_dispatch_mode_made_of_it_goes_the_long_way(covered):
+OTHERS = {
+    "query": ((QUERY[:3], *GIVEN[1:]), {}),
+    "dtype of the value": ((*GIVEN[:2], VALUE.half(), *GIVEN[3:]), {}),
+    "mask": ((*GIVEN[:8], False, False), {}),
+    "longest": ((*GIVEN[:5], 5, *GIVEN[6:]), {}),
+    "scale": (GIVEN, {"scale": 9.0}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), OTHERS.values(), ids=OTHERS)
+def test_another_call_that_a_dispatch_mode_made_of_it_is_neither_known_nor_kept(covered, args, kwargs):
     now, kernel = state(), Kernel(RESULTS)
     own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
-    assert express.forward(kernel, (QUERY[:3], *GIVEN[1:]), {}, now, own) is None
-    assert express.forward(kernel, GIVEN[:9], {}, now, own) is None
+    assert express.forward(kernel, args, kwargs, now, own) is None
     assert kernel.calls == []
+    fresh = scope.Own(express.known_as(*GIVEN, "another"))
+    fresh.rest, fresh.options = GIVEN[5:], {}
+    express.remember("forward", args, kwargs, plan("forward"), CALL, "FA2", now, fresh)
+    assert fresh.express is None
+    assert fresh.known_as not in now.express
 
 
 def test_rows_that_may_see_no_key_go_the_long_way(monkeypatch):

@@ -377,10 +377,24 @@ def test_an_allocation_of_integers_that_nobody_fills_is_found_out(kernels, packa
     assert "a kind of forward: launched without it, it failed: " in caplog.text
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("lost")])
-def test_an_exception_in_the_proof_leaves_the_call_right_and_its_kind_the_long_way(
-    kernels, package, error, caplog
-):
+def test_where_the_proof_has_no_memory_a_smaller_call_of_the_kind_may_prove_it(kernels, package):
+    def fail(name):
+        # The first of a round is the package's own, the second the proof's.
+        if name == "_bwd_preprocess" and name in package.launched:
+            raise torch.OutOfMemoryError("full")
+
+    large, small = {"batch": 3}, {"batch": 1}
+    assert ways(kernels, package, rounds=1, **large) == [LONG_WAY]
+    package.each = fail
+    assert ways(kernels, package, rounds=1, **large) == [LONG_WAY]
+    package.each = lambda name: None
+    assert ways(kernels, package, rounds=2, **large) == [["backward"]] * 2
+    assert ways(kernels, package, rounds=4, **small)[2:] == [KNOWN] * 2
+
+
+def test_an_exception_in_the_proof_leaves_the_call_right_and_its_kind_the_long_way(kernels, package, caplog):
+    error = RuntimeError("lost")
+
     def fail(name):
         # The first of a round is the package's own, the second the proof's.
         if name == "_bwd_preprocess" and name in package.launched:

@@ -96,6 +96,9 @@ def test_backends_are_compared_by_the_points_that_know_them_all_where_most_do():
     found = said(whole + odd, asked(256))
     assert [one.backend for one in found.candidates] == ["a", "b"]
     assert all(source.point in whole for source in found.points)
+    # Far from those, the points at hand count.
+    far = [point(asked(n), b=1.0) for n in (16000, 17000)]
+    assert said(whole + far, asked(16500)).candidates[0].backend == "b"
     # Where most lack one, that rule would leave too little.
     many = [point(asked(n), b=1.0) for n in (250, 255, 260, 270)]
     assert said(whole + many, asked(256)).candidates[0].backend == "b"

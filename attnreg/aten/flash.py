@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DENSE", "ROUTES"]
 
-# Dense calls come from torch's selector, which has judged them; packed ones from anywhere.
+# Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2")
 
 # aten's backward receives none of these, so its gradients would be those of another function.
@@ -41,10 +41,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
     if asked.return_debug_mask:
         return turn.untouched("return_debug_mask")
     query, key, value, dropout = asked.query, asked.key, asked.value, asked.dropout_p
-    call = _call(
-        asked, asked.seqused_k, asked.block_table, asked.alibi_slopes,
-        new_rng_state(query.device) if dropout > 0.0 else None, asked.num_splits,
-    )  # fmt: skip
+    call = _call(asked, asked.seqused_k, asked.block_table, asked.alibi_slopes, None, asked.num_splits)
     native, needs_backward = _native(turn, call), wants_gradient(query, key, value)
     if asked.cum_seq_q is None:
         # The op above has transposed them, and what is transposed below autograd needs no gradient.
@@ -55,6 +52,8 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         # What a dropout's forward tells its backward has to be written beside its results.
         out, lse, rng_state, unused, debug_mask = turn.torch(plan, alone=dropout == 0.0)
         return out, lse, rng_state, unused if pin is None else scope.restamp(unused, pin), debug_mask
+    if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
+        call = call._replace(rng_state=new_rng_state(query.device))
     out, lse = plan.kernel(query, key, value, call)
     counters.count(plan.counters)
     _remember("forward", turn, plan, call)
@@ -114,7 +113,7 @@ def _native(turn: Turn, call: Call) -> Native | None:
 def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
     """Have further calls like this one go the shortest way."""
     if call.cu_seqlens_q is None:
-        if call.max_q <= call.max_k and call.dropout == 0.0 and turn.args[0].dtype != torch.float64:
+        if _dense_sees(call) and call.dropout == 0.0 and turn.args[0].dtype != torch.float64:
             turn.again(
                 plan, _forward_again(plan, call) if direction == "forward" else _backward_again(plan, call)
             )
@@ -195,8 +194,13 @@ def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
 def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether that is known, so that no LSE is infinite."""
     if call.cu_seqlens_q is None:
-        return call.max_q <= call.max_k and call.seqused_k is None
+        return _dense_sees(call) and call.seqused_k is None
     return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).covered
+
+
+def _dense_sees(call: Call) -> bool:
+    """Whether every row of a dense call sees a key."""
+    return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 
 _KEYS = ("CPU", "CUDA")

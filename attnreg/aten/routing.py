@@ -132,15 +132,24 @@ def router(
     at, flags, carried_at, absent = quick or Quick(0, slice(0))
     this, that = absent or (0, 0)
     # Names of this function are found faster than attributes of modules; this is every call's way.
-    current, read_stamp, count, Own = scope.current, scope.read_stamp, counters.count, scope.Own  # noqa: N806
+    current, enter, leave, OWN, Own = scope.current, scope.enter, scope.leave, scope.OWN, scope.Own  # noqa: N806
+    read_stamp, count = scope.read_stamp, counters.count
     grad_enabled, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled
     capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        now, known_as, scoped, own = state(), None, current(), None
-        if type(scoped) is Own:
-            own, scoped = scoped, scope.OWN
+        scoped = current()
+        if type(scoped) is not Own:
+            return answered(args, kwargs, scoped, None)
+        token = enter(OWN)  # what a kernel calls in its turn isn't the front's call
+        try:
+            return answered(args, kwargs, OWN, scoped)
+        finally:
+            leave(token)
+
+    def answered(args: Any, kwargs: Any, scoped: scope.Pin | None, own: scope.Own | None) -> Any:
+        now, known_as = state(), None
         if quick is not None and (absent is None or (args[this] is None and args[that] is None)):
             pin = read_stamp(args[carried_at]) if carrier else scoped
             if pin is None and original is not None and kwargs.keys() <= SCALE:

@@ -96,6 +96,8 @@ class Launches:
             log.debug("FA4 goes through its package's Python for a %s: %s", kind[0], recipe)
         else:
             if proof is None or proof.vague:
-                proof = self._proofs[kind] = proof_of(str(kind[0]), recipe, inputs, results[:count])
-            self._recipes[name] = recipe, proof
+                proof = proof_of(str(kind[0]), recipe, inputs, results[:count])
+            if proof is not None:
+                self._proofs[kind] = proof
+                self._recipes[name] = recipe, proof
         return results

@@ -72,8 +72,11 @@ class Proof:
 
 def proof_of(
     direction: str, recipe: Recipe, inputs: Sequence[Tensor | None], results: Sequence[Tensor]
-) -> Proof:
-    """Return the proof that a recipe leads to these results, begun; refuted where it breaks."""
+) -> Proof | None:
+    """Return the proof that a recipe leads to these results, begun; refuted where it breaks.
+
+    None where there was no memory for it: another call of the kind may be smaller.
+    """
     try:
         slots = recipe.allocated(inputs)
         for slot, *_, dtype in recipe.allocations:
@@ -82,6 +85,8 @@ def proof_of(
         said = _said(recipe.launched(slots), results)
         answer = torch.full((), UNANSWERED, dtype=torch.uint8, pin_memory=said.is_cuda)
         answer.copy_(said, non_blocking=True)
+    except torch.OutOfMemoryError:
+        return None
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.info(
             "FA4 goes through its package's Python for a kind of %s: launched without it, it failed: %s",

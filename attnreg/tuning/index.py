@@ -23,6 +23,9 @@ NEAREST = 8
 # What the coordinates are called where a call lies beyond them, and how many of them make a power of two.
 AXES = {"batch x heads": 1.0, "max_q": 1.0, "max_k": 1.0, "": 1.0, "heads for each key head": RATIO}
 
+# The nearest point that knows every backend may be so much farther than the nearest, in powers of two.
+AS_NEAR = 2.0
+
 # A point that is no farther is the call itself.
 EXACT = 1e-9
 
@@ -114,8 +117,9 @@ class Index:
         # A family has some dozens of points: to look at all of them takes a few microseconds.
         apart = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
         if apart[0][0] >= EXACT:
-            if self.complete:
-                apart = [one for one in apart if one[1] in self.complete]
+            whole = [one for one in apart if one[1] in self.complete]
+            if whole and whole[0][0] <= apart[0][0] + AS_NEAR:
+                apart = whole
             return [Near(self.places[number], distance) for distance, number in apart[:NEAREST]]
         met = [self.places[number] for distance, number in apart if distance < EXACT]
         return [Near(next((one for one in met if one.point.place == itself), met[0]), 0.0)]

@@ -29,9 +29,9 @@ __all__ = ["DeviceLostError", "TimeIsUpError", "check_alive", "measured"]
 
 ROUNDS = 7
 
-# So many calls come between the first and those that count: a backend may watch its second to do the third
-# faster (FA4 does), which takes the host a millisecond.
-SETTLING = 3
+# So many calls come between the first and those that count, unless they take long: a backend may watch its
+# second to do the third faster (FA4 does), which takes the host a millisecond.
+SETTLING, LONG_S = 3, 0.05
 
 # A backend that takes so many times as long as the best is timed once and no more.
 HOPELESS = 8.0
@@ -131,10 +131,20 @@ def _first(runner: _Runner, direction: Direction, copy: Copy, forward: Any, time
     returned = _once(runner.run)
     timer.wait()
     runner.first_s = timer.now() - started
+    wrong = _looked_at(direction, copy, returned, forward)
+    del returned
+    if not wrong:
+        _settle(runner, timer)
+    return wrong
+
+
+def _settle(runner: _Runner, timer: Timer) -> None:
     for _ in range(SETTLING):
+        started = timer.now()
         _once(runner.run)
         timer.wait()
-    return _looked_at(direction, copy, returned, forward)
+        if timer.now() - started > LONG_S:
+            break
 
 
 def _looked_at(direction: Direction, copy: Copy, returned: Any, forward: Any = ()) -> str:
