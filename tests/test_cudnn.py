@@ -204,6 +204,18 @@ def test_each_thread_has_a_handle_of_its_own(kernels, module):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_a_handle_that_ends_while_a_graph_is_captured_is_lost_and_does_no_harm(kernels, module, monkeypatch):
+    """Destroying it waits for the device, which would end the capture."""
+    kernels.forward(*ragged([3, 9]))
+    thread = threading.Thread(target=lambda: kernels.forward(*ragged([3, 9])))
+    (own,) = module.handles
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    thread.start()
+    thread.join()
+    assert len(module.handles) == 2
+    assert own in module.handles
+
+
 def test_a_handle_follows_the_current_stream(kernels, module, monkeypatch):
     inputs = ragged([3, 9])
     kernels.forward(*inputs)

@@ -40,9 +40,11 @@ class _Handles(dict[int, list[Any]]):
 
     def __del__(self) -> None:
         for handle, _ in self.values():
-            try:  # noqa: SIM105 - at the end of the process CUDA may be gone already, and contextlib, too
-                self._destroy(handle)
-            except Exception:  # noqa: BLE001
+            try:
+                # It waits for the device, which would end a capture: then the handle is better lost.
+                if not torch.cuda.is_current_stream_capturing():
+                    self._destroy(handle)
+            except Exception:  # noqa: BLE001 - at the end of the process CUDA may be gone already
                 pass
 
 
