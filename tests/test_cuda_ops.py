@@ -483,6 +483,20 @@ def test_a_call_that_came_before_is_answered_without_a_look_at_its_arguments(
         assert asked == both * 4
 
 
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_known_call_with_a_value_of_another_dtype_is_still_an_error(route, ran, fake, kind):
+    route(torchs_own())
+    query, key, value = (x.detach() for x in tensors())
+    with attnreg.register_backend(fake("mine").backend):
+        for _ in range(3):
+            call(kind, (query, key, value))
+        assert ran() == {"mine": (3, 0)}
+        for others in ((key, value.double()), (key.double(), value)):
+            with pytest.raises(attnreg.InvalidInputError, match="dtype"):
+                call(kind, (query, *others))
+        assert ran() == {}
+
+
 def test_more_queries_than_keys_are_known_again_where_nothing_is_masked(route, ran, fake):
     route(torchs_own())
     inputs = tensors(6, 3)

@@ -13,7 +13,7 @@ import torch
 from attnreg import counters, scope
 from attnreg.aten.beside import cudnn_extras, shared
 from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, alike, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
@@ -95,6 +95,8 @@ def _dense_forward_again(plan: Plan, inputs: Contract, asked: CudnnForward) -> C
         return None
 
     def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        if not alike(query, key, value):
+            return None
         out, lse = kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call)
         return _dense_results(out, lse, query, key, shared(cudnn_extras, query))
 
@@ -165,6 +167,8 @@ def _dense_backward_again(plan: Plan, inputs: Contract, asked: CudnnBackward) ->
         *_: Any,
         **__: Any,
     ) -> Any:
+        if not alike(query, key, value):
+            return None
         grads = kernel(
             *(x.transpose(1, 2) for x in (grad_out, query, key, value, out)), lse.squeeze(-1), call
         )

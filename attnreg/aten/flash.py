@@ -14,7 +14,7 @@ import torch
 from attnreg import counters, scope
 from attnreg.aten import express
 from attnreg.aten.beside import flash_extras, shared
-from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, alike, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
@@ -125,7 +125,9 @@ def _forward_again(plan: Plan, call: Call) -> Callable[..., Any]:
     """Return what answers further dense calls of which each row sees a key."""
     kernel = plan.kernel
 
-    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        if not alike(query, key, value):
+            return None
         out, lse = kernel(query, key, value, call)
         return _laid_out(out, query), lse.contiguous(), *shared(flash_extras, query)
 
@@ -144,7 +146,9 @@ def _backward_again(plan: Plan, call: Call) -> Callable[..., Any]:
         lse: Tensor,
         *_: Any,
         **__: Any,
-    ) -> tuple[Tensor, ...]:
+    ) -> Any:
+        if not alike(query, key, value):
+            return None
         grad_q, grad_k, grad_v = kernel(grad_out, query, key, value, out, lse, call)
         return _laid_out(grad_q, query), _laid_out(grad_k, key), _laid_out(grad_v, value)
 

@@ -49,7 +49,8 @@ def plan_for(
     look_up = (
         turn.op, direction, needs_backward, pin, wants_deterministic(),
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
-        query.shape, key.shape, value.shape, query.dtype, query.device,
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device,
         asked.dropout_p, asked.is_causal, None if bias is None else bias.shape,
         asked.scale is None or asked.scale > 0.0,
     )  # fmt: skip

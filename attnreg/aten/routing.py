@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SCALE = frozenset({"scale"})
 
-__all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
+__all__ = ["Quick", "Route", "Turn", "alike", "like", "new_rng_state", "passed_on", "router", "tied"]
 
 
 class Quick(NamedTuple):
@@ -81,7 +81,10 @@ class Turn(NamedTuple):
         return result
 
     def again(self, plan: Plan, run: Callable[..., Any] | None) -> None:
-        """Have `run` answer calls like this one from now on, given the op's arguments as they come."""
+        """Have `run` answer calls like this one from now on, given the op's arguments as they come.
+
+        Where it returns None the call takes the long way.
+        """
         if run is not None and plan.proven and self.known_as is not None and self.now is not None:
             self.now.remember(self.known_as, run, plan.counters)
 
@@ -139,26 +142,22 @@ def router(
     capturing = torch.cuda.is_current_stream_capturing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        scoped = current()
-        if type(scoped) is not Own:
-            return answered(args, kwargs, scoped, None)
-        token = enter(OWN)  # what a kernel calls in its turn isn't the front's call
-        try:
-            return answered(args, kwargs, OWN, scoped)
-        finally:
-            leave(token)
-
-    def answered(args: Any, kwargs: Any, scoped: scope.Pin | None, own: scope.Own | None) -> Any:
-        now, known_as = state(), None
+        now, known_as, scoped = state(), None, current()
+        if type(scoped) is Own:
+            token = enter(OWN)  # what a kernel calls in its turn isn't the front's call
+            try:
+                return long_way(args, kwargs, now, OWN, None, scoped)
+            finally:
+                leave(token)
         if quick is not None and (absent is None or (args[this] is None and args[that] is None)):
             pin = read_stamp(args[carried_at]) if carrier else scoped
-            if pin is None and original is not None and kwargs.keys() <= SCALE:
+            if pin is None and original is not None and (not kwargs or kwargs.keys() <= SCALE):
                 if not now.active:
                     return original(*args, **kwargs)
                 query, key, value = args[at], args[at + 1], args[at + 2]
                 known_as = (
-                    op, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-                    query.device, key.device, value.device, args[flags], *kwargs.values(),
+                    op, query.shape, key.shape, value.shape, query.dtype, query.device,
+                    args[flags], *kwargs.values(),
                     grad_enabled(), query.requires_grad or key.requires_grad or value.requires_grad,
                     deterministic(), warn_only(), query.is_cuda and capturing(),
                 )  # fmt: skip
@@ -166,9 +165,20 @@ def router(
                 if known is not None:
                     run, counted = known
                     result = run(*args, **kwargs)
-                    count(counted)
-                    return result
-        elif express is not None:
+                    if result is not None:
+                        count(counted)
+                        return result
+        return long_way(args, kwargs, now, scoped, known_as, None)
+
+    def long_way(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        now: State,
+        scoped: scope.Pin | None,
+        known_as: tuple[Any, ...] | None,
+        own: scope.Own | None,
+    ) -> Any:
+        if express is not None:
             result = express(original, args, kwargs, now, own)
             if result is not None:
                 return result
@@ -181,6 +191,11 @@ def router(
         return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now, own))
 
     return routed
+
+
+def alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all three have one dtype and one device, of which a known call is told by the query's."""
+    return query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:
