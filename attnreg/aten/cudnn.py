@@ -157,16 +157,8 @@ def _dense_backward_again(plan: Plan, inputs: Contract, asked: CudnnBackward) ->
     if call.max_k != asked.key.shape[2] or call.attn_bias is not None:
         return None
 
-    def run(
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> Any:
+    def run(*given: Any, **_: Any) -> Any:
+        grad_out, query, key, value, out, lse = given[:6]
         if not alike(query, key, value):
             return None
         grads = kernel(

@@ -137,16 +137,8 @@ def _forward_again(plan: Plan, call: Call) -> Callable[..., Any]:
 def _backward_again(plan: Plan, call: Call) -> Callable[..., Any]:
     kernel = plan.kernel
 
-    def run(
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> Any:
+    def run(*given: Any, **_: Any) -> Any:
+        grad_out, query, key, value, out, lse = given[:6]
         if not alike(query, key, value):
             return None
         grad_q, grad_k, grad_v = kernel(grad_out, query, key, value, out, lse, call)
