@@ -678,6 +678,22 @@ def test_torchs_own_kernel_draws_its_dropout_as_without_attnreg(route, kind):
     assert drawn == [torch.rand(()).item()] * 2
 
 
+def test_so_does_its_kernel_of_packed_sequences(route, packed):
+    drawn = []
+
+    def original(query, *rest, **options):
+        drawn.append(torch.rand(()).item())
+        return query.clone(), query.new_zeros(17, 4, 1), None, None, 8, 8, *random_state(), None
+
+    *inputs, cu, _, longest, _ = packed(LENGTHS_Q, grad=False)
+    route({FORWARD["cudnn"]: original})
+    attnreg.policy.activate(True)
+    torch.manual_seed(3)
+    cudnn_varlen(inputs, cu, cu, longest, longest, p=0.2)
+    torch.manual_seed(3)
+    assert drawn == [torch.rand(()).item()]
+
+
 def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
     route(torchs_own())
     attnreg.policy.activate(True)

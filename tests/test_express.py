@@ -25,7 +25,6 @@ def covered(monkeypatch):
 @pytest.fixture(autouse=True)
 def not_capturing(monkeypatch):
     monkeypatch.setattr(express, "_capturing", lambda: False)
-    monkeypatch.setattr(express, "_shared", {})
 
 
 @pytest.fixture

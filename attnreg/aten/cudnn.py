@@ -41,15 +41,16 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
     if asked.return_debug_mask or asked.attn_bias is not None or _top_left(asked):
         return turn.untouched("a varlen call with a debug mask, a bias or a mask aligned top-left")
     query, dropout = asked.query, asked.dropout_p
-    rng_state = new_rng_state(query.device) if dropout > 0.0 else None
-    call = _call(asked, seqused_k=asked.seqused_k, block_table=asked.block_table, rng_state=rng_state)
+    call = _call(asked, seqused_k=asked.seqused_k, block_table=asked.block_table)
     needs_backward = wants_gradient(query, asked.key, asked.value)
     plan = prepare("forward", query, asked.key, asked.value, call, turn.pin, turn.native, needs_backward)
 
     if plan.original:
         result = turn.torch(plan)
     else:
-        out, lse = plan.kernel(query, asked.key, asked.value, call)
+        # Not before torch's own kernel has had its turn: it draws from the same generator.
+        rng_state = new_rng_state(query.device) if dropout > 0.0 else None
+        out, lse = plan.kernel(query, asked.key, asked.value, call._replace(rng_state=rng_state))
         counters.count(plan.counters)
         lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
         seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg import counters, scope
+from attnreg.aten.beside import flash_extras, shared
 from attnreg.packed import facts_of, of_a_graph, stream_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ PLAIN = frozenset({"scale", "window_size_left", "window_size_right"})
 _deterministic = torch.are_deterministic_algorithms_enabled
 _warn_only = torch.is_deterministic_algorithms_warn_only_enabled
 _capturing = torch.cuda.is_current_stream_capturing
-_shared: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 class Express(NamedTuple):
@@ -210,10 +210,7 @@ def _backward_known_as(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[o
 def _beside(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the op has beside its results; see `Express`. The carrier is a new one."""
     with torch.inference_mode(False):  # or autograd couldn't save them later
-        if query.device not in _shared:
-            rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
-            _shared[query.device] = rng_state, query.new_empty(0)
-        rng_state, mask = _shared[query.device]
+        rng_state, _, mask = shared(flash_extras, query)
         return rng_state, scope.stamp(scope.OWN, rng_state), mask
 
 
