@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnreg import backends, known_issues
+from attnreg.apart import bare
 from attnreg.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, RegistrationError
 from attnreg.locks import open_after_fork
@@ -144,7 +145,7 @@ class Entry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - kept as the cause, shown everywhere
-            self.cause = error
+            self.cause = bare(error)  # for good, and a call may be what asked for it
             return None
         return kernels
 

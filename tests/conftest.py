@@ -29,11 +29,27 @@ def pytest_addoption(parser):
 SPELLED = {name.casefold(): name for name in ("FA2", "FA3", "FA4", "cuDNN", "math", "cpu")}
 
 
+# Not a backend of its own: FA2's second provider, which is source only and takes minutes to build.
+FLASH_ATTN = "flash-attn"
+
+
+def backends_of(config):
+    """Return what `--backends` names, as it is written there."""
+    return [name.strip() for name in config.getoption("--backends").split(",") if name.strip()]
+
+
+@pytest.fixture
+def flash_attn(request):
+    """Leave a test of the package flash-attn to the runs that name it."""
+    if FLASH_ATTN not in backends_of(request.config):
+        pytest.skip("about the package flash-attn, which this run doesn't name: --backends=FA2,flash-attn")
+
+
 def pytest_generate_tests(metafunc):
     """Give `named` and `other` of GPU tests each backend of `--backends` that their markers leave in."""
     if metafunc.definition.get_closest_marker("gpu") is None:
         return
-    given = [name.strip() for name in metafunc.config.getoption("--backends").split(",") if name.strip()]
+    given = [name for name in backends_of(metafunc.config) if name != FLASH_ATTN]
     names = [SPELLED.get(name.casefold(), name) for name in given] or ["none"]
     slow, only = (metafunc.definition.get_closest_marker(name) for name in ("slow_for", "only_for"))
     for argument in {"named", "other"}.intersection(metafunc.fixturenames):

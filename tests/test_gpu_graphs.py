@@ -1,6 +1,7 @@
 """On a GPU: CUDA graphs, no wait for the GPU, no memory to speak of, few plans."""
 
 import functools
+import gc
 import random
 
 import gpu
@@ -42,6 +43,22 @@ def replay(graph, results):
 
 def on(named):
     return functools.partial(attnreg.varlen_attn, backend=named)
+
+
+@pytest.mark.parametrize("length", [2003, 2004], ids=["first", "second"])
+def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length):
+    given = gpu.packed((length, 7, 300), dim=96)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        gpu.run(on(named), given)
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+    finally:
+        gc.enable()
+    assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
 
 
 def test_a_captured_forward_replays_bit_for_bit(named):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from attnreg.tuning.measure import DeviceLostError, measured
 from attnreg.tuning.points import Front
 from attnreg.tuning.session import Session, kept
 from attnreg.tuning.table import Environment, Table, load
-from attnreg.tuning.timing import Taken, Wall, repeats
+from attnreg.tuning.timing import Cuda, Taken, Wall, repeats
 from attnreg.tuning.workload import copies, lengths, small_cases, unmeasurable
 
 SMALL = asked(32)
@@ -272,6 +273,40 @@ def test_what_no_tensors_can_be_made_for_says_so(changes):
 def test_a_round_is_long_enough_for_the_clock_and_never_too_many_calls():
     assert [repeats(Taken(us, 0.0)) for us in (1e6, 2000.0, 999.0, 0.1)] == [1, 1, 3, 50]
     assert Wall().each(lambda number: None, 3).gpu_us >= 0
+
+
+class Gpu:
+    """A GPU beside a host: as much of torch.cuda as `Cuda` takes, on a clock of its own, in microseconds."""
+
+    def __init__(self):
+        self.host_at = self.busy_until = 0.0
+
+    def enqueue(self, host_us, gpu_us):
+        self.host_at += host_us
+        self.busy_until = max(self.busy_until, self.host_at) + gpu_us
+
+    def _sleep(self, cycles):
+        self.busy_until = max(self.busy_until, self.host_at) + cycles / 2000
+
+    def synchronize(self, device=None):
+        self.host_at = max(self.host_at, self.busy_until)
+
+    def Event(self, enable_timing):  # noqa: N802 - torch's name
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", max(self.busy_until, self.host_at))
+        event.elapsed_time = lambda later: (later.at - event.at) / 1e3
+        return event
+
+
+def test_the_time_of_kernels_is_theirs_however_long_the_host_takes_for_the_one_before(monkeypatch):
+    gpu = Gpu()
+    for name in ("_sleep", "synchronize", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    timer = Cuda(torch.device("cuda"))
+    monkeypatch.setattr(timer, "now", lambda: gpu.host_at * 1e-6)
+    for host_us in (20.0, 150.0, 20.0, 1500.0):  # backends in turn
+        taken = timer.each(lambda number, host_us=host_us: gpu.enqueue(host_us, 9.0), 50)
+        assert taken == pytest.approx((9.0, host_us))
 
 
 # The grids

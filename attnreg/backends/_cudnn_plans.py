@@ -5,11 +5,13 @@ A plan is immutable and may run in several threads; a handle belongs to one thre
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnreg.apart import apart
 from attnreg.backends._cudnn_graph import build
 from attnreg.backends._cudnn_problem import Start
 from attnreg.errors import UnsupportedInputError
@@ -94,9 +96,14 @@ class Plans:
                 while len(self._plans) >= _KEPT:
                     del self._plans[next(iter(self._plans))]
                 handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
-                self._plans[problem] = build(self._cudnn, problem, handle)
+                # The package leaves an error of a failed attempt in a cycle with the frames above it.
+                self._plans[problem] = apart(functools.partial(self._build, problem, handle))
                 self.built[problem.direction] += 1
             return self._plans[problem]
+
+    def _build(self, problem: Problem, handle: Any) -> Graph:
+        with torch.cuda.device(problem.device):
+            return build(self._cudnn, problem, handle)
 
     def _handle(self, device: int, stream: int) -> Any:
         handles = getattr(self._own, "handles", None)

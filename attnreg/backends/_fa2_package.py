@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnreg.apart import bare
 from attnreg.backends import _fa2_rows as rows
 from attnreg.errors import RegistrationError
 from attnreg.layout import readable
@@ -103,7 +104,7 @@ def _loaded() -> Package | Exception:
         import_module("flash_attn.flash_attn_interface")  # registers its operators
         return Package()
     except Exception as error:  # noqa: BLE001 - the cause becomes a reason
-        return error
+        return bare(error)
 
 
 class Package:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -96,6 +97,8 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     _keep_compiled()  # the package reads both variables when it is imported
     with quiet():
         interface = import_module("flash_attn.cute.interface")
+    # What it leaves in cycles holds errors, whose frames lead to the tensors of a first call.
+    gc.collect()
     forward, backward = (_checked(interface, name) for name in TAKEN)
     # From 4.0.0b26 on it copies by itself what its kernels can't load.
     copier = getattr(interface, "maybe_contiguous", None)

@@ -16,6 +16,7 @@ __all__ = ["Cuda", "Taken", "Timer", "Wall", "repeats", "timer_for"]
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue holds.
 ROUND_US = 2000.0
 MOST_REPEATS = 50
+ATTEMPTS = 3
 
 
 class Taken(NamedTuple):
@@ -60,7 +61,8 @@ class Cuda(Wall):
     """Events for the GPU, the wall for the host, both in one pass.
 
     The GPU is kept busy until the host has enqueued every call: so neither waits for the other, and
-    the time between the events is that of the kernels alone.
+    the time between the events is that of the kernels alone. Where the host took longer than was
+    foreseen, it is measured again: backends take turns, and one takes it a tenth of what another does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,10 +75,19 @@ class Cuda(Wall):
 
     def each(self, run: Callable[[int], object], calls: int) -> Taken:
         """Return what one of so many calls takes."""
+        for _ in range(ATTEMPTS - 1):
+            taken, busy_us = self._behind(run, calls)
+            if taken.host_us * calls <= busy_us:
+                return taken
+        return self._behind(run, calls)[0]
+
+    def _behind(self, run: Callable[[int], object], calls: int) -> tuple[Taken, float]:
+        """Return what one of so many calls takes, and for how long the GPU was kept busy before them."""
+        busy_us = 1.5 * self._host_us * calls + 100
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self.wait()
         # At up to 2 GHz two thousand cycles are a microsecond at least.
-        torch.cuda._sleep(int(2000 * (1.5 * self._host_us * calls + 100)))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(2000 * busy_us))  # type: ignore[no-untyped-call]
         before.record()
         started = self.now()
         for number in range(calls):
@@ -85,7 +96,7 @@ class Cuda(Wall):
         after.record()
         self.wait()
         self._host_us = min(max(host, 20.0), 2000.0)
-        return Taken(before.elapsed_time(after) / calls * 1e3, host)
+        return Taken(before.elapsed_time(after) / calls * 1e3, host), busy_us
 
 
 def timer_for(device: torch.device) -> Timer:
