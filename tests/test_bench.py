@@ -1,6 +1,7 @@
 """Promises of `attnreg bench`: right before fast, a ratio is what it says, and nothing is left changed."""
 
 import importlib.util
+import itertools
 import json
 import math
 from pathlib import Path
@@ -450,8 +451,16 @@ def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
 
 def test_sides_take_turns_after_a_warm_up_that_does_not_count():
     order = []
-    measures = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
-    assert interleaved(measures, 2) == {"a": [3, 6], "b": [4, 5]}
-    assert order == ["a", "b", "a", "b", "b", "a"]
+    measures = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    found = interleaved(measures, 40)
+    assert order[:3] == ["a", "b", "c"]
+    rounds = [order[at : at + 3] for at in range(3, len(order), 3)]
+    assert [sorted(one) for one in rounds] == [["a", "b", "c"]] * 40
+    # None of the sides always follows the same one, nor has the same place.
+    followed = {one + other for one, other in itertools.pairwise(order[3:])}
+    assert followed >= {"ab", "ac", "ba", "bc", "ca", "cb"}
+    assert all({one.index(name) for one in rounds} == {0, 1, 2} for name in "abc")
+    for name, places in found.items():
+        assert [order[place - 1] for place in places] == [name] * 40
     assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
     assert [calls_for(1.0, once) for once in (5.0, 0.1, 1e-9)] == [1, 10, 200]
