@@ -13,14 +13,12 @@ What it does otherwise, found by running torch 2.13, and what is put right here:
 
 from __future__ import annotations
 
-import functools
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnreg import native
-from attnreg.backends._cpu_tiles import CAUSAL_ROWS, LONGEST_CAUSAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,22 +122,9 @@ def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple
     if band is None:
         return False, bias
     rows, keys = q.size(2), k.size(2)
-    if bias is None and band[0] <= 1 - rows:
-        if band[1] == 0:
-            return True, None
-        if band[1] == keys - rows and rows <= CAUSAL_ROWS and keys <= LONGEST_CAUSAL:
-            start = LONGEST_CAUSAL - keys
-            return False, _corner(q.dtype)[:, :, CAUSAL_ROWS - rows :, start:]
+    if bias is None and band[0] <= 1 - rows and band[1] == 0:
+        return True, None
     distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None]
     hidden = ((distance < band[0]) | (distance > band[1]))[None, None]
     base = q.new_zeros(hidden.shape) if bias is None else bias
     return False, base.masked_fill(hidden, -inf)
-
-
-@functools.lru_cache(maxsize=4)
-def _corner(dtype: torch.dtype) -> Tensor:
-    """Return the lowest strip of the largest causal square: that of any other is a corner of it."""
-    mask = torch.zeros(1, 1, CAUSAL_ROWS, LONGEST_CAUSAL, dtype=dtype, device="cpu")
-    hidden = torch.ones(CAUSAL_ROWS, CAUSAL_ROWS, dtype=torch.bool, device="cpu").triu(1)
-    mask[..., -CAUSAL_ROWS:].masked_fill_(hidden, -inf)
-    return mask

@@ -11,15 +11,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-__all__ = ["CAUSAL_ROWS", "LONGEST_CAUSAL", "Part", "Strip", "Visible", "cut", "visible"]
+__all__ = ["Part", "Strip", "Visible", "cut", "visible"]
 
 OPEN = (-1, -1)
 
 # Rows of a strip under a window: low strips compute little that is masked, high ones run faster.
 _LOW, _HIGH = 64, 192
-# Up to this length a causal square is faster in strips than in the kernel's own causal mode.
-LONGEST_CAUSAL = 1280
-CAUSAL_ROWS = 128
 
 
 class Visible(NamedTuple):
@@ -75,7 +72,7 @@ def cut(len_q: int, len_k: int, window: tuple[int, int]) -> tuple[Strip, ...]:
     rows, keys = len_q - seen.row, len_k - seen.key
     if seen.window == OPEN:
         strips = [Strip(0, rows, (Part(0, keys),))]
-    elif seen.window[0] >= 0 or (rows == keys and _LOW < rows <= LONGEST_CAUSAL):
+    elif seen.window[0] >= 0:
         strips = _tiles(rows, keys, seen.window)
     else:
         strips = _stairs(rows, keys, seen.window[1])
@@ -97,7 +94,7 @@ def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
         (shift - window[0] if window[0] >= 0 else -rows),
         (shift + window[1] if window[1] >= 0 else keys),
     )
-    size = _height(rows, high - low)
+    size = _height(high - low)
     strips: list[Strip] = []
     for row in range(0, rows, size):
         height = min(size, rows - row)
@@ -110,9 +107,7 @@ def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
     return strips
 
 
-def _height(rows: int, reach: int) -> int:
-    if reach >= rows:
-        return _LOW if rows <= LONGEST_CAUSAL // 2 else CAUSAL_ROWS
+def _height(reach: int) -> int:
     return _LOW if reach < 4 * _LOW else _HIGH
 
 
