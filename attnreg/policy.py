@@ -21,16 +21,28 @@ from attnreg import _registry, trace
 from attnreg.errors import AttnregError
 from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
-from attnreg.sources import Sources, checked, disabled, log_level, read, strict, watching
+from attnreg.sources import Sources, check_names, checked, disabled, log_level, read, strict, watching
 from attnreg.sources import policy as decides_by
 from attnreg.tuning.tables import Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from attnreg.config import Settings
 
-__all__ = ["activate", "apply", "changed_by", "current", "is_active", "reread", "serves", "sources", "watch"]
+__all__ = [
+    "activate",
+    "apply",
+    "changed_by",
+    "current",
+    "disabled_backends",
+    "is_active",
+    "reread",
+    "serves",
+    "set_aside",
+    "sources",
+    "watch",
+]
 
 log = logging.getLogger("attnreg")
 
@@ -59,6 +71,21 @@ def sources() -> Sources:
                 raise
             _take_effect(Sources(), _sources)
         return _sources
+
+
+def disabled_backends() -> dict[str, str]:
+    """Return the names in lower case that settings disable, each with the source that does so.
+
+    For commands that make the tables and lockfiles that settings may name: those needn't be there yet.
+
+    Raises:
+        ConfigError: the environment or a settings file can't be read, or names a backend that isn't there.
+    """
+    now = _sources
+    if now is None:
+        now = read(Sources())
+        check_names(now)
+    return disabled(now)
 
 
 def current() -> Policy:
@@ -139,6 +166,20 @@ def apply(fresh: Sources) -> None:
         before, _sources, _unreadable = _sources or Sources(), fresh, None
         _registry.changed()
     _take_effect(before, fresh)
+
+
+def set_aside() -> Callable[[], None]:
+    """Have no settings in force; returns what puts back those that were, or why they can't be read."""
+    was, trouble = _sources, _unreadable
+    apply(Sources())
+
+    def back() -> None:
+        global _sources, _unreadable
+        with _registry.lock:
+            apply(was or Sources())
+            _sources, _unreadable = was, trouble
+
+    return back
 
 
 def _take_effect(before: Sources, now: Sources) -> None:

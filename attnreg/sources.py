@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
     from attnreg.config import LoadedSettings
 
-__all__ = ["Sources", "checked", "disabled", "log_level", "policy", "read", "strict", "watching"]
+__all__ = [
+    "Sources",
+    "check_names",
+    "checked",
+    "disabled",
+    "log_level",
+    "policy",
+    "read",
+    "strict",
+    "watching",
+]
 
 UNSET = Environment()
 REFERENCE = "math"
@@ -82,6 +92,22 @@ def checked(fresh: Sources) -> Sources:
         ConfigError: an unknown name, a backend that is asked for and disabled, a disabled reference, a
             file that is no table or no lockfile, or one to record in that can't be written.
     """
+    check_names(fresh)
+    variables = fresh.environment
+    if variables.record is not None:
+        try:
+            check_writable(variables.record)
+        except ConfigError as error:
+            raise ConfigError(f"ATTNREG_RECORD: {error}") from error
+    return replace(fresh, tables=tuple(_tables(fresh)), lock=_lock(fresh))
+
+
+def check_names(fresh: Sources) -> None:
+    """Check what settings say of backends; of the files that they name nothing.
+
+    Raises:
+        ConfigError: an unknown name, a backend that is asked for and disabled, or a disabled reference.
+    """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
         for name in names:
@@ -103,12 +129,6 @@ def checked(fresh: Sources) -> Sources:
             f"{source}: got {REFERENCE!r}, expected another backend, or strict as well "
             "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
         )
-    if variables.record is not None:
-        try:
-            check_writable(variables.record)
-        except ConfigError as error:
-            raise ConfigError(f"ATTNREG_RECORD: {error}") from error
-    return replace(fresh, tables=tuple(_tables(fresh)), lock=_lock(fresh))
 
 
 def _lock(now: Sources) -> Lockfile | None:

@@ -21,6 +21,7 @@ from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed,
 from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.bench.timing import calls_for, interleaved, median_ratio
 from attnreg.bench.truth import Truth
+from attnreg.errors import ConfigError
 from attnreg.sources import Sources
 from attnreg.spec import Device
 from attnreg.tuning.grids import grid
@@ -335,6 +336,24 @@ def test_the_truth_is_what_attention_is(shape):
             wrong = [x.roll(1, 0) if n == number else x for n, x in enumerate(right)]
             assert truth.error(wrong) > 0.1, number
         assert math.isnan(truth.error([right[0] * torch.nan]))
+
+
+def test_settings_that_cannot_be_read_are_set_aside_and_cannot_be_read_afterwards(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "nobody's")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nobody's"):
+            policy.sources()
+        with contexts.untouched():
+            assert policy.current().preferences == ()
+
+
+def test_settings_are_in_force_again_after_they_were_set_aside(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    before = policy.sources()
+    with contexts.untouched():
+        assert policy.sources() == Sources()
+    assert policy.sources() is before
+    assert policy.sources().environment.backend == ("math",)
 
 
 def test_a_strategy_is_what_its_name_says(routers):

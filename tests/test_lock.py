@@ -480,6 +480,17 @@ def test_settings_that_ask_for_what_cannot_load_exit_1(trace, tmp_path, fake, mo
     assert call("lock", "--from", str(trace), "--out", str(tmp_path / "lock.json")).exit_code == 1
 
 
+def test_a_lock_is_made_anew_in_the_place_of_one_that_cannot_be_read(tmp_path, packed, monkeypatch):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attnreg.varlen_attn(*packed((5, 9)))
+    file = tmp_path / "lock.json"
+    file.write_text("no lock")
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    _forget_settings(monkeypatch)
+    result = call("lock", "--from", str(tmp_path / "trace.jsonl"), "--out", str(file))
+    assert (result.exit_code, len(lockfile.load(file).rows)) == (0, 2)
+
+
 def test_info_shows_the_variable_and_the_lock_in_force(replaying):
     file = replaying()
     found = json.loads(call("info", "--json").stdout)

@@ -10,7 +10,7 @@ from tuned import CPU, SPEC, Clock, asked, slowed
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, cli
+from attnreg import _registry, cli, policy
 from attnreg.backends import math as math_backend
 from attnreg.cli import tunings
 from attnreg.discovery import Entry
@@ -360,6 +360,20 @@ def test_what_a_table_has_is_not_measured_again_but_a_new_backend_is(session, en
     assert more.todo(BOTH) == ("forward", "backward")
 
 
+def test_what_failed_is_tried_once_more_by_every_run(session, entry):
+    bad = entry("tired", change=raising(RuntimeError("out of memory")))
+    made = session(bad, entry("a"))
+    list(made.run([SMALL], 1e9))
+    assert made.todo(SMALL) == ()  # it had its turn
+    (point,) = kept(made.out, HERE).points
+    assert point.backends["tired"].failed
+    again = session(entry("tired", 2.0), entry("a"), points={point.place: point})
+    assert again.todo(SMALL) == ("forward",)
+    list(again.run([SMALL], 1e9))
+    (found,) = kept(made.out, HERE).points
+    assert found.backends["tired"].gpu_us == pytest.approx(2000.0)
+
+
 def test_what_another_backend_took_stays_when_one_is_measured_later(session, entry):
     made = session(entry("a", 1.0))
     list(made.run([SMALL], 1e9))
@@ -474,6 +488,28 @@ def backends(monkeypatch, entry, clock):
 
 
 SHAPE = ("--q", "2,32,4,64")
+
+
+@pytest.mark.parametrize("variable", ["ATTNREG_CONFIG", "ATTNREG_LOCK"])
+def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeypatch, tmp_path, variable):
+    (tmp_path / "settings.toml").write_text('tuned = "table.json"\ndisabled = ["fast"]\n')
+    (tmp_path / "lock.json").write_text("no lock")
+    monkeypatch.setenv(variable, {"ATTNREG_CONFIG": "settings.toml", "ATTNREG_LOCK": "lock.json"}[variable])
+    monkeypatch.setattr(policy, "_sources", None)
+    assert tune(*SHAPE).exit_code == 0
+    (point, *_) = json.loads((tmp_path / "table.json").read_text())["points"]
+    measured = {"slow", "off", "math", *(["fast"] if variable == "ATTNREG_LOCK" else [])}
+    assert point["backends"].keys() == measured  # what is disabled isn't run, whatever else is wrong
+
+
+def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, monkeypatch, tmp_path):
+    (tmp_path / "settings.toml").write_text('disabled = ["fats"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", "settings.toml")
+    monkeypatch.setattr(policy, "_sources", None)
+    result = tune(*SHAPE)
+    assert result.exit_code == 2
+    assert "got 'fats', expected one of" in result.stderr
+    assert "did you mean 'fast'?" in result.stderr
 
 
 def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from attnreg import _registry, api, aten, planning, policy
 from attnreg.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, ConfigError
-from attnreg.sources import Sources
 from attnreg.tuning.tables import Report
 
 if TYPE_CHECKING:
@@ -24,13 +23,12 @@ __all__ = ["by_default", "led_by", "mixed", "settings", "table_in_force", "torch
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Have nothing asked for, neither by variables nor by files; afterwards all is as it was."""
-    before, routers, kept_out = policy.sources(), aten.installed(), aten._kept_out
-    active = policy.activate(False)
-    policy.apply(Sources())
+    routers, kept_out, active = aten.installed(), aten._kept_out, policy.activate(False)
+    put_back = policy.set_aside()
     try:
         yield
     finally:
-        policy.apply(before)
+        put_back()
         policy.activate(active)
         (aten.ensure if routers else aten.restore)()
         aten._kept_out = kept_out  # taking them out is a promise that they stay out: nobody asked for that

@@ -1,6 +1,7 @@
 """`attnreg lock`: what was decided for a recorded workload, as a file that ATTNREG_LOCK replays."""
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,7 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     With ATTNREG_LOCK=FILE a program runs just that, or fails saying what differs. A lock that is in
     force already is left out of account.
     """
+    os.environ.pop("ATTNREG_LOCK", None)  # nor has it to be readable: it may be the one to be made anew
     import_torch()
     # A provider that greets on import must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):

@@ -97,7 +97,7 @@ def candidates(asked: tuple[str, ...], device: torch.device) -> list[Verdict]:
         ConfigError: the environment or a settings file can't be read.
     """
     named = dict.fromkeys(_registry.find(name) for name in asked)
-    disabled = policy.current().disabled
+    disabled = policy.disabled_backends()
     return [
         Verdict(entry, _against(entry, device, disabled.get(entry.name.casefold(), "")))
         for entry in named or _registry.entries().values()

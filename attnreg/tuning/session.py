@@ -124,8 +124,12 @@ class Session:
         return "" if any(not found for found in reasons.values()) else "; ".join(told)
 
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
-        point = self.points.get((kind_of(spec, direction), size_of(spec)))
-        known = point.backends if point is not None else {}
+        place = kind_of(spec, direction), size_of(spec)
+        point = self.points.get(place)
+        found = point.backends if point is not None else {}
+        # What failed may do another time: its memory may have been somebody's, and bugs get mended.
+        again = not any(one.place == place for one in self.fresh)
+        known = {name for name, one in found.items() if not (again and one.failed)}
         return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
