@@ -231,6 +231,9 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
     ended = bench("selection", "--rounds", "1", "--out", str(out))
     assert ended.exit_code == 130 and str(out) in ended.stderr.replace("\n", "")
     assert [row["group"] for row in json.loads(out.read_text())["results"]["rows"]] == ["dense"]
+    ended = bench("selection", "--rounds", "1", "--json")
+    assert (ended.exit_code, ended.stderr) == (130, "")
+    assert [row["group"] for row in json.loads(ended.stdout)["results"]["rows"]] == ["dense"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Job:
         table: the measured table to choose by, if not the one that ships for the device.
         advance: hears the number of cases done, of how many, and the one that comes now.
         left_out: what wasn't measured, and why.
+        kept: the results so far; None before the first case is done.
     """
 
     device: torch.device
@@ -70,6 +71,7 @@ class Job:
     table: Path | None = None
     advance: Callable[[int, int, str], None] = lambda *_: None
     left_out: list[str] = field(default_factory=list)
+    kept: Any = None
 
     @property
     def late(self) -> bool:
@@ -81,7 +83,8 @@ class Job:
         self.left_out.append(f"{what}: {why}")
 
     def keep(self, results: Any) -> None:
-        """Write what there is so far."""
+        """Keep what there is so far, and write it."""
+        self.kept = results
         save(self.out, results, self.left_out)
 
 

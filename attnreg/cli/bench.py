@@ -137,16 +137,19 @@ def _bench(
         try:
             report = _measured(job, benches.function(name))
         except KeyboardInterrupt:
-            if out is not None:
-                typer.echo(f"attnreg: what was measured before is in {out}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        job.keep(report.results)
-        draw(name, report.results)
-    data = benches.document(report.results, job.left_out)
+            report = None
+        else:
+            job.keep(report.results)
+            draw(name, report.results)
+    data = benches.document(job.kept, job.left_out)
     if as_json:
         print_json(data)
-    else:
+    elif report is not None:
         benches.show(console(), report, job, data["machine"])
+    if report is None:
+        if out is not None and job.kept is not None:
+            typer.echo(f"attnreg: what was measured before is in {out}", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _measured(job: "Job", measure: "Callable[[Job], Report]") -> "Report":
