@@ -134,13 +134,12 @@ def _bench(
         given = usual[quick] if rounds is None else rounds
         job = benches.begun(place, names("--backend", backend), given, quick, longest, out, table)
         draw = benches.drawing(plot)
-        try:
-            report = _measured(job, benches.function(name))
-        except KeyboardInterrupt:
-            report = None
-        else:
-            job.keep(report.results)
-            draw(name, report.results)
+        report: Report | None = None
+        with contextlib.suppress(KeyboardInterrupt):
+            found = _measured(job, benches.function(name))
+            job.keep(found.results)
+            draw(name, found.results)
+            report = found
     data = benches.document(job.kept, job.left_out)
     if as_json:
         print_json(data)
