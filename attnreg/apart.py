@@ -8,6 +8,7 @@ model's first call that is whatever its layers had in memory.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from concurrent.futures import Future
 from threading import Thread
@@ -25,12 +26,22 @@ Error = TypeVar("Error", bound=BaseException)
 def apart(run: Callable[[], T]) -> T:
     """Run in a thread of its own, whose frames lead to nobody's tensors; return or raise what came of it.
 
-    Not for imports: the module that is being imported by the caller would wait for itself.
+    It has come to its end when this returns, also by Ctrl-C. Where no thread can be started any more it
+    runs right here. Not for imports: a module that the caller is importing would wait for itself.
     """
     outcome: Future[T] = Future()
     thread = Thread(target=_settle, args=(outcome, run), name="attnreg", daemon=True)
-    thread.start()
-    thread.join()
+    if sys.is_finalizing():  # starting one would wait for ever
+        return run()
+    try:
+        thread.start()
+    except RuntimeError:
+        return run()
+    try:
+        thread.join()
+    except BaseException:
+        thread.join()  # it works with what is the caller's, who is about to go on
+        raise
     try:
         return outcome.result()
     finally:
@@ -47,14 +58,17 @@ def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
 
 
 def bare(error: Error) -> Error:
-    """Return an error that is to be kept, with a note of where it came from in place of its frames."""
-    told = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    """Return an error that is to be kept, with notes of where it and its causes came from, without frames."""
+    waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
         seen.add(id(one))
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
-    if told:
-        error.add_note(f"Raised here:\n{told}")
+        if one.__traceback__ is not None:
+            told = "".join(traceback.format_tb(one.__traceback__)).rstrip()
+            one.add_note(f"Raised here:\n{told}")
+            one.__traceback__ = None
+        waiting += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
     return error

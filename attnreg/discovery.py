@@ -187,5 +187,5 @@ def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the others have to load
-        return Entry(name, origin, cause=error)
+        return Entry(name, origin, cause=bare(error))
     return Entry(found.name, origin, found)

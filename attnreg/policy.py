@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +62,12 @@ def sources() -> Sources:
     global _sources, _unreadable
     with _registry.lock:
         if _unreadable is not None:
-            # Without the traceback of the last time, which would grow and keep the tensors of its frames.
-            raise _unreadable.with_traceback(None)
+            raise copy(_unreadable)  # what is raised holds the tensors of its frames
         if _sources is None:
             try:
                 _sources = reread()
             except AttnregError as error:
-                _unreadable = error
+                _unreadable = copy(error)
                 raise
             _take_effect(Sources(), _sources)
         return _sources
@@ -76,16 +76,17 @@ def sources() -> Sources:
 def disabled_backends() -> dict[str, str]:
     """Return the names in lower case that settings disable, each with the source that does so.
 
-    For commands that make the tables and lockfiles that settings may name: those needn't be there yet.
+    Reads none of the tables and lockfiles that settings may name: for a command that is to make them.
 
     Raises:
         ConfigError: the environment or a settings file can't be read, or names a backend that isn't there.
     """
-    now = _sources
-    if now is None:
-        now = read(Sources())
-        check_names(now)
-    return disabled(now)
+    with _registry.lock:
+        now = _sources
+        if now is None:
+            now = read(Sources())
+            check_names(now)
+        return disabled(now)
 
 
 def current() -> Policy:
@@ -170,8 +171,9 @@ def apply(fresh: Sources) -> None:
 
 def set_aside() -> Callable[[], None]:
     """Have no settings in force; returns what puts back those that were, or why they can't be read."""
-    was, trouble = _sources, _unreadable
-    apply(Sources())
+    with _registry.lock:
+        was, trouble = _sources, _unreadable
+        apply(Sources())
 
     def back() -> None:
         global _sources, _unreadable

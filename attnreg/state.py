@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, policy
@@ -55,7 +56,7 @@ class State:
         try:
             self._policy = policy.current()
         except AttnregError as error:
-            self._error = error
+            self._error = copy(error)
 
     def keep(self, look_up: tuple[object, ...], plan: Plan) -> None:
         """Keep a plan under what its call is looked up by."""
@@ -93,7 +94,7 @@ class State:
                 that they would have governed, until they are mended and read again.
         """
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise copy(self._error)  # what is raised holds the tensors of its frames
         return self._policy
 
 

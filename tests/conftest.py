@@ -41,7 +41,7 @@ def backends_of(config):
 @pytest.fixture
 def flash_attn(request):
     """Leave a test of the package flash-attn to the runs that name it."""
-    if FLASH_ATTN not in backends_of(request.config):
+    if FLASH_ATTN not in map(str.casefold, backends_of(request.config)):
         pytest.skip("about the package flash-attn, which this run doesn't name: --backends=FA2,flash-attn")
 
 
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc):
     """Give `named` and `other` of GPU tests each backend of `--backends` that their markers leave in."""
     if metafunc.definition.get_closest_marker("gpu") is None:
         return
-    given = [name for name in backends_of(metafunc.config) if name != FLASH_ATTN]
+    given = [name for name in backends_of(metafunc.config) if name.casefold() != FLASH_ATTN]
     names = [SPELLED.get(name.casefold(), name) for name in given] or ["none"]
     slow, only = (metafunc.definition.get_closest_marker(name) for name in ("slow_for", "only_for"))
     for argument in {"named", "other"}.intersection(metafunc.fixturenames):

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -10,12 +11,14 @@ import fake_cudnn
 import pytest
 import torch
 
+from attnreg import discovery, policy
 from attnreg.apart import apart, bare
 from attnreg.backend import Backend, Call
 from attnreg.backends import _fa2_package, _fa4_package, cudnn
 from attnreg.capabilities import Capabilities
 from attnreg.discovery import Entry
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, ConfigError
+from attnreg.state import state
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,30 @@ def test_what_comes_of_it_is_returned_or_raised():
         apart(sys.exit)
 
 
+def test_it_has_ended_when_the_caller_goes_on_after_ctrl_c(monkeypatch):
+    ended, joined = threading.Event(), []
+    join = threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        joined.append(thread)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apart(lambda: (time.sleep(0.05), ended.set()))
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("end", ["finalizing", "no thread"])
+def test_where_no_thread_can_be_started_it_runs_right_here(monkeypatch, end):
+    if end == "finalizing":
+        monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: fail())
+    assert apart(threading.current_thread) is threading.current_thread()
+
+
 def test_an_error_that_goes_through_holds_no_tensor_once_it_is_handled():
     def caught():
         with suppress(RuntimeError):
@@ -84,10 +111,30 @@ def test_an_error_that_is_kept_says_where_it_came_from_and_holds_no_tensor():
     assert call_with_tensors(keep)() is None
     (error,) = kept
     assert (error.__traceback__, error.__cause__.__traceback__) == (None, None)
-    (note,) = error.__notes__
-    assert note.startswith("Raised here:\n")
-    assert 'raise ImportError("outer") from error' in note
+    for one, line in ((error, 'raise ImportError("outer") from error'), (error.__cause__, "fail()")):
+        (note,) = one.__notes__
+        assert note.startswith("Raised here:\n")
+        assert line in note
     assert not hasattr(bare(ValueError("never raised")), "__notes__")
+
+
+def test_of_all_errors_behind_one_that_is_kept_none_holds_a_tensor():
+    kept = []
+
+    def keep():
+        try:
+            try:
+                fail()
+            except RuntimeError as context:
+                parts = ExceptionGroup("parts", [context])
+                raise ImportError("outer") from parts
+        except ImportError as error:
+            error.__context__ = error.__cause__.exceptions[0]
+            kept.append(bare(error))
+
+    assert call_with_tensors(keep)() is None
+    inner = kept[0].__cause__.exceptions[0]
+    assert (inner.__traceback__, len(inner.__notes__)) == (None, 1)
 
 
 def test_a_backend_that_fails_to_load_in_a_call_keeps_nothing_of_it():
@@ -102,6 +149,28 @@ def test_a_backend_that_fails_to_load_in_a_call_keeps_nothing_of_it():
     assert str(entry.cause) == "no engine"
 
 
+def test_a_plugin_that_is_broken_keeps_nothing_of_the_call_that_looked_for_it():
+    kept = []
+
+    def looked_for():
+        kept.append(discovery._entry("broken", "a test", fail))
+
+    assert call_with_tensors(looked_for)() is None
+    assert str(kept[0].cause) == "no engine"
+
+
+def test_settings_that_cannot_be_read_keep_nothing_of_the_call_that_needed_them(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "nobody's")
+
+    def called():
+        for look in (policy.sources, policy.sources, lambda: state().policy, lambda: state().policy):
+            with suppress(ConfigError):
+                look()
+                pytest.fail("it was read")
+
+    assert call_with_tensors(called)() is None
+
+
 def test_a_package_that_fails_to_load_keeps_nothing_of_the_call(monkeypatch):
     monkeypatch.setattr(_fa2_package, "import_module", lambda name: fail())
     _fa2_package._loaded.cache_clear()
@@ -112,11 +181,22 @@ def test_a_package_that_fails_to_load_keeps_nothing_of_the_call(monkeypatch):
         _fa2_package._loaded.cache_clear()
 
 
-def test_importing_fa4_keeps_nothing_of_the_call_that_needed_it(monkeypatch):
-    monkeypatch.setattr(_fa4_package, "import_module", lambda name: leave_a_cycle())
+@pytest.mark.parametrize("fails", [False, True])
+def test_importing_fa4_keeps_nothing_of_the_call_that_needed_it(monkeypatch, fails):
+    def import_module(name):
+        leave_a_cycle()
+        if fails:
+            raise ImportError(name)
+
+    def called():
+        with suppress(ImportError):
+            _fa4_package.functions()
+            assert not fails
+
+    monkeypatch.setattr(_fa4_package, "import_module", import_module)
     monkeypatch.setattr(_fa4_package, "_checked", lambda interface, name: fail)
     monkeypatch.setattr(_fa4_package, "_keep_compiled", lambda: None)
-    assert call_with_tensors(_fa4_package.functions)() is None
+    assert call_with_tensors(called)() is None
 
 
 def test_a_plan_of_cudnn_keeps_nothing_of_the_call_that_needed_it(monkeypatch):

@@ -482,6 +482,8 @@ def test_sides_take_turns_after_a_warm_up_that_does_not_count():
     followed = {one + other for one, other in itertools.pairwise(order[3:])}
     assert followed >= {"ab", "ac", "ba", "bc", "ca", "cb"}
     assert all({one.index(name) for one in rounds} == {0, 1, 2} for name in "abc")
+    # A case has few rounds: another one has other orders.
+    assert len({tuple(order[-3:]) for _ in range(40) if interleaved(measures, 1)}) == 6
     for name, places in found.items():
         assert [order[place - 1] for place in places] == [name] * 40
     assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0

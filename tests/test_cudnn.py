@@ -1,5 +1,6 @@
 """Promises of the cuDNN backend: what is described to cuDNN, and what is made of its results."""
 
+import contextlib
 import random
 import sys
 import threading
@@ -184,6 +185,27 @@ def test_nothing_is_planned_while_a_graph_is_captured_and_what_is_planned_runs(k
 
 
 # Handles
+
+
+def test_a_plan_is_built_where_the_device_of_its_problem_is_current(kernels, module, monkeypatch):
+    entered, built = [], []
+
+    @contextlib.contextmanager
+    def device(index):
+        entered.append((index, threading.get_ident()))
+        yield
+        entered.clear()
+
+    def validate(graph):
+        built.extend(entered)
+        graph.steps.append("validate")
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(fake_cudnn.Graph, "validate", validate)
+    kernels.forward(*ragged([3, 9]))
+    ((index, thread),) = built
+    assert index == -1  # as a tensor on the CPU says
+    assert thread != threading.get_ident()
 
 
 def test_each_thread_has_a_handle_of_its_own(kernels, module):

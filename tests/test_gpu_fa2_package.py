@@ -45,9 +45,8 @@ def hold(entry, cases, *, backward=True):
     """Run cases by the rule; none may be refused."""
     outcomes = list(verify(entry.backend, "cuda", cases))
     results = {"out", "lse", "dq", "dk", "dv"} if backward else {"out", "lse"}
-    assert [(str(outcome.case), outcome.failure, outcome.reasons) for outcome in outcomes] == [
-        (str(outcome.case), "", () if backward else outcome.reasons) for outcome in outcomes
-    ]
+    assert cases
+    assert [str(outcome) for outcome in outcomes if outcome.failure or (backward and outcome.reasons)] == []
     assert [outcome.errors.keys() for outcome in outcomes] == [results] * len(cases)
     wrong = [
         f"{outcome.case}: {name} {error}"
@@ -77,6 +76,7 @@ def test_every_case_of_the_matrix_with_alibi(fa2):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_pages_are_read(fa2, heads):
     matrix = [case for case in QUICK if case.page_size == 256 and case.dtype == "bfloat16"]
+    assert matrix
     lengths = {"lens_q": (1, 0, 1), "lens_k": (5, 3, 600), "seqused_k": (4, 0, 513)}
     decode = Case(name="decode", varlen=True, heads=heads, page_size=256, poison=True, **lengths)
     hold(fa2, [*matrix, decode], backward=False)

@@ -278,15 +278,16 @@ def test_a_round_is_long_enough_for_the_clock_and_never_too_many_calls():
 class Gpu:
     """A GPU beside a host: as much of torch.cuda as `Cuda` takes, on a clock of its own, in microseconds."""
 
-    def __init__(self):
+    def __init__(self, gigahertz):
         self.host_at = self.busy_until = 0.0
+        self.cycles_of_us = gigahertz * 1000
 
     def enqueue(self, host_us, gpu_us):
         self.host_at += host_us
         self.busy_until = max(self.busy_until, self.host_at) + gpu_us
 
     def _sleep(self, cycles):
-        self.busy_until = max(self.busy_until, self.host_at) + cycles / 2000
+        self.busy_until = max(self.busy_until, self.host_at) + cycles / self.cycles_of_us
 
     def synchronize(self, device=None):
         self.host_at = max(self.host_at, self.busy_until)
@@ -298,14 +299,15 @@ class Gpu:
         return event
 
 
-def test_the_time_of_kernels_is_theirs_however_long_the_host_takes_for_the_one_before(monkeypatch):
-    gpu = Gpu()
+@pytest.mark.parametrize("gigahertz", [0.345, 1.98, 2.9])
+def test_the_time_of_kernels_is_theirs_however_long_the_host_takes_for_the_one_before(monkeypatch, gigahertz):
+    gpu = Gpu(gigahertz)
     for name in ("_sleep", "synchronize", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
     timer = Cuda(torch.device("cuda"))
     monkeypatch.setattr(timer, "now", lambda: gpu.host_at * 1e-6)
-    for host_us in (20.0, 150.0, 20.0, 1500.0):  # backends in turn
-        taken = timer.each(lambda number, host_us=host_us: gpu.enqueue(host_us, 9.0), 50)
+    for host_us, calls in ((20.0, 50), (150.0, 13), (20.0, 50), (1500.0, 2), (5000.0, 1), (90.0, 20)):
+        taken = timer.each(lambda number, host_us=host_us: gpu.enqueue(host_us, 9.0), calls)
         assert taken == pytest.approx((9.0, host_us))
 
 

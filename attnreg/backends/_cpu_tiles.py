@@ -1,9 +1,9 @@
 """How a masked problem is cut into calls of a kernel that knows only "all keys" and "causal".
 
-The kernel's causal mask is aligned top-left, the contract's bottom-right, and it knows no window.
-Cutting the rows into strips, and the keys of each strip into parts, needs no mask larger than a
-strip, and lets the cost grow with what is visible: the kernel itself computes blocks of 512 keys
-whole, causal or not.
+The kernel's causal mask is aligned top-left, the contract's bottom-right: a causal square is one
+call, and the keys before it another. It knows no window. Cutting the rows of one into strips, and
+the keys of each strip into parts, needs no mask larger than a strip, and lets the cost grow with
+what is visible.
 """
 
 from __future__ import annotations
@@ -88,13 +88,10 @@ def _stairs(rows: int, keys: int, right: int) -> list[Strip]:
 
 
 def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
-    """Cut a window into strips with the keys in their reach, equal neighbours as one strip."""
+    """Cut a window with a left bound into strips with the keys in reach, equal neighbours as one."""
     shift = keys - rows
-    low, high = (
-        (shift - window[0] if window[0] >= 0 else -rows),
-        (shift + window[1] if window[1] >= 0 else keys),
-    )
-    size = _height(high - low)
+    low, high = shift - window[0], shift + window[1] if window[1] >= 0 else keys
+    size = _LOW if high - low < 4 * _LOW else _HIGH
     strips: list[Strip] = []
     for row in range(0, rows, size):
         height = min(size, rows - row)
@@ -105,10 +102,6 @@ def _tiles(rows: int, keys: int, window: tuple[int, int]) -> list[Strip]:
         else:
             strips.append(strip)
     return strips
-
-
-def _height(reach: int) -> int:
-    return _LOW if reach < 4 * _LOW else _HIGH
 
 
 def _banded(row: int, rows: int, first: int, last: int, low: int, high: int) -> Part:

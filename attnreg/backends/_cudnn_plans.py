@@ -96,7 +96,8 @@ class Plans:
                 while len(self._plans) >= _KEPT:
                     del self._plans[next(iter(self._plans))]
                 handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
-                # The package leaves an error of a failed attempt in a cycle with the frames above it.
+                # The package leaves an error of a failed attempt in a cycle with the frames above it. What it
+                # imports to build a plan is its own, and the handle is the caller's, who waits.
                 self._plans[problem] = apart(functools.partial(self._build, problem, handle))
                 self.built[problem.direction] += 1
             return self._plans[problem]

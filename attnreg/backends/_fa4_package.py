@@ -95,10 +95,12 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         BackendUnavailableError: one of them lacks a parameter; says which, and of what version.
     """
     _keep_compiled()  # the package reads both variables when it is imported
-    with quiet():
-        interface = import_module("flash_attn.cute.interface")
-    # What it leaves in cycles holds errors, whose frames lead to the tensors of a first call.
-    gc.collect()
+    try:
+        with quiet():
+            interface = import_module("flash_attn.cute.interface")
+    finally:
+        # What it leaves in cycles holds errors, whose frames lead to the tensors of a first call.
+        gc.collect()
     forward, backward = (_checked(interface, name) for name in TAKEN)
     # From 4.0.0b26 on it copies by itself what its kernels can't load.
     copier = getattr(interface, "maybe_contiguous", None)

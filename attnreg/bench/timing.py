@@ -31,6 +31,9 @@ __all__ = [
 K = TypeVar("K")
 T = TypeVar("T")
 
+# One for all measurements of a run: few rounds come in few orders, which mustn't be the same for all cases.
+_order = random.Random(0)
+
 # Clock cycles per call that the GPU is kept waiting, so that the host gets ahead: 0.4 ms or so.
 AHEAD = 800_000
 
@@ -117,9 +120,9 @@ def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, l
     for measure in measures.values():
         measure()  # a warm-up that doesn't count
     taken: dict[K, list[T]] = {name: [] for name in measures}
-    names, order = list(measures), random.Random(0)
+    names = list(measures)
     for _ in range(rounds):
-        order.shuffle(names)
+        _order.shuffle(names)
         for name in names:
             taken[name].append(measures[name]())
     return taken

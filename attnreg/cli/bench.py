@@ -135,19 +135,21 @@ def _bench(
         job = benches.begun(place, names("--backend", backend), given, quick, longest, out, table)
         draw = benches.drawing(plot)
         report: Report | None = None
+        interrupted = True
         with contextlib.suppress(KeyboardInterrupt):
-            found = _measured(job, benches.function(name))
-            job.keep(found.results)
-            draw(name, found.results)
-            report = found
-    data = benches.document(job.kept, job.left_out)
-    if as_json:
-        print_json(data)
-    elif report is not None:
-        benches.show(console(), report, job, data["machine"])
-    if report is None:
-        if out is not None and job.kept is not None:
+            report = _measured(job, benches.function(name))
+            job.keep(report.results)
+            draw(name, report.results)
+            interrupted = False
+    if job.kept is not None:
+        data = benches.document(job.kept, job.left_out)
+        if as_json:
+            print_json(data)
+        elif report is not None:
+            benches.show(console(), report, job, data["machine"])
+        if interrupted and out is not None:
             typer.echo(f"attnreg: what was measured before is in {out}", err=True)
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 

@@ -14,6 +14,8 @@ from attnreg.cli.torch_first import import_torch
 
 __all__ = ["lock"]
 
+VARIABLE = "ATTNREG_LOCK"
+
 Trace = Annotated[
     Path,
     typer.Option("--from", metavar="FILE", help="The calls that attnreg.record or ATTNREG_RECORD wrote."),
@@ -31,13 +33,17 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     With ATTNREG_LOCK=FILE a program runs just that, or fails saying what differs. A lock that is in
     force already is left out of account.
     """
-    os.environ.pop("ATTNREG_LOCK", None)  # nor has it to be readable: it may be the one to be made anew
-    import_torch()
-    # A provider that greets on import must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        from attnreg.cli import lockings
+    in_force = os.environ.pop(VARIABLE, None)  # it needn't be readable: it may be the one to be made anew
+    try:
+        import_torch()
+        # A provider that greets on import must not get into the JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            from attnreg.cli import lockings
 
-        found = lockings.locked(trace, out, device)
+            found = lockings.locked(trace, out, device)
+    finally:
+        if in_force is not None:
+            os.environ[VARIABLE] = in_force
     if as_json:
         print_json(found.to_dict())
     else:

@@ -104,7 +104,7 @@ def begun(out: Path | None, place: torch.device, asked: tuple[str, ...], fresh: 
     from attnreg import _registry
 
     device = planning.device_of(place)
-    verdicts = candidates(asked, place)
+    verdicts = candidates(asked, place, files=False)
     if asked and (against := next((one for one in verdicts if one.reason), None)):
         raise BackendUnavailableError(f"--backend: {against.entry.name} {against.reason}")
     entries = [one.entry for one in verdicts if not one.reason]

@@ -89,15 +89,18 @@ def state(outcome: Outcome) -> str:
     return "right" if outcome.passed else "WRONG"
 
 
-def candidates(asked: tuple[str, ...], device: torch.device) -> list[Verdict]:
+def candidates(asked: tuple[str, ...], device: torch.device, files: bool = True) -> list[Verdict]:
     """Return the backends asked for, else all, each with why it can't be held to anything here.
+
+    Without `files`, the table and the lockfile that settings name needn't be there: one may be about to
+    be made.
 
     Raises:
         UnknownBackendError: no backend has one of the names.
         ConfigError: the environment or a settings file can't be read.
     """
     named = dict.fromkeys(_registry.find(name) for name in asked)
-    disabled = policy.disabled_backends()
+    disabled = policy.current().disabled if files else policy.disabled_backends()
     return [
         Verdict(entry, _against(entry, device, disabled.get(entry.name.casefold(), "")))
         for entry in named or _registry.entries().values()
