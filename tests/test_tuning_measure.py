@@ -16,11 +16,12 @@ from attnreg.cli import tunings
 from attnreg.discovery import Entry
 from attnreg.errors import ConfigError
 from attnreg.spec import Device
+from attnreg.tuning import failures, traces
 from attnreg.tuning import measure as measuring
-from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
+from attnreg.tuning.failures import DeviceLostError
 from attnreg.tuning.grids import coarse_to_fine, grid
-from attnreg.tuning.measure import DeviceLostError, measured
+from attnreg.tuning.measure import measured
 from attnreg.tuning.points import Front
 from attnreg.tuning.session import Session, kept
 from attnreg.tuning.table import Environment, Table, load
@@ -228,7 +229,7 @@ def test_a_gpu_that_is_lost_stops_everything(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(DeviceLostError, match="the GPU can't be used any more after RuntimeError: boom"):
-        measuring._failed(RuntimeError("boom"), torch.device("cuda"))
+        failures.failed(RuntimeError("boom"), torch.device("cuda"))
 
 
 # The inputs and the clock

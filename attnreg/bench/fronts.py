@@ -19,7 +19,7 @@ from attnreg.bench.sides import Side, layers, layers_backward, misled
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.counters import reset_stats
 from attnreg.discovery import Direction
-from attnreg.tuning.measure import check_alive
+from attnreg.tuning.failures import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:

@@ -107,7 +107,7 @@ def _run(session: "Session", specs: "list[AttentionSpec]", deadline: float) -> t
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from attnreg.cli import tunings
-    from attnreg.tuning.measure import DeviceLostError
+    from attnreg.tuning.failures import DeviceLostError
 
     place, done = console(stderr=True), 0
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

@@ -10,9 +10,10 @@ import torch
 
 from attnreg.discovery import Direction
 from attnreg.errors import ConfigError
+from attnreg.tuning.failures import TimeIsUpError
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.matching import matched
-from attnreg.tuning.measure import TimeIsUpError, measured
+from attnreg.tuning.measure import measured
 from attnreg.tuning.table import Table, load
 from attnreg.tuning.workload import unmeasurable
 
