@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import attnreg
 from attnreg import _registry, cli, policy
 from attnreg.backends import math as math_backend
-from attnreg.cli import tunings
+from attnreg.cli import tuned, tunings
 from attnreg.discovery import Entry
 from attnreg.errors import ConfigError
 from attnreg.spec import Device
@@ -534,7 +534,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     assert asked_of == [("cuda", ["b"])]
     assert [one.backend for one in made.fronts] == ["a", "b"]
     made.fronts += (Front("a", False, "backward", 30.0),)
-    assert tunings._host(made.fronts) == [("a", "SDPA", "8.0", "30.0"), ("b", "SDPA", "9.0", "-")]
+    assert tuned._host(made.fronts) == [("a", "SDPA", "8.0", "30.0"), ("b", "SDPA", "9.0", "-")]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):

@@ -74,7 +74,7 @@ def tune(
     place, longest = present_device("--device", device), seconds("--budget", budget)
     # A provider that talks while it compiles must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        from attnreg.cli import tunings
+        from attnreg.cli import tuned, tunings
         from attnreg.errors import InvalidInputError
 
         given = tunings.given(
@@ -91,9 +91,9 @@ def tune(
         session = tunings.begun(out, place, names("--backend", backend), fresh)
         end, told = _run(session, specs, began + longest)
     if as_json:
-        print_json(tunings.summary(session, specs, end))
+        print_json(tuned.summary(session, specs, end))
     else:
-        tunings.show(console(), session, specs, end)
+        tuned.show(console(), session, specs, end)
     if told:
         typer.echo(f"attnreg: {told}", err=True)
     if end == "interrupted":

@@ -1,19 +1,16 @@
-"""What `tune` does: which calls, on which backends, into which table, and what came of it."""
+"""What `tune` does: which calls, on which backends, into which table."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from attnreg import planning
-from attnreg.cli.output import heading, table
 from attnreg.cli.parsing import spec_of
 from attnreg.cli.verdicts import candidates
 from attnreg.cli.warmup import pairs
-from attnreg.discovery import Direction
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
@@ -25,21 +22,15 @@ from attnreg.tuning.table import Table, check_writable, load
 from attnreg.tuning.timing import timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
-    from rich.console import Console
 
     from attnreg.spec import AttentionSpec, Device
-    from attnreg.tuning.points import Front, Measured, Point
 
-__all__ = ["begun", "given", "measure_fronts", "show", "summary", "wanted"]
+__all__ = ["begun", "given", "measure_fronts", "wanted"]
 
 log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")
-
-DIRECTIONS = get_args(Direction)
 
 # On a GPU the reference would take longer than all others together, and comes last anyway.
 REFERENCE = "math"
@@ -134,81 +125,6 @@ def measure_fronts(session: Session) -> None:
     from attnreg.bench.fronts import host_costs
 
     session.add_fronts(host_costs(session.device, names))
-
-
-def summary(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, Any]:
-    """Return what came of a session as plain data."""
-    skipped = {spec for spec, _ in session.skipped}
-    left = sum(bool(session.todo(spec)) for spec in specs if spec not in skipped)
-    return {
-        "device": session.environment.device,
-        "out": str(session.out),
-        "end": end,
-        "calls": len(specs),
-        "left": left,
-        "measured": len(session.fresh),
-        "points": [point.to_dict() for point in session.fresh],
-        "fronts": [front.to_dict() for front in session.fronts],
-        "skipped": [{"call": str(spec), "reason": reason} for spec, reason in session.skipped],
-        "table_points": len(session.points),
-    }
-
-
-def show(place: Console, session: Session, specs: list[AttentionSpec], end: str) -> None:
-    """Print what was measured, what was wrong, and where it is."""
-    found = sorted(session.fresh, key=lambda point: (str(point.kind), point.size))
-    for kind, points in groupby(found, key=lambda point: point.kind):
-        heading(place, str(kind))
-        names = list(dict.fromkeys(entry.name for entry in session.entries))
-        rows = list(points)
-        table(place, ("call", *names, "fastest"), (_row(point, names) for point in rows), right=len(names))
-    if session.fronts:
-        heading(place, "What a call takes the host, µs")
-        table(place, ("backend", "front", "forward", "backward"), _host(session.fronts), right=2)
-    troubles = {(name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble}
-    if troubles:
-        heading(place, "Never chosen for these")
-        table(place, ("backend", "why"), sorted(troubles))
-    told = summary(session, specs, end)
-    if session.skipped:
-        heading(place, "Not measured")
-        table(place, ("call", "why"), ((str(spec), reason) for spec, reason in session.skipped))
-    heading(place, "In sum")
-    rows_of = (
-        ("end", end),
-        ("measured", f"{told['measured']} points; {told['left']} of {told['calls']} calls are left"),
-        ("table", f"{session.out}, {told['table_points']} points"),
-    )
-    table(place, ("", ""), rows_of)
-
-
-def _host(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
-    taken = {one[:3]: f"{one.host_us:.1f}" for one in fronts}
-    return [
-        (
-            name,
-            "varlen_attn" if varlen else "SDPA",
-            *(taken.get((name, varlen, one), "-") for one in DIRECTIONS),
-        )
-        for name, varlen in dict.fromkeys(place[:2] for place in taken)
-    ]
-
-
-def _row(point: Point, names: list[str]) -> Iterator[str]:
-    timed = {
-        name: max(one.gpu_us, one.host_us) for name, one in point.backends.items() if one.gpu_us is not None
-    }
-    yield str(point.size)
-    yield from (_cell(point.backends.get(name)) for name in names)
-    yield min(timed, key=timed.__getitem__, default="-")
-
-
-def _cell(found: Measured | None) -> str:
-    if found is None:
-        return "-"
-    if found.gpu_us is None:
-        return "wrong" if found.wrong else "failed"
-    return f"{max(found.gpu_us, found.host_us):.1f} µs"
 
 
 def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
