@@ -3,8 +3,8 @@
 Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host is all there is, and
 what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
 
-The least of all rounds counts. A round is the mean of many calls, and what makes one take longer than
-another, up to twice as long for seconds on end, is the machine: a neighbour on the same core, mostly.
+The least of all rounds counts. A round is the mean of many calls; that one took up to twice as long as
+another, for seconds on end and with all backends alike, was the machine's doing.
 """
 
 from __future__ import annotations

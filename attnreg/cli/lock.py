@@ -14,8 +14,6 @@ from attnreg.cli.torch_first import import_torch
 
 __all__ = ["lock"]
 
-VARIABLE = "ATTNREG_LOCK"
-
 Trace = Annotated[
     Path,
     typer.Option("--from", metavar="FILE", help="The calls that attnreg.record or ATTNREG_RECORD wrote."),
@@ -33,6 +31,8 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     With ATTNREG_LOCK=FILE a program runs just that, or fails saying what differs. A lock that is in
     force already is left out of account.
     """
+    from attnreg.lockfile import VARIABLE
+
     in_force = os.environ.pop(VARIABLE, None)  # it needn't be readable: it may be the one to be made anew
     try:
         import_torch()

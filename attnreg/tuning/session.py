@@ -128,9 +128,10 @@ class Session:
         place = kind_of(spec, direction), size_of(spec)
         point = self.points.get(place)
         found = point.backends if point is not None else {}
+        failed = {name for name, one in found.items() if one.failed}
         # What failed may do another time: its memory may have been somebody's, and bugs get mended.
-        again = not any(one.place == place for one in self.fresh)
-        known = {name for name, one in found.items() if not (again and one.failed)}
+        again = failed and not any(one.place == place for one in self.fresh)
+        known = found.keys() - failed if again else found.keys()
         return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,8 +20,8 @@ MOST_REPEATS = 50
 ATTEMPTS = 3
 # No GPU's clock is so many times 2 GHz.
 SPARE = 1.5
-# What takes the host longer is a first call.
-LONGEST_HOST_US = 1e5
+# What takes the host longer than the longest is a first call.
+USUAL_HOST_US, LONGEST_HOST_US = 200.0, 1e5
 
 
 class Taken(NamedTuple):
@@ -65,13 +66,14 @@ class Cuda(Wall):
     """Events for the GPU, the wall for the host, both in one pass.
 
     The GPU is kept busy until the host has enqueued every call: so neither waits for the other, and
-    the time between the events is that of the kernels alone. Where the host took longer than was
-    foreseen, it is measured again: backends take turns, and one takes it a tenth of what another does.
+    the time between the events is that of the kernels alone. For how long that is, the last time of the
+    same function says; where the host took longer than was foreseen, it is measured again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host_us = 200.0
+        # By what was run: backends take turns, and one takes the host a tenth of what another does.
+        self._host_us: WeakKeyDictionary[Callable[[int], object], float] = WeakKeyDictionary()
 
     def wait(self) -> None:
         """Wait for the GPU."""
@@ -87,7 +89,7 @@ class Cuda(Wall):
 
     def _behind(self, run: Callable[[int], object], calls: int) -> tuple[Taken, float]:
         """Return what one of so many calls takes, and for how long the GPU was kept busy before them."""
-        busy_us = 2.5 * self._host_us * calls + 100
+        busy_us = (SPARE + 1) * self._host_us.get(run, USUAL_HOST_US) * calls + 100
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self.wait()
         # At 2 GHz two thousand cycles are a microsecond; a faster clock takes it from what is to spare.
@@ -99,7 +101,7 @@ class Cuda(Wall):
         host = (self.now() - started) / calls * 1e6
         after.record()
         self.wait()
-        self._host_us = min(max(host, 20.0), LONGEST_HOST_US)
+        self._host_us[run] = min(max(host, 20.0), LONGEST_HOST_US)
         return Taken(before.elapsed_time(after) / calls * 1e3, host), busy_us
 
 
