@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
+        BuildError,
         ConfigError,
         InvalidInputError,
         RanksDifferError,
@@ -56,6 +57,7 @@ _HOMES = {
     "errors": (
         "AttnregError",
         "BackendUnavailableError",
+        "BuildError",
         "ConfigError",
         "InvalidInputError",
         "RanksDifferError",
@@ -80,8 +82,8 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "stats", "Stats", "reset_stats", "record",
     "varlen_attn", "varlen_attn_out", "AuxRequest",
     "Backend", "Kernels", "Call", "Capabilities", "Range",
-    "AttnregError", "BackendUnavailableError", "ConfigError", "InvalidInputError", "RegistrationError",
-    "RanksDifferError", "UnknownBackendError", "UnsupportedInputError",
+    "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
+    "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError",
 ]  # fmt: skip
 
 

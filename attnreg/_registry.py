@@ -16,7 +16,7 @@ from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attnreg.backend import Backend
 
@@ -40,6 +40,7 @@ generation: object = object()
 _entries: dict[str, Entry] | None = None
 _discovering = 0  # the thread that does it; a forked child has none of its parent's threads
 _registrations: tuple[Registration, ...] = ()
+_told: list[Callable[[], object]] = []
 
 
 class Registration(NamedTuple):
@@ -59,6 +60,13 @@ def changed() -> None:
     """Start a new generation."""
     global generation
     generation = object()
+    for tell in _told:
+        tell()
+
+
+def on_change(tell: Callable[[], object]) -> None:
+    """Have a function called after each change, by whoever keeps what can't compare generations."""
+    _told.append(tell)
 
 
 def entries() -> Mapping[str, Entry]:

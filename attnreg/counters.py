@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnreg.discovery import Direction
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "Fallback",
     "Stats",
     "call_counter",
+    "collect",
     "count",
+    "count_also",
     "fallback_counter",
     "reset_stats",
     "stats",
@@ -33,6 +37,7 @@ FURTHER = ("*", "(further reasons)")
 _lock = open_after_fork(threading.Lock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
+_elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
 
 
 class Counter:
@@ -98,8 +103,22 @@ def count(counters: tuple[Counter, ...]) -> None:
             counter.value += 1
 
 
+def count_also(drain: Callable[[], list[tuple[Counter, int]]]) -> None:
+    """Have calls counted that don't come to `count`: `drain` returns those since it was asked last."""
+    _elsewhere.append(drain)
+
+
+def collect() -> None:
+    """Add what was counted elsewhere, before counters are read."""
+    with _lock:
+        for drain in _elsewhere:
+            for counter, times in drain():
+                counter.value += times
+
+
 def stats() -> Stats:
     """Return what ran since the start or the last `reset_stats`."""
+    collect()
     with _lock:
         calls: dict[str, dict[str, int]] = {}
         for (backend, direction), counter in _calls.items():
@@ -111,6 +130,7 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """Set every counter to zero."""
+    collect()
     with _lock:
         for counter in (*_calls.values(), *_fallbacks.values()):
             counter.value = 0

@@ -31,6 +31,7 @@ class Environment(NamedTuple):
     policy: str = ""
     record: Path | None = None
     lock: Path | None = None
+    routers: str = ""
 
 
 class Variable(NamedTuple):
@@ -76,7 +77,14 @@ def _policy(text: str) -> str:
     return text.casefold()
 
 
+def _routers(text: str) -> str:
+    if text.casefold() not in ROUTERS:
+        raise ValueError(f"got {text!r}, expected {' or '.join(ROUTERS)}{did_you_mean(text, ROUTERS)}")
+    return text.casefold()
+
+
 POLICIES = ("measured", "order")
+ROUTERS = ("compiled", "python")
 
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
@@ -95,6 +103,9 @@ VARIABLES = {
     ),
     "ATTNREG_LOCK": Variable(
         "lock", _path, "the lockfile (JSON) of `attnreg lock`: what it says runs, or the call is an error"
+    ),
+    "ATTNREG_ROUTERS": Variable(
+        "routers", _routers, "compiled: an error unless `attnreg build` was run; python: not those"
     ),
 }
 

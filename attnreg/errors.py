@@ -7,6 +7,7 @@
     ├── InvalidInputError        (ValueError)    the call contradicts itself: no backend could run it
     ├── ConfigError              (ValueError)    a settings file or environment variable is wrong
     ├── RegistrationError        (RuntimeError)  a backend or a router can't be registered
+    ├── BuildError               (RuntimeError)  the routers can't be compiled here
     └── RanksDifferError         (RuntimeError)  ranks of one job choose kernels by different tables
 
 Each also derives from the built-in exception a caller would expect, so code written against
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttnregError",
     "BackendUnavailableError",
+    "BuildError",
     "ConfigError",
     "InvalidInputError",
     "RanksDifferError",
@@ -68,6 +70,10 @@ class ConfigError(AttnregError, ValueError):
 
 class RegistrationError(AttnregError, RuntimeError):
     """A backend or a router can't be registered; nothing was changed."""
+
+
+class BuildError(AttnregError, RuntimeError):
+    """The routers can't be compiled here, or what was compiled can't be loaded."""
 
 
 class RanksDifferError(AttnregError, RuntimeError):

@@ -19,7 +19,10 @@ from attnreg.locks import open_after_fork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["capture", "check_not_overridden", "kernel"]
+__all__ = ["capture", "check_not_overridden", "compiled", "kernel"]
+
+# Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`).
+compiled = False
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}

@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry, trace
+from attnreg import _registry, native, trace
 from attnreg.errors import AttnregError
 from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
@@ -96,7 +96,9 @@ def current() -> Policy:
         ConfigError: the environment or its file can't be read.
     """
     now = sources()
-    tables = Tables(now.tables, _registry.entries) if decides_by(now)[0] == "measured" else None
+    tables = None
+    if decides_by(now)[0] == "measured":
+        tables = Tables(now.tables, _registry.entries, native.compiled)
     only_watching = serves(now) and watching(now) and not _active and not _registry.registrations()
     # Asking for one backend doesn't change calls that torch has sent to another; asking for measurement does.
     by_measurement = bool(decides_by(now)[1] or now.tables)
@@ -117,7 +119,8 @@ def is_active() -> bool:
 
 def serves(now: Sources) -> bool:
     """Whether torch's own entry points are to be served under these settings."""
-    return bool(_active or _watchers or _registry.registrations() or now != Sources())
+    asked = replace(now, environment=now.environment._replace(routers=""))  # how, not what
+    return bool(_active or _watchers or _registry.registrations() or asked != Sources())
 
 
 def activate(active: bool) -> bool:

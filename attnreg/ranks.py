@@ -126,7 +126,8 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
     report = policy.tables.report(device)
     if report.in_force is None:
         return "no table", "; ".join(report.refused) or "the default order"
-    return f"contents {report.in_force.digest}", report.in_force.table.name
+    routers = ", compiled routers" if policy.tables.compiled else ""  # by their times it is looked up
+    return f"contents {report.in_force.digest}{routers}", report.in_force.table.name
 
 
 def _compare(store: Any, rank: int, place: str, standing: Standing) -> None:

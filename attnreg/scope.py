@@ -19,6 +19,8 @@ from attnreg.locks import open_after_fork
 from attnreg.selection import Preference
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "enter",
     "exclusive",
     "leave",
+    "on_first_choice",
     "pin",
     "read_stamp",
     "restamp",
@@ -59,6 +62,7 @@ class Pin:
 _lock = open_after_fork(threading.Lock())
 _pins: list[Pin] = []
 _known: dict[tuple[Preference | None, str], Pin] = {}
+_told: list[Callable[[ContextVar[Pin | None]], object]] = []
 
 
 def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
@@ -71,7 +75,22 @@ def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
                 found = Pin(len(_pins) + 1, preference, no_gradient)
                 _pins.append(found)
                 _known[preference, no_gradient] = found
+                if preference is not None:
+                    _tell()
     return found
+
+
+def on_first_choice(tell: Callable[[ContextVar[Pin | None]], object]) -> None:
+    """Have a function told of the context variable before it can hold a choice of backends."""
+    with _lock:
+        _told.append(tell)
+        if any(pin.preference is not None for pin in _pins):
+            _tell()
+
+
+def _tell() -> None:
+    while _told:
+        _told.pop()(_current)
 
 
 # attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
@@ -84,10 +103,11 @@ class Own(Pin):
     Attributes:
         known_as: everything that decides, first what tells tensors apart.
         rest, options: what the front gives the op after the tensors, and by keyword.
+        number: what the compiled routers know it by; 0 if they don't.
         express: what it came down to; None before that is known. See `aten.express`.
     """
 
-    __slots__ = ("express", "known_as", "options", "rest")
+    __slots__ = ("express", "known_as", "number", "options", "rest")
 
     def __init__(self, known_as: tuple[object, ...]) -> None:
         super().__init__(OWN.number, None)
@@ -95,6 +115,7 @@ class Own(Pin):
         self.rest: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.express: Any = None
+        self.number = 0
 
 
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attnreg import _registry
-from attnreg.counters import Counter
+from attnreg.counters import Counter, collect
 from attnreg.errors import AttnregError
 from attnreg.locks import open_after_fork
 from attnreg.tuning.traces import merge
@@ -78,6 +78,7 @@ class Recording:
             ConfigError: the file can't be written, or is no trace.
         """
         with _writing:
+            collect()
             with _lock:  # not for as long as the file takes: calls wait for it
                 now = {place: counter.value for place, counter in self.counted.items()}
             fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
@@ -146,6 +147,7 @@ def _write(recording: Recording) -> None:
 
 def _forget_the_parents() -> None:
     """Begin at zero in a forked child: what was counted before is its parent's to write."""
+    collect()
     for recording in _recordings:
         recording.written = {place: counter.value for place, counter in recording.counted.items()}
 

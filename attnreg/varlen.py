@@ -15,7 +15,7 @@ from torch import Tensor
 from attnreg import aten, scope
 from attnreg import varlen_op as op
 from attnreg.arguments import autocast, heads_differ, window
-from attnreg.aten import express
+from attnreg.aten import compiled, express
 from attnreg.backend import Call
 from attnreg.dispatch import wants_gradient
 from attnreg.errors import InvalidInputError
@@ -145,11 +145,16 @@ def varlen_attn(
 
 def _known(own: scope.Own, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run a call that came before; the router takes from the scope what it came down to."""
+    extension = compiled.extension if own.number else None
     token = scope.enter(own)
     try:
+        if extension is not None:
+            extension.announce(own.number)
         out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
     finally:
         scope.leave(token)
+        if extension is not None:
+            extension.announce(0)  # for the case that something kept the call from the routers
     return out, lse
 
 

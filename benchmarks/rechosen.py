@@ -1,6 +1,6 @@
 """What a table would have chosen in a run of `attnreg bench selection`, by the times of that run.
 
-    python benchmarks/rechosen.py RUN [--table TABLE] [--json FILE]
+    python benchmarks/rechosen.py RUN [--table TABLE] [--compiled] [--json FILE]
 
 RUN is what `attnreg bench selection --out RUN` wrote; the table is by default the one that ships for the
 H200. For each case and direction the table chooses, and the time of that backend through the front, as
@@ -38,12 +38,14 @@ DEVICE = Device.parse("sm_90")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def chosen(kinds: Kinds, shape: Shape, direction: Direction, able: Mapping[str, float]) -> str:
+def chosen(
+    kinds: Kinds, shape: Shape, direction: Direction, able: Mapping[str, float], compiled: bool
+) -> str:
     """Return which of the backends that ran the table chooses."""
     default = sorted(able, key=lambda name: -_registry.find(name).backend.priority)
     if not shape.varlen:  # below SDPA torch's own kernel, cuDNN on a Hopper GPU, leads the default order
         default.sort(key=lambda name: name != "cuDNN")
-    prediction = predict(kinds, shape.spec(DEVICE), direction, "table")
+    prediction = predict(kinds, shape.spec(DEVICE), direction, "table", compiled)
     if prediction is None:
         return default[0]
     lower = [name.casefold() for name in default]
@@ -58,6 +60,7 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--table", type=Path, default=SHIPPED)
+    parser.add_argument("--compiled", action="store_true", help="RUN had compiled routers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = table.load(options.table)
@@ -76,7 +79,7 @@ def main() -> None:
                 for name, took in found["front"].items()
                 if name.startswith(FIXED)
             }
-            name = chosen(kinds, shape, direction, able)
+            name = chosen(kinds, shape, direction, able, options.compiled)
             rows.append({"case": str(shape), "chosen": name, "ratio": able[name] / min(able.values())})
         ratios = [row["ratio"] for row in rows]
         mean, worst = statistics.geometric_mean(ratios), max(ratios)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 import attnreg
-from attnreg import _registry, aten, counters, policy, scope, trace
+from attnreg import _registry, aten, building, caches, counters, policy, scope, trace
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.state import state
@@ -22,6 +24,9 @@ from attnreg.tuning import tables
 def pytest_addoption(parser):
     parser.addoption(
         "--backends", default="", help="comma list of backends that must be there: a missing one fails"
+    )
+    parser.addoption(
+        "--routers", choices=("python", "compiled"), default="python", help="which lie over torch's kernels"
     )
 
 
@@ -114,6 +119,42 @@ def fresh_registry(monkeypatch):
     tables._shipped.cache_clear()
     tables._shipped_for.cache_clear()
     _registry.changed()
+
+
+# Compiled once for all processes of a run, and for those to come; `make clean` takes it away.
+BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
+
+
+@pytest.fixture(scope="session")
+def built_routers():
+    """Compile the routers, as `attnreg build` does, and return the file."""
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip("compiling the routers takes a C++ compiler")
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setattr(caches, "folder", lambda purpose: BUILT)
+        building.target.cache_clear()
+        file = building.built() or building.build()
+        building.target.cache_clear()
+    return file
+
+
+@pytest.fixture
+def compiled_routers(built_routers, monkeypatch):
+    """Have routers that are installed in a test be compiled ones."""
+    monkeypatch.setattr(building, "built", lambda: built_routers)
+    monkeypatch.setattr(aten.compiled, "_wanted", lambda: "compiled")
+    return aten.compiled
+
+
+@pytest.fixture(autouse=True)
+def wanted_routers(request, monkeypatch):
+    """Have routers be the ones that the command line names, whatever was built on this machine."""
+    if request.config.getoption("--routers") == "compiled":
+        request.getfixturevalue("compiled_routers")
+    elif "compiled_routers" not in request.fixturenames:
+        monkeypatch.setattr(building, "built", lambda: None)
 
 
 @pytest.fixture

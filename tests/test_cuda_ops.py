@@ -32,25 +32,35 @@ BACKWARD = {"flash": "_flash_attention_backward", "cudnn": "_cudnn_attention_bac
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def route():
+@pytest.fixture(params=["python", "compiled"])
+def route(request):
     """Register the routers at the CPU's key: `route({op: original, ...})`; other ops have no original."""
+    compiled = request.getfixturevalue("compiled_routers") if request.param == "compiled" else None
     was_installed = aten.installed()
     aten.restore()
+    torchs = torch.library.Library("aten", "IMPL")
 
     def register(originals=None):
+        kernels = originals or {}
         # These are the routers now, so that registering a backend installs no others.
         aten._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            if compiled is not None:
+                for op, kernel in kernels.items():
+                    torchs.impl(op, kernel, "CPU")
+                compiled.capture(aten._compiled(ROUTES[op], "CPU") for op in kernels)
             for op, found in ROUTES.items():
-                aten._library.impl(op, router(found, (originals or {}).get(op)), "CPU")
+                aten._library.impl(op, router(found, kernels.get(op)), "CPU")
             for op, kernel in above().items():
                 aten._library.impl(op, kernel, "CPU")
+        if compiled is not None:
+            compiled.cover()
         aten._kept_out = False
 
     yield register
     aten.restore()
+    torchs._destroy()
     aten._kept_out = False
     if was_installed:
         aten.ensure()

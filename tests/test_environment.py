@@ -27,6 +27,7 @@ def test_every_variable_is_read():
         "ATTNREG_POLICY": "order",
         "ATTNREG_RECORD": "trace.jsonl",
         "ATTNREG_LOCK": "lock.json",
+        "ATTNREG_ROUTERS": "Compiled",
         "PATH": "/bin",
     }
     assert read(environ) == Environment(
@@ -37,6 +38,7 @@ def test_every_variable_is_read():
         "order",
         Path("trace.jsonl"),
         Path("lock.json"),
+        "compiled",
     )
 
 
@@ -98,18 +100,22 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_BACKENDS": "FA4"},
             "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
             "did you mean 'ATTNREG_BACKEND'?",
         ),
         (
             {"attnreg_strict": "1"},
             "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK; "
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
             "did you mean 'ATTNREG_STRICT'?",
         ),
         (
             {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"},
             "ATTNREG_BACKEND and ATTNREG_DISABLE: both name FA4, expected it in one of them only",
+        ),
+        (
+            {"ATTNREG_ROUTERS": "compile"},
+            "ATTNREG_ROUTERS: got 'compile', expected compiled or python; did you mean 'compiled'?",
         ),
     ],
 )

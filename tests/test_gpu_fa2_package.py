@@ -112,7 +112,7 @@ def test_alibi_gradients_repeat_bit_for_bit_where_that_is_asked(fa2, lengths):
 
 @pytest.mark.parametrize("alibi", [False, True])
 def test_dropout_drops_the_same_in_both_directions(fa2, alibi):
-    case = Case(name="dropout", lens_q=(64, 64), lens_k=(64, 64), alibi=alibi, dtype="float16")
+    case = Case(name="dropout", lens_q=(64, 64), lens_k=(64, 64), heads=(4, 4), alibi=alibi, dtype="float16")
     q, k, v, grad, call = call_of(case)
     v = torch.eye(64, device="cuda", dtype=v.dtype).expand(2, 4, 64, 64).transpose(1, 2).contiguous()
     state = torch.zeros(2, dtype=torch.uint64, device="cuda")

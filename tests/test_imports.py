@@ -18,9 +18,9 @@ ROOT = Path(attnreg.__file__).parent
 LAYERS = [
     line.split()
     for line in (
-        "errors locks layout apart",
+        "errors locks layout apart caches",
         "spec environment toml_positions",
-        "capabilities config_types toml_file native validation examination issue_rows arguments",
+        "building capabilities config_types toml_file native validation examination issue_rows arguments",
         "known_issues",
         "backend config",
         "packed",
@@ -269,7 +269,9 @@ def test_the_settings_know_nothing_of_attnreg_but_its_errors_and_each_other():
 def test_a_backend_knows_the_contract_torchs_kernels_and_its_own_helpers_only():
     files = [module for module in MODULES if module.startswith("backends.")]
     assert "backends.math" in files
-    contract = {"backend", "capabilities", "spec", "errors", "locks", "native", "packed", "layout", "apart"}
+    contract = {
+        "backend", "capabilities", "spec", "errors", "locks", "native", "packed", "layout", "apart", "caches",
+    }  # fmt: skip
     for module in files:
         family = module.removeprefix("backends.").strip("_").split("_")[0]
         own = {name for name in files if name.startswith(f"backends._{family}_")}

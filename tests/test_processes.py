@@ -311,6 +311,7 @@ ERRORS = [
     errors.InvalidInputError("heads: got 3"),
     errors.ConfigError("a.toml:1:1: strict: got 2"),
     errors.RegistrationError("routers can't be installed"),
+    errors.BuildError("the routers can't be compiled"),
     errors.RanksDifferError("rank 1 on a chooses kernels by policy"),
 ]
 
@@ -348,6 +349,7 @@ def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_
         "InvalidInputError": ValueError,
         "ConfigError": ValueError,
         "RegistrationError": RuntimeError,
+        "BuildError": RuntimeError,
         "RanksDifferError": RuntimeError,
     }
     name = type(error).__name__

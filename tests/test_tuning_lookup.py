@@ -8,7 +8,7 @@ from tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, predict
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, USUAL_HOST, predict
 from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.ranking import LEAD, reordered
 
@@ -119,9 +119,25 @@ def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_me
         found = predict(kinds, asked(**changes), direction, "t")
         return {one.backend: one.cost_us for one in found.candidates}
 
-    assert costs() == {"a": 20.0, "b": 30.0}
+    usual = {name: took * USUAL_HOST for name, took in {"a": 20.0, "b": 30.0}.items()}
+    assert costs() == usual
     assert costs(capturing=True) == {"a": 10.0, "b": 25.0}
-    assert costs("backward") == {"a": 5.0, "b": 900.0}
+    assert costs("backward") == {"a": 5.0 * USUAL_HOST, "b": 900.0 * USUAL_HOST}
+    assert usual["a"] > 20.0
+
+
+def test_with_compiled_routers_their_times_count_where_every_candidate_has_one():
+    points = [point(a=took(1.0, 1.0), b=took(1.0, 1.0))]
+    python = [Front("a", False, "forward", 20.0), Front("b", False, "forward", 30.0)]
+    fast = [Front("a", False, "forward", 19.0, True), Front("b", False, "forward", 10.0, True)]
+
+    def fastest(fronts, compiled):
+        found = predict(Kinds(points, fronts), asked(), "forward", "t", compiled)
+        return found.candidates[0].backend, found.candidates[0].host_us / USUAL_HOST
+
+    assert fastest(python + fast, False) == ("a", pytest.approx(20.0))
+    assert fastest(python + fast, True) == ("b", pytest.approx(10.0))
+    assert fastest(python + fast[:1], True) == ("a", pytest.approx(20.0))
 
 
 def test_host_times_of_fronts_count_only_if_every_candidate_has_one():

@@ -10,7 +10,7 @@ from tuned import CPU, SPEC, Clock, asked, slowed
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, cli, policy
+from attnreg import _registry, cli, native, policy
 from attnreg.backends import math as math_backend
 from attnreg.cli import tuned, tunings
 from attnreg.discovery import Entry
@@ -544,7 +544,25 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     assert asked_of == [("cuda", ["b"])]
     assert [one.backend for one in made.fronts] == ["a", "b"]
     made.fronts += (Front("a", False, "backward", 30.0),)
-    assert tuned._host(made.fronts) == [("a", "SDPA", "8.0", "30.0"), ("b", "SDPA", "9.0", "-")]
+    made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
+    assert tuned._host(made.fronts) == [
+        ("a", "SDPA", "Python", "8.0", "30.0"),
+        ("b", "SDPA", "Python", "9.0", "-"),
+        ("a", "SDPA", "compiled", "-", "29.0"),
+    ]
+
+
+def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without(
+    session, entry, monkeypatch, routers
+):
+    asked_of = []
+    monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
+    monkeypatch.setattr(native, "compiled", True)
+    made = session(entry("a"), entry("b"))
+    made.device = torch.device("cuda")
+    made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
+    tunings.measure_fronts(made)
+    assert asked_of == [["a"]]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):

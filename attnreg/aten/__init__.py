@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry, native
-from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten import compiled, cpu, cudnn, flash
 from attnreg.aten.routing import Route, router
 from attnreg.errors import RegistrationError
 from attnreg.locks import open_after_fork
@@ -109,6 +109,7 @@ def restore() -> None:
     with _lock:
         _kept_out = True
         if _library is not None:
+            compiled.uncover()
             _library._destroy()  # type: ignore[no-untyped-call]
             _library = None
 
@@ -149,14 +150,25 @@ def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Li
         native.check_not_overridden(op, key)
     # All kernels are captured before the first router covers one.
     routers = [router(route, native.capture(route.op, key), unknown) for route, key, unknown in places]
+    is_compiled = compiled.capture(_compiled(route, key) for route, key, _ in places)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for (route, key, _), function in zip(places, routers, strict=True):
             _register(library, route.op, key, function)
+        if is_compiled:
+            compiled.cover()
     except Exception as error:
+        compiled.uncover()
         library._destroy()  # type: ignore[no-untyped-call]
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
     return library
+
+
+def _compiled(route: Route, key: str) -> tuple[str, str, int, int]:
+    """Return what the compiled router over a route's has to know of it."""
+    names: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
+    carrier = names.index(route.carrier) if route.carrier else -1
+    return f"aten::{route.op}", key, names.index("query"), carrier
 
 
 def _register(library: torch.library.Library, op: str, key: str, function: Any) -> None:

@@ -105,6 +105,8 @@ def _native(turn: Turn, call: Call) -> Native | None:
     With packed sequences it is as good as the FA2 backend for torch's own front only; attnreg's promises
     more of the rows past the last offset.
     """
+    if call.alibi_slopes is not None:
+        return None  # torch builds its kernels without
     if turn.native is None or call.cu_seqlens_q is not None:
         return turn.native if turn.pin is None else None
     return DENSE

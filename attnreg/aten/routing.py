@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg import counters, scope
+from attnreg.aten import compiled
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import Preference
 from attnreg.state import state
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from attnreg.planning import Native, Plan
     from attnreg.state import State
 
-SCALE = frozenset({"scale"})
+# Keywords of which a call may have some and be known again; a mask isn't plain.
+PLAIN = frozenset({"scale", "attn_mask"})
 
 __all__ = ["Quick", "Route", "Turn", "alike", "like", "new_rng_state", "passed_on", "router", "tied"]
 
@@ -87,6 +89,8 @@ class Turn(NamedTuple):
         """
         if run is not None and plan.proven and self.known_as is not None and self.now is not None:
             self.now.remember(self.known_as, run, plan.counters)
+            if compiled.extension is not None:
+                compiled.extension.accept(None if run is self.original else run, plan.counters)
 
     def untouched(self, why: str) -> Any:
         """Run torch's own kernel on a call that only it understands.
@@ -151,9 +155,13 @@ def router(
                 leave(token)
         if quick is not None and (absent is None or (args[this] is None and args[that] is None)):
             pin = read_stamp(args[carried_at]) if carrier else scoped
-            if pin is None and original is not None and (not kwargs or kwargs.keys() <= SCALE):
+            if (
+                pin is None
+                and original is not None
+                and (not kwargs or (kwargs.keys() <= PLAIN and kwargs.get("attn_mask") is None))
+            ):
                 if not now.active:
-                    return original(*args, **kwargs)
+                    return passed(args, kwargs)
                 query, key, value = args[at], args[at + 1], args[at + 2]
                 known_as = (
                     op, query.shape, key.shape, value.shape, query.dtype, query.device,
@@ -167,8 +175,15 @@ def router(
                     result = run(*args, **kwargs)
                     if result is not None:
                         count(counted)
+                        if compiled.extension is not None:
+                            compiled.extension.accept(None if run is original else run, counted)
                         return result
         return long_way(args, kwargs, now, scoped, known_as, None)
+
+    def passed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if compiled.extension is not None:
+            compiled.extension.accept_passing()
+        return original(*args, **kwargs)  # type: ignore[misc]
 
     def long_way(
         args: tuple[Any, ...],
@@ -187,7 +202,7 @@ def router(
         asked = arguments(*args, **kwargs)
         pin = read_stamp(getattr(asked, carrier)) if carrier else scoped
         if pin is None and original is not None and not now.active:
-            return original(*args, **kwargs)
+            return passed(args, kwargs)
         return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now, own))
 
     return routed

@@ -5,8 +5,10 @@ A plan is immutable and may run in several threads; a handle belongs to one thre
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +61,11 @@ class Plans:
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
-        self._cudnn = cudnn
+        self._module = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Graph] = {}
         self._own = threading.local()
+        atexit.register(self._let_go)
 
     def run(
         self, problem: Problem, tensors: Mapping[Slot, Tensor], offsets: Offsets | None, stream: int
@@ -84,6 +87,18 @@ class Plans:
         plan.run.execute(
             buffers, workspace, handle=self._handle(problem.device, stream), tensor_uids=plan.uids
         )
+
+    def _let_go(self) -> None:
+        """Give back what is the package's, at the end of the process: it prints a list of what outlives it.
+
+        Routers are registered in torch's dispatcher, which does, and lead here.
+        """
+        self._plans.clear()
+        self._own = threading.local()
+
+    @property
+    def _cudnn(self) -> Any:
+        return self._module()
 
     def _plan(self, problem: Problem) -> Graph:
         if torch.cuda.is_current_stream_capturing():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnreg import caches
 from attnreg.errors import BackendUnavailableError
 from attnreg.layout import readable
 
@@ -177,7 +178,7 @@ def _keep_compiled() -> None:
     if os.environ.get(SWITCH, "1") != "1":
         return
     try:
-        folder = Path(os.environ.get(FOLDER) or _default_folder())
+        folder = Path(os.environ.get(FOLDER) or caches.folder("fa4"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _try_out(folder)
     except (OSError, RuntimeError, ImportError) as error:
@@ -185,12 +186,6 @@ def _keep_compiled() -> None:
         return
     os.environ.setdefault(SWITCH, "1")
     os.environ.setdefault(FOLDER, str(folder))
-
-
-def _default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard has relative paths ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "attnreg" / "fa4"
 
 
 def _try_out(folder: Path) -> None:

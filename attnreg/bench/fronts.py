@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
+from attnreg import native
+from attnreg.aten import compiled
 from attnreg.bench.contexts import led_by, untouched
 from attnreg.bench.inputs import Batch
 from attnreg.bench.shapes import dense, packed
@@ -35,9 +37,19 @@ LAYERS, ROUNDS = 24, 21
 
 
 def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS) -> list[Front]:
-    """Return what each backend's calls take the host through both fronts; of those that run them."""
+    """Return what each backend's calls take the host through both fronts; of those that run them.
+
+    With the routers in Python, and with compiled ones where these are built.
+    """
     with untouched():
-        return [front for varlen in (True, False) for front in _through(varlen, device, names, rounds)]
+        found = list(_through_both(device, names, rounds)) if native.compiled else []
+        with compiled.idle():
+            return [*_through_both(device, names, rounds), *found]
+
+
+def _through_both(device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
+    for varlen in (True, False):
+        yield from _through(varlen, device, names, rounds)
 
 
 def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
@@ -50,7 +62,7 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
     }
     for name, taken in _guarded(able, device, rounds).items():
         for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
-            yield Front(name, varlen, direction, min(seconds) * 1e6)
+            yield Front(name, varlen, direction, min(seconds) * 1e6, native.compiled)
 
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("info", "explain", "verify", "warmup", "tune", "lock", "run", "config-schema", "demo")
+COMMANDS = ("info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo")
 
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.
 app = typer.Typer(

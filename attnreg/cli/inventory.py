@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry, aten, environment, planning, policy
+from attnreg import _registry, aten, building, environment, planning, policy
 from attnreg.cli import torch_facts
 from attnreg.errors import AttnregError, BackendUnavailableError
 from attnreg.selection import Policy, select
@@ -44,6 +44,7 @@ def inventory() -> dict[str, Any]:
         "tables": [_tables(planning.device_of(device), asked) for device, _ in torch_facts.devices()],
         "routers": {
             "installed": aten.installed(),
+            "compiled": str(building.built() or "") or None,
             "serving": policy.is_active(),
             "shadowed_by": aten.shadowed_by(),
             "untouched_programs": torch_facts.untouched_programs(),

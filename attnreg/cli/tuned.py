@@ -50,7 +50,8 @@ def show(place: Console, session: Session, specs: list[AttentionSpec], end: str)
         table(place, ("call", *names, "fastest"), (_row(point, names) for point in rows), right=len(names))
     if session.fronts:
         heading(place, "What a call takes the host, µs")
-        table(place, ("backend", "front", "forward", "backward"), _host(session.fronts), right=2)
+        headers = ("backend", "front", "routers", "forward", "backward")
+        table(place, headers, _host(session.fronts), right=2)
     troubles = {(name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble}
     if troubles:
         heading(place, "Never chosen for these")
@@ -69,14 +70,15 @@ def show(place: Console, session: Session, specs: list[AttentionSpec], end: str)
 
 
 def _host(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
-    taken = {one[:3]: f"{one.host_us:.1f}" for one in fronts}
+    taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
     return [
         (
             name,
             "varlen_attn" if varlen else "SDPA",
-            *(taken.get((name, varlen, one), "-") for one in DIRECTIONS),
+            "compiled" if compiled else "Python",
+            *(taken.get((name, varlen, one, compiled), "-") for one in DIRECTIONS),
         )
-        for name, varlen in dict.fromkeys(place[:2] for place in taken)
+        for name, varlen, compiled in dict.fromkeys((*place[:2], place[3]) for place in taken)
     ]
 
 

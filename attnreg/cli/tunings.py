@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnreg import planning
+from attnreg import aten, native, planning
 from attnreg.cli.parsing import spec_of
 from attnreg.cli.verdicts import candidates
 from attnreg.cli.warmup import pairs
@@ -118,9 +118,12 @@ def begun(out: Path | None, place: torch.device, asked: tuple[str, ...], fresh: 
 
 def measure_fronts(session: Session) -> None:
     """Measure what the host takes for calls on a GPU, of each backend whose table doesn't say so."""
-    known = {front.backend for front in session.fronts}
+    if session.device.type != "cuda":
+        return
+    aten.usable()  # puts the routers in: then it is known whether they are compiled
+    known = {front.backend for front in session.fronts if front.compiled or not native.compiled}
     names = [entry.name for entry in session.entries if entry.name not in known]
-    if session.device.type != "cuda" or not names:
+    if not names:
         return
     from attnreg.bench.fronts import host_costs
 

@@ -27,6 +27,9 @@ CAUSAL, FULL = (-1, 0), (-1, -1)
 # guessed, for which programs bring a mask of their own or none.
 DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
 
+# Between powers of two, and no multiple of what a kernel takes at a time: kernels without a mask take longer.
+BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
+
 # Sequences of a packed batch differ; together they are so much of the longest times their number.
 FILL = 0.6
 
@@ -114,11 +117,13 @@ def _gpu(full: bool) -> Iterator[Plan]:
             continue
         usual = dim in (64, 128) and ratio < 8
         for varlen, window in product((False, True), (CAUSAL, FULL)):
-            shapes = tuple(_squares(full and usual))
+            uneven = full and usual and window == FULL and not varlen
+            shapes = (*_squares(full and usual), *(_uneven_squares() if uneven else ()))
             yield Plan(dim, (heads, heads // ratio), window, varlen, shapes, usual=usual)
         if not full or dim in (64, 128):
             for queries, window in DECODES if full else DECODES[:2]:
-                shapes = tuple(_decodes(full and usual, queries))
+                uneven = full and usual and window == FULL
+                shapes = (*_decodes(full and usual, queries), *(_uneven_decodes(queries) if uneven else ()))
                 yield Plan(dim, (heads, heads // ratio), window, False, shapes)
 
 
@@ -136,6 +141,17 @@ def _decodes(fine: bool, queries: int) -> Iterator[tuple[int, int, int]]:
     """Yield short queries over long keys."""
     for keys in (1024, 2048, 4096, 8192, 16384, 32768) if fine else (1024, 32768):
         for batch in (1, 16) if fine else (8,):
+            yield batch, queries, keys
+
+
+def _uneven_squares() -> Iterator[tuple[int, int, int]]:
+    for length in BETWEEN[:-1]:
+        yield max(16384 // length, 1), length, length
+
+
+def _uneven_decodes(queries: int) -> Iterator[tuple[int, int, int]]:
+    for keys in BETWEEN[3::2]:
+        for batch in (1, 16):
             yield batch, queries, keys
 
 

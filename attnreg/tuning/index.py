@@ -21,7 +21,9 @@ __all__ = ["EXACT", "Index", "Kinds", "Near", "Place"]
 NEAREST = 8
 
 # What the coordinates are called where a call lies beyond them, and how many of them make a power of two.
-AXES = {"batch x heads": 1.0, "max_q": 1.0, "max_k": 1.0, "": 1.0, "heads for each key head": RATIO}
+# Of those without a name nothing is told: what lies beyond them is told by another, or of no consequence.
+AXES = ("batch x heads", "max_q", "max_k", "", "heads for each key head", "", "", "")
+STEPS = (1.0, 1.0, 1.0, 1.0, RATIO, 1.0, 1.0, 1.0)
 
 # The nearest point that knows every backend may be so much farther than the nearest, in powers of two.
 AS_NEAR = 2.0
@@ -104,7 +106,7 @@ class Index:
         inside = tuple(min(max(x, low), high) for x, low, high in zip(at, self.low, self.high, strict=True))
         outside = tuple(
             f"{axis} {2 ** (x / step):.0f} is {'above' if x > edge else 'below'} {2 ** (edge / step):.0f}"
-            for (axis, step), x, edge in zip(AXES.items(), at, inside, strict=True)
+            for axis, step, x, edge in zip(AXES, STEPS, at, inside, strict=True)
             if axis and abs(x - edge) > EXACT
         )
         return inside, outside
@@ -135,11 +137,11 @@ class Kinds:
     """Every family of a table, and which of them speaks of a call.
 
     Attributes:
-        fronts: what the host takes, by backend, layout (packed or not) and direction.
+        fronts: what the host takes, by backend, layout (packed or not), direction and kind of router.
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:
-        self.fronts = {(one.backend, one.varlen, one.direction): one.host_us for one in fronts}
+        self.fronts = {one.place: one.host_us for one in fronts}
         places: dict[Kind, list[Place]] = {}
         for point in points:
             kind, size = point.kind, point.size

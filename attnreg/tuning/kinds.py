@@ -24,9 +24,17 @@ HALVES = ("bfloat16", "float16")
 # Reading a number costs about as much as so many multiplications: short queries are bound by that.
 READING = 100
 
-# A factor of two in the ratio of heads is as far as half a one in a size: leaving each point of the H200's
-# table out and predicting it from the others is best there (0.25 and 1 are worse).
-RATIO = 0.5
+# How far a factor of two in the ratio of heads is, in those of a size: leaving each point of the H200's
+# table out and predicting it from the others is best there (0.25 and 1 are worse). Few queries do little but
+# read the keys, and whether a kernel reads those of several heads once is what counts: it is farther then.
+RATIO, SHORT, FARTHER = 0.5, 16, 2.0
+
+# Kernels take so many keys at a time. Without a mask they look at which of the last ones exist only where
+# that isn't all of them, which takes cuDNN a quarter longer on an H200.
+TILE, PARTIAL = 128, 1.0
+
+# For one query kernels take other paths than for two.
+SINGLE = 2.0
 
 
 class Kind(NamedTuple):
@@ -123,18 +131,24 @@ def family_of(kind: Kind) -> Kind:
     return kind._replace(ratio=0)
 
 
-def coordinates(kind: Kind, size: Size) -> tuple[float, float, float, float, float]:
+def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
     """Return where a call lies among its family: powers of two.
 
-    They are of batch x heads, both lengths, how ragged the sequences are, and the ratio of heads.
+    They are of batch x heads, both lengths, how ragged the sequences are, and the ratio of heads; and
+    whether the last keys of each sequence are less than a kernel takes at a time, and the queries one.
     """
+    ratio = log2(max(kind.ratio, 1))
     mean = size.tokens_q / size.batch if size.batch else 0.0
+    partial = not kind.varlen and kind.mask == "none" and size.max_k > TILE and size.max_k % TILE
     return (
         log2(max(size.batch * size.heads_q, 1)),
         log2(max(size.max_q, 1)),
         log2(max(size.max_k, 1)),
         log2(max(size.max_q, 1) / max(mean, 1.0)),
-        RATIO * log2(max(kind.ratio, 1)),
+        RATIO * ratio,
+        FARTHER * ratio if size.max_q <= SHORT else 0.0,
+        PARTIAL if partial else 0.0,
+        SINGLE if size.max_q == 1 else 0.0,
     )
 
 

@@ -16,17 +16,22 @@ from attnreg.tuning.index import EXACT
 from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from attnreg.discovery import Direction
     from attnreg.spec import AttentionSpec
     from attnreg.tuning.index import Index, Kinds, Near
+    from attnreg.tuning.kinds import Kind
     from attnreg.tuning.points import Point
 
 __all__ = ["Candidate", "Prediction", "Source", "predict"]
 
 # What the first call of a shape takes is spread over so many: a training run's, for one shape.
 CALLS_PER_SHAPE = 100_000
+
+# Of what the host takes a table has the least. Hosts work at half their speed for seconds on end, and in four
+# runs of `attnreg bench selection` on three of them 1.15 to 1.5 times that chose best.
+USUAL_HOST = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,13 @@ class Prediction:
         return {**asdict(replace(self, points=())), "points": points}
 
 
-def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str) -> Prediction | None:
-    """Return what the points say of a call; None where they say nothing of its kind."""
+def predict(
+    kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str, compiled: bool = False
+) -> Prediction | None:
+    """Return what the points say of a call; None where they say nothing of its kind.
+
+    `compiled` says whether the routers in use are: the host takes less then, where torch's kernels answer.
+    """
     kind, size = kind_of(spec, direction), size_of(spec)
     index = kinds.speaking_of(kind)
     if index is None or not size.batch or not size.heads_q:
@@ -110,9 +120,7 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
     near = index.nearest(inside, (kind, size))
     todo = work(kind, size)
     names = dict.fromkeys(name for one in near for name in one.place.point.backends)
-    hosts = {name: kinds.fronts.get((name, kind.varlen, kind.direction)) for name in names}
-    if None in hosts.values():  # a kernel's own function takes the host less: all by the same measure
-        hosts = dict.fromkeys(names)
+    hosts = _hosts(kinds, kind, names, compiled)
     found = [_candidate(name, index, kind.ratio, near, todo, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
@@ -128,6 +136,18 @@ def predict(kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str)
         for one in near
     )
     return Prediction(table, tuple(found), points, tuple(notes))
+
+
+def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> dict[str, float | None]:
+    """Return what a call through its front takes the host, all by the same measure; None if that isn't known.
+
+    A kernel's own function takes it less, and compiled routers less than those in Python.
+    """
+    for routers in (True, False) if compiled else (False,):
+        found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, routers)) for name in names}
+        if None not in found.values():
+            return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
+    return dict.fromkeys(names)
 
 
 def _candidate(

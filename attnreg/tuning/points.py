@@ -104,12 +104,19 @@ class Front(NamedTuple):
         varlen: whether it came through `varlen_attn`, or else through SDPA.
         direction: `"forward"` or `"backward"`.
         host_us: microseconds of the host, the GPU still at work; of a call among others of one graph.
+        compiled: whether the routers were compiled ones.
     """
 
     backend: str
     varlen: bool
     direction: str
     host_us: float
+    compiled: bool = False
+
+    @property
+    def place(self) -> tuple[str, bool, str, bool]:
+        """What tells it from all others of a table."""
+        return self.backend, self.varlen, self.direction, self.compiled
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
@@ -123,6 +130,7 @@ class Front(NamedTuple):
             Malformed: it describes nothing of the kind.
         """
         table = _of(data, dict, "", "what the host takes")
+        table = {"compiled": False, **table}  # tables are older than compiled routers
         if wrong := sorted(set(cls._fields).symmetric_difference(table)):
             raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in cls._fields else 'unknown key'}")
         return cls(
@@ -130,6 +138,7 @@ class Front(NamedTuple):
             _boolean(table["varlen"], "varlen"),
             _one_of("forward", "backward")(table["direction"], "direction"),
             _seconds(table["host_us"], "host_us"),
+            _boolean(table["compiled"], "compiled"),
         )
 
 

@@ -114,7 +114,7 @@ class Session:
         Raises:
             OSError: it can't be written.
         """
-        known = {one[:3]: one for one in (*self.fronts, *found)}
+        known = {one.place: one for one in (*self.fronts, *found)}
         self.fronts = tuple(known.values())
         self.save()
 

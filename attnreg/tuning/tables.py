@@ -77,9 +77,13 @@ class Tables:
     Args:
         named: the tables of the settings, the strongest first.
         entries: returns all backends, whose versions have to be those that were measured.
+        compiled: whether compiled routers are in use.
     """
 
-    def __init__(self, named: tuple[Named, ...], entries: Callable[[], Mapping[str, Entry]]) -> None:
+    def __init__(
+        self, named: tuple[Named, ...], entries: Callable[[], Mapping[str, Entry]], compiled: bool = False
+    ) -> None:
+        self.compiled = compiled
         self._named = named
         self._entries = entries
         self._reports: dict[Device, Report] = {}
@@ -89,7 +93,7 @@ class Tables:
         report = self._reports.get(spec.device) or self.report(spec.device)
         if report.in_force is None:
             return None
-        return predict(report.in_force.kinds, spec, direction, str(report.in_force))
+        return predict(report.in_force.kinds, spec, direction, str(report.in_force), self.compiled)
 
     def report(self, device: Device) -> Report:
         """Return which table is in force on a device, and why others aren't."""

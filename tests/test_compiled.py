@@ -1,0 +1,659 @@
+"""Promises of compiled routers: which calls they answer, and that it changes nothing about them."""
+
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+import attnreg
+from attnreg import aten, building, native
+from attnreg.aten import compiled, routing
+from attnreg.cli import app
+from attnreg.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def installed(compiled_routers):
+    """Install compiled routers for a test."""
+    aten.restore()
+    aten._kept_out = False
+    aten.ensure()
+    assert native.compiled
+    yield compiled_routers
+    aten.restore()
+    aten._kept_out = False
+    assert not native.compiled
+
+
+def qkv(length=8, dtype=torch.float32, grad=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, length, 16, generator=generator).to(dtype).requires_grad_(grad) for _ in "qkv"]
+
+
+def attend(inputs, **options):
+    return F.scaled_dot_product_attention(*inputs, **options)
+
+
+def attend_and_back(inputs, **options):
+    out = attend(inputs, **options)
+    return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+class PythonHadItError(Exception):
+    pass
+
+
+@pytest.fixture
+def without_python(monkeypatch):
+    """Have routers in Python fail from now on."""
+
+    def forbid():
+        def state():
+            raise PythonHadItError
+
+        monkeypatch.setattr(routing, "state", state)
+
+    return forbid
+
+
+@pytest.fixture
+def known(installed, without_python, monkeypatch):
+    """Return whether a call is answered without the routers in Python."""
+    original = routing.state
+
+    def known(call):
+        asked = []
+
+        def state():
+            asked.append(1)
+            return original()
+
+        # What was registered has the function by its name in the module.
+        monkeypatch.setattr(routing, "state", state)
+        call()
+        monkeypatch.setattr(routing, "state", original)
+        return not asked
+
+    return known
+
+
+# ---- calls below torch's own entry points
+
+
+def test_a_call_that_came_before_goes_straight_to_torchs_kernel_and_is_counted(known, ran):
+    inputs = qkv(grad=True)
+    wanted = attend_and_back(inputs)
+    attnreg.register_backend("cpu")
+    attnreg.reset_stats()
+    for times in range(3):
+        came_before = known(lambda: torch.testing.assert_close(attend_and_back(inputs), wanted))
+        assert came_before == (times > 0)
+    assert ran() == {"cpu": (3, 3)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: attend(qkv(length=9)),
+        lambda: attend(qkv(dtype=torch.bfloat16)),
+        lambda: attend(qkv(), is_causal=True),
+        lambda: attend(qkv(), scale=0.5),
+        lambda: attend(qkv(), attn_mask=torch.zeros(8, 8)),
+        lambda: attend(qkv(grad=True)),
+    ],
+    ids=["length", "dtype", "causal", "scale", "mask", "gradient"],
+)
+def test_a_call_that_differs_is_not_taken_for_it(known, other):
+    attnreg.register_backend("cpu")
+    attend(qkv())
+    assert known(lambda: attend(qkv(seed=1)))
+    assert not known(other)
+
+
+def test_a_mode_that_capabilities_read_makes_another_call_of_it(known):
+    attnreg.register_backend("cpu")
+    attend(qkv())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not known(lambda: attend(qkv()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert known(lambda: attend(qkv()))
+
+
+def test_another_backend_takes_over_at_once_and_gives_back_at_once(installed, ran):
+    inputs = qkv()
+    attnreg.register_backend("cpu")
+    for _ in range(3):
+        attend(inputs)
+    with attnreg.register_backend("math"):
+        attend(inputs)
+    attend(inputs)
+    assert ran() == {"cpu": (4, 0), "math": (1, 0)}
+
+
+def test_a_scope_is_obeyed_by_calls_that_came_before_and_by_no_other_thread(known, ran):
+    inputs = qkv()
+    attnreg.register_backend("cpu")
+    attend(inputs)
+    with attnreg.use_backend("math"):
+        attend(inputs)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(attend, inputs).result()
+    assert known(lambda: attend(inputs))
+    assert ran() == {"cpu": (3, 0), "math": (1, 0)}
+
+
+def test_a_forward_in_a_scope_tells_its_backward(installed, ran):
+    inputs = qkv(grad=True)
+    attnreg.register_backend("cpu")
+    attend_and_back(inputs)
+    with attnreg.use_backend("math"):
+        out = attend(inputs)
+    torch.autograd.grad(out.sum(), inputs)
+    assert ran() == {"cpu": (1, 1), "math": (1, 1)}
+
+
+def test_while_nothing_is_registered_calls_pass_uncounted(known, ran):
+    inputs = qkv(grad=True)
+    attend_and_back(inputs)
+    assert known(lambda: attend_and_back(inputs))
+    assert known(lambda: attend(qkv(length=5)))
+    assert ran() == {}
+    attnreg.register_backend("math")
+    attend(inputs)
+    assert ran() == {"math": (1, 0)}
+
+
+def test_settings_that_change_are_heeded_at_once(installed, ran):
+    attnreg.register_backend("cpu")
+    attend(qkv())
+    attnreg.configure({"disabled": ["cpu"]})
+    attend(qkv())
+    assert ran() == {"cpu": (1, 0), "math": (1, 0)}
+
+
+def test_counts_go_to_a_recording_too(installed, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    attnreg.register_backend("cpu")
+    with attnreg.record(file):
+        for _ in range(4):
+            attend(qkv())
+    assert json.loads(file.read_text())["forward"] == 4
+
+
+def test_a_reset_takes_what_compiled_routers_have_counted(installed):
+    attnreg.register_backend("cpu")
+    for _ in range(3):
+        attend(qkv())
+    attnreg.reset_stats()
+    assert attnreg.stats().calls == {}
+
+
+def test_idle_ones_pass_everything_to_those_in_python(known):
+    attnreg.register_backend("cpu")
+    attend(qkv())
+    with compiled.idle():
+        attend(qkv())
+        assert not known(lambda: attend(qkv()))
+    attend(qkv())
+    assert known(lambda: attend(qkv()))
+
+
+def test_uninstalling_leaves_torchs_kernels_and_installing_brings_them_back(known, ran):
+    inputs = qkv()
+    wanted = attend(inputs)
+    attnreg.register_backend("math")
+    attnreg.uninstall()
+    assert not native.compiled
+    assert torch.equal(attend(inputs), wanted)
+    assert ran() == {}
+    attnreg.install()
+    attnreg.register_backend("cpu")
+    attend(inputs)
+    assert known(lambda: attend(inputs))
+    assert ran() == {"cpu": (2, 0)}
+
+
+def test_threads_that_call_while_registrations_change_lose_no_call(installed, ran):
+    inputs, calls = qkv(), 300
+    wanted = attend(inputs)
+    over = threading.Event()
+
+    def switch():
+        while not over.is_set():
+            with attnreg.register_backend("math"):
+                pass
+
+    def work():
+        return all(torch.allclose(attend(inputs), wanted, atol=1e-5) for _ in range(calls))
+
+    with attnreg.register_backend("cpu"), ThreadPoolExecutor(5) as pool:
+        switching = pool.submit(switch)
+        done = [pool.submit(work) for _ in range(4)]
+        right = [one.result() for one in done]
+        over.set()
+        switching.result()
+    assert right == [True] * 4
+    assert sum(forward for forward, _ in ran().values()) == 4 * calls
+
+
+FORKED = """
+import os, sys, torch, attnreg
+from torch.nn import functional as F
+from attnreg import building
+building.built = lambda: sys.argv[1]
+attnreg.register_backend("cpu")
+q = torch.randn(1, 2, 8, 16)
+torch.set_num_threads(1)
+for _ in range(3):
+    F.scaled_dot_product_attention(q, q, q)
+child = os.fork()
+for _ in range(2):
+    F.scaled_dot_product_attention(q, q, q)
+assert attnreg.stats().calls["cpu"]["forward"] == 5
+with attnreg.register_backend("math"):
+    F.scaled_dot_product_attention(q, q, q)
+assert attnreg.stats().calls["math"]["forward"] == 1
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print("both")
+os._exit(0) if not child else None
+"""
+
+
+def test_a_forked_process_goes_on_with_them(built_routers):
+    result = subprocess.run(
+        [sys.executable, "-c", FORKED, str(built_routers)], capture_output=True, text=True, check=False
+    )
+    assert (result.stdout, result.returncode) == ("both\n", 0), result.stderr
+
+
+# ---- what the routers in Python tell, with ops of the tests' own
+
+SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, float scale=1.0)"
+BACK = (
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor ends_q, "
+    "Tensor ends_k, Tensor carrier)"
+)
+
+
+class Op:
+    """A forward and a backward of the tests' own, each with a kernel of "torch's" and a router."""
+
+    def __init__(self, module):
+        self.module = module
+        self.told = []
+        self.then = lambda module: None
+        self.libraries = [torch.library.Library("attnreg_compiled", "DEF")]
+        self.libraries[0].define(f"forward{SIGNATURE} -> (Tensor, Tensor, Tensor, Tensor, SymInt)")
+        self.libraries[0].define(f"backward{BACK} -> (Tensor, Tensor, Tensor)")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            self._register("torch", self._torchs_forward, self._torchs_backward)
+            assert module.capture("attnreg_compiled", "forward", "CPU", 0, -1)
+            assert module.capture("attnreg_compiled", "backward", "CPU", 1, 8)
+            self._register("router", self._forward, self._backward)
+        module.cover()
+        self.forward = torch.ops.attnreg_compiled.forward.default
+        self.backward = torch.ops.attnreg_compiled.backward.default
+
+    def close(self):
+        self.module.uncover()
+        for library in reversed(self.libraries):
+            library._destroy()
+
+    def _register(self, name, forward, backward):
+        library = torch.library.Library("attnreg_compiled", "IMPL")
+        library.impl("forward", forward, "CPU")
+        library.impl("backward", backward, "CPU")
+        self.libraries.append(library)
+
+    def _torchs_forward(self, query, *_, **__):
+        self.told.append("torch")
+        return query + 1, query.sum(-1), query.new_zeros(2), query.new_zeros(()), 7
+
+    def _torchs_backward(self, grad, *_):
+        self.told.append("torch")
+        return grad + 1, grad + 2, grad + 3
+
+    def _forward(self, query, *_, **__):
+        self.told.append("router")
+        self.then(self.module)
+        return query + 1, query.sum(-1), query.new_zeros(2), query.new_zeros(()), 7
+
+    def _backward(self, grad, *_):
+        self.told.append("router")
+        self.then(self.module)
+        return grad + 1, grad + 2, grad + 3
+
+
+@pytest.fixture
+def op(compiled_routers):
+    aten.restore()
+    module = compiled_routers._module()
+    module.uncover()
+    module.forget()
+    made = Op(module)
+    yield made
+    made.close()
+    module.announce(0)
+    module.forget()
+    aten._kept_out = False
+
+
+Q, K, V = (torch.randn(6, 2, 8) for _ in "qkv")
+CARRIER = torch.zeros(3)[1:2]
+
+
+@pytest.fixture
+def ends():
+    return torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def test_a_function_of_pythons_answers_with_tensors_numbers_and_undefined_tensors(op):
+    op.then = lambda module: module.accept(lambda q, k, v: (q * 2, None, k, v, 3), ())
+    op.forward(Q, K, V, None, None)
+    out, lse, third, fourth, number = op.forward(Q, K, V, None, None)
+    assert op.told == ["router"]
+    assert torch.equal(out, Q * 2)
+    assert lse is None
+    assert third is K
+    assert fourth is V
+    assert number == 3
+
+
+def test_a_function_that_returns_none_leaves_the_call_to_the_router(op):
+    op.then = lambda module: module.accept(lambda *_: None, ())
+    op.forward(Q, K, V, None, None)
+    out, *_ = op.forward(Q, K, V, None, None)
+    assert op.told == ["router", "router"]
+    assert torch.equal(out, Q + 1)
+
+
+def test_an_error_of_a_function_is_the_callers_and_not_counted(op):
+    counter = attnreg.counters.Counter()
+
+    def fails(*_):
+        raise LookupError("of a kernel")
+
+    op.then = lambda module: module.accept(fails, (counter,))
+    op.forward(Q, K, V, None, None)
+    with pytest.raises(LookupError, match="of a kernel"):
+        op.forward(Q, K, V, None, None)
+    attnreg.counters.collect()
+    assert counter.value == 0
+
+
+def test_what_is_told_after_a_change_is_not_kept(op):
+    def tell(module):
+        module.forget()
+        module.accept(None, ())
+        module.accept_passing()
+
+    op.then = tell
+    for _ in range(2):
+        op.forward(Q, K, V, None, None)
+    assert op.told == ["router", "router"]
+
+
+def test_what_is_told_outside_a_call_is_not_kept(op):
+    op.module.accept(None, ())
+    op.module.accept_passing()
+    op.module.accept_returned(CARRIER, None, ())
+    op.forward(Q, K, V, None, None)
+    op.backward(Q, Q, K, V, Q, Q, Q, Q, CARRIER)
+    assert op.told == ["router", "router"]
+
+
+BESIDE = tuple(torch.full((2,), float(number)) for number in range(3))
+
+
+class Front:
+    """Calls the op as `varlen_attn` does, and has its router tell what it tells of such calls."""
+
+    def __init__(self, op, run, back):
+        self.op, self.run, self.back = op, run, back
+        self.number = 0
+        self.counter = attnreg.counters.Counter()
+
+    def forward(self, ends, tensors=(Q, K, V)):
+        """Return who answered, and the results."""
+
+        def tell(module):
+            beside = (BESIDE[0], CARRIER, BESIDE[2])
+            self.number = module.accept_sent(self.number, self.run, (self.counter,), beside)
+            module.accept_offsets(ends, ends, 6, 6)
+
+        self.op.then = tell
+        self.op.told.clear()
+        self.op.module.announce(self.number)
+        results = self.op.forward(*tensors, ends, ends)
+        return self.op.told or ["function"], results
+
+    def backward(self, ends, grad=Q, carrier=CARRIER):
+        self.op.then = lambda module: module.accept_returned(carrier, self.back, (self.counter,))
+        self.op.told.clear()
+        results = self.op.backward(grad, Q, K, V, Q, Q, ends, ends, carrier)
+        return self.op.told or ["function"], results
+
+    def counted(self):
+        attnreg.counters.collect()
+        value, self.counter.value = self.counter.value, 0
+        return value
+
+
+@pytest.fixture(params=["torch", "function"])
+def front(op, ends, request):
+    """Return a front whose calls came before, and who answers them."""
+    if request.param == "torch":
+        made = Front(op, None, None)
+    else:
+        made = Front(
+            op,
+            lambda q, k, v, ends_q, ends_k: (q + 1, q.sum(-1)),
+            lambda grad, q, k, v, out, lse, ends_q, ends_k: (grad + 1, grad + 2, grad + 3),
+        )
+    # The first has no number yet to be announced by.
+    assert [made.forward(ends)[0], made.forward(ends)[0]] == [["router"]] * 2
+    assert made.backward(ends)[0] == ["router"]
+    return made, [request.param]
+
+
+def test_a_packed_call_that_came_before_is_answered_with_what_lies_beside(front, ends):
+    made, who = front
+    answered_by, (out, lse, rng_state, carrier, last) = made.forward(ends)
+    assert answered_by == who
+    assert torch.equal(out, Q + 1)
+    assert torch.equal(lse, Q.sum(-1))
+    assert rng_state is BESIDE[0]
+    assert carrier is CARRIER
+    assert torch.equal(last, BESIDE[2])
+    assert made.counted() == 1
+
+
+def test_its_backward_is_known_by_what_it_was_handed(front, ends):
+    made, who = front
+    answered_by, grads = made.backward(ends)
+    assert answered_by == who
+    assert all(torch.equal(grad, Q + (1 + number)) for number, grad in enumerate(grads))
+    assert made.counted() == 1
+    assert made.backward(ends, carrier=torch.zeros(3)[1:2])[0] == ["router"]
+
+
+def test_a_backward_in_another_mode_goes_to_the_router(front, ends):
+    made, who = front
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made.backward(ends)[0] == ["router"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    made.backward(ends)  # the router has told of the other mode meanwhile
+    assert made.backward(ends)[0] == who
+
+
+def test_offsets_that_nobody_has_looked_at_go_to_the_router_once(front):
+    made, who = front
+    others = torch.tensor([0, 3, 6], dtype=torch.int32)
+    assert made.forward(others)[0] == ["router"]
+    assert made.forward(others)[0] == who
+    others[1] = 0  # a sequence without anything in it
+    assert made.forward(others)[0] == ["router"]
+
+
+def test_offsets_where_others_have_been_are_not_taken_for_them(front):
+    made, _ = front
+    for _ in range(50):  # as soon as they are gone others come to lie in their place
+        fresh = torch.tensor([0, 3, 6], dtype=torch.int32)
+        assert made.forward(fresh)[0] == ["router"]
+        del fresh
+
+
+def test_offsets_of_inference_mode_always_go_to_the_router(front):
+    made, _ = front
+    with torch.inference_mode():
+        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    assert [made.forward(ends)[0] for _ in range(2)] == [["router"]] * 2
+
+
+def test_what_torchs_kernel_would_have_to_copy_first_goes_to_the_router(front, ends):
+    made, who = front
+    unaligned = torch.randn(6 * 2 * 8 + 1)[1:].view(6, 2, 8)
+    expected = ["router"] if who == ["torch"] else who
+    assert made.forward(ends, (unaligned, K, V))[0] == expected
+    assert made.backward(ends, grad=Q.transpose(0, 1).contiguous().transpose(0, 1))[0] == expected
+
+
+def test_another_call_than_the_one_announced_goes_to_the_router(front, ends):
+    made, who = front
+    longer = torch.randn(7, 2, 8)
+    assert made.forward(ends, (longer, K, V))[0] == ["router"]
+    assert made.forward(ends)[0] == ["router"]  # told of the other one
+    assert made.forward(ends)[0] == who
+
+
+def test_an_announcement_is_of_one_call_only(front, ends):
+    made, _ = front
+    made.forward(ends)
+    made.op.then = lambda module: None
+    made.op.told.clear()
+    made.op.forward(Q, K, V, ends, ends)
+    assert made.op.told == ["router"]
+
+
+def test_a_change_forgets_packed_calls(front, ends):
+    made, who = front
+    made.op.module.forget()
+    assert made.forward(ends)[0] == ["router"]
+    assert made.backward(ends)[0] == ["router"]
+    assert made.forward(ends)[0] == who
+    assert made.backward(ends)[0] == who
+
+
+# ---- building, and asking for them
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """Have nothing built on this machine; returns where it would be."""
+    aten.restore()
+    aten._kept_out = False
+    monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
+    monkeypatch.setattr(building, "built", BUILT)
+    monkeypatch.setattr(compiled, "_loaded", None)
+    building.target.cache_clear()
+    yield tmp_path / "routers"
+    building.target.cache_clear()
+    aten.restore()
+    aten._kept_out = False
+
+
+BUILT = building.built
+
+
+def test_a_compiler_that_is_missing_or_fails_is_told(unbuilt, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = CliRunner().invoke(app, ["build"])
+    assert result.exit_code == 1
+    assert "there is no C++ compiler, looked for CXX=no-such-compiler" in result.output
+    monkeypatch.setenv("CXX", "false")
+    result = CliRunner().invoke(app, ["build", "--json"])
+    assert result.exit_code == 1
+    assert "says\nexit status 1" in json.loads(result.stdout)["error"]["message"]
+    assert list(unbuilt.iterdir()) == []
+
+
+def test_build_makes_a_file_that_loads_and_tells_where(unbuilt, built_routers, monkeypatch, tmp_path):
+    script = tmp_path / "compiler"
+    # What a compiler would take half a minute for was made before.
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cp {built_routers} "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    result = CliRunner().invoke(app, ["build", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["file"] == str(building.target())
+    assert list(unbuilt.iterdir()) == [building.target()]
+    assert building.built() == building.target()
+    info = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
+    assert info["routers"]["compiled"] == str(building.target())
+
+
+@pytest.mark.parametrize(("asked", "used"), [("", True), ("compiled", True), ("Python", False)])
+def test_they_are_used_where_built_unless_the_variable_says_otherwise(
+    asked, used, unbuilt, built_routers, monkeypatch
+):
+    monkeypatch.setattr(building, "built", lambda: built_routers)
+    monkeypatch.setenv("ATTNREG_ROUTERS", asked)
+    with attnreg.register_backend("cpu"):
+        assert native.compiled is used
+        assert (compiled.extension is not None) is used
+
+
+def test_asked_for_and_not_built_is_an_error_that_says_what_to_do(unbuilt, monkeypatch, ran):
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    with pytest.raises(ConfigError) as error:
+        attnreg.register_backend("cpu")
+    assert str(error.value) == (
+        "ATTNREG_ROUTERS=compiled: they aren't built for this torch and Python; `attnreg build` does it"
+    )
+    assert not aten.installed()
+    assert attnreg._registry.registrations() == ()
+
+
+def test_not_built_and_not_asked_for_is_no_matter(unbuilt, caplog):
+    with attnreg.register_backend("cpu"):
+        attend(qkv())
+        assert not native.compiled
+    assert caplog.messages == []
+
+
+def test_a_file_that_does_not_load_is_a_warning_and_python_serves(unbuilt, caplog, ran):
+    unbuilt.mkdir(parents=True)
+    building.target().write_bytes(b"no library")
+    with attnreg.register_backend("cpu"):
+        attend(qkv())
+    assert ran() == {"cpu": (1, 0)}
+    assert len(caplog.messages) == 1
+    assert "can't be loaded" in caplog.messages[0]
+    assert "`attnreg build` makes it anew" in caplog.messages[0]
+
+
+def test_the_variable_alone_has_nothing_served(monkeypatch):
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    attnreg.reload()
+    assert not attnreg.policy.is_active()
+
+
+def test_a_table_from_before_there_were_any_has_the_times_of_those_in_python():
+    front = attnreg.tuning.points.Front
+    found = front.from_dict({"backend": "a", "varlen": True, "direction": "forward", "host_us": 3.0})
+    assert found == front("a", True, "forward", 3.0, compiled=False)
