@@ -4,9 +4,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 BACKENDS ?= FA2,FA4,cuDNN,math
+ROUTERS ?= python
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu test-gpu-slow demo bench clean
+.PHONY: help venv lint test test-compiled test-slow test-gpu test-gpu-slow demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -34,11 +35,14 @@ lint: $(READY) ## ruff (rules and format) and mypy
 test: $(READY) ## every test that needs no GPU and no minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal
 
+test-compiled: $(READY) ## the same with compiled routers; takes a C++ compiler
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=compiled
+
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"
 
-test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends, a missing one fails
-	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS)
+test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends, ROUTERS=compiled those
+	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
 	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS)

@@ -71,7 +71,7 @@ plans_of_this_run = functools.cache(cudnn_backend.Plans)
 
 
 @pytest.fixture(autouse=True)
-def gpu_is_there(request, fresh_registry, monkeypatch):
+def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
     """Fail a GPU test that can't mean anything here: it was asked for, so it isn't skipped."""
     if request.node.get_closest_marker("gpu") is None:
         return

@@ -107,8 +107,8 @@ struct Offsets {  // a pair that was found to leave no row without a key
 struct Kept {
   uint64_t generation = 0;
   std::unordered_map<Words, std::shared_ptr<const Way>, Hash> known;
-  std::unordered_map<int64_t, std::shared_ptr<const Sent>> sent;
-  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<const Returned>> returned;
+  std::unordered_map<int64_t, std::shared_ptr<Sent>> sent;
+  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Returned>> returned;
   std::vector<Offsets> offsets;
   size_t oldest_offsets = 0;
   int64_t numbers = 0;  // given to what is sent
@@ -505,7 +505,7 @@ Way way_of(PyObject* run, PyObject* counters) {
 }
 
 // The call under way, if what is decided about it may be kept: not if anything has changed since.
-// Under the lock.
+// Under the lock. What is replaced there goes after it: whatever held it may do anything then.
 const UnderWay* to_be_kept() {
   return under_way && under_way->generation == kept.generation ? under_way : nullptr;
 }
@@ -595,13 +595,14 @@ PyObject* accept(PyObject*, PyObject* args) {
     return nullptr;
   }
   auto way = std::make_shared<const Way>(way_of(run, counters));
+  decltype(kept.known) dropped;
   const std::unique_lock lock(guard);
   const UnderWay* call = to_be_kept();
   if (call && !call->call.empty()) {
     if (kept.known.size() >= kMostKnown) {
-      kept.known.clear();
+      std::swap(kept.known, dropped);
     }
-    kept.known[call->call] = std::move(way);
+    std::swap(kept.known[call->call], way);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -619,16 +620,18 @@ PyObject* accept_sent(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(beside); i++) {
     sent->beside.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(beside, i)));
   }
+  decltype(kept.sent) dropped;
+  decltype(kept.returned) their_backwards;
   const std::unique_lock lock(guard);
   const UnderWay* call = to_be_kept();
   if (call && !call->call.empty()) {
     if (kept.sent.size() >= kMostKnown) {
-      kept.sent.clear();
-      kept.returned.clear();
+      std::swap(kept.sent, dropped);
+      std::swap(kept.returned, their_backwards);
     }
     number = number ? number : ++kept.numbers;
     sent->call = call->call;
-    kept.sent[number] = std::move(sent);
+    std::swap(kept.sent[number], sent);
   }
   return PyLong_FromSsize_t(number);
   END_HANDLE_TH_ERRORS
@@ -641,9 +644,10 @@ PyObject* accept_returned(PyObject*, PyObject* args) {
     return nullptr;
   }
   auto returned = std::make_shared<Returned>(THPVariable_Unpack(carrier), modes(), way_of(run, counters));
+  const c10::TensorImpl* known_by = returned->carrier.unsafeGetTensorImpl();
   const std::unique_lock lock(guard);
   if (to_be_kept()) {
-    kept.returned[returned->carrier.unsafeGetTensorImpl()] = std::move(returned);
+    std::swap(kept.returned[known_by], returned);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -658,7 +662,8 @@ PyObject* accept_offsets(PyObject*, PyObject* args) {
   }
   const at::Tensor queries = THPVariable_Unpack(of_queries), keys = THPVariable_Unpack(of_keys);
   const std::unique_lock lock(guard);
-  if (to_be_kept() && leaves_a_trace_when_changed(queries) && leaves_a_trace_when_changed(keys)) {
+  if (to_be_kept() && leaves_a_trace_when_changed(queries) && leaves_a_trace_when_changed(keys) &&
+      !covered(queries, keys, tokens_q, tokens_k)) {
     Offsets found{
         Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries._version(), keys._version(),
         tokens_q, tokens_k, stream_of(queries)};
