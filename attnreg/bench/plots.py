@@ -30,9 +30,9 @@ WORDS = {
 }
 
 
-def draw(name: str, results: Any, path: Path) -> None:
-    """Write the picture of a measurement, as PNG or SVG by its suffix."""
-    known = machine()
+def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the picture of a measurement, as PNG or SVG by its suffix; `known` is another machine's."""
+    known = known or machine()
     where = known.get("gpu", known["processor"])
     title = f"{TITLES[name]}, {where}, torch {known['torch']}"
     if name == "selection":
