@@ -151,10 +151,22 @@ def compiled_routers(built_routers, monkeypatch):
 @pytest.fixture(autouse=True)
 def wanted_routers(request, monkeypatch):
     """Have routers be the ones that the command line names, whatever was built on this machine."""
-    if request.config.getoption("--routers") == "compiled":
+    if {"compiled_routers", "unbuilt"}.intersection(request.fixturenames):
+        return
+    if request.config.getoption("--routers") == "compiled" and "python_routers" not in request.fixturenames:
         request.getfixturevalue("compiled_routers")
-    elif "compiled_routers" not in request.fixturenames:
-        monkeypatch.setattr(building, "built", lambda: None)
+    else:
+        monkeypatch.setattr(aten.compiled, "_wanted", lambda: "python")
+
+
+@pytest.fixture
+def python_routers():
+    """Have routers that are installed in a test be those in Python."""
+    aten.restore()
+    aten._kept_out = False
+    yield
+    aten.restore()
+    aten._kept_out = False
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, aten, cli, policy, tuning
+from attnreg import _registry, aten, cli, native, policy, tuning
 from attnreg.bench import cases, contexts, figures, fronts, overhead_gpu, selection, sides, strategies
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
@@ -376,14 +376,24 @@ def test_a_strategy_is_what_its_name_says(routers):
 # What it makes of figures
 
 
-def test_what_fronts_take_is_measured_of_each_backend_that_runs_there(routers):
+@pytest.mark.parametrize("wanted", ["python", "compiled"])
+def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_there(
+    wanted, compiled_routers, monkeypatch
+):
+    aten.restore()
+    monkeypatch.setattr(compiled_routers, "_wanted", lambda: wanted)
+    aten.ensure()
     found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
-    assert [one[:3] for one in found] == [
-        (name, varlen, direction)
+    assert [one.place for one in found] == [
+        (name, varlen, direction, compiled)
+        for compiled in ((False, True) if wanted == "compiled" else (False,))
         for varlen in (True, False)
         for name in ("cpu", "math")
         for direction in ("forward", "backward")
     ]
+    assert native.compiled is (wanted == "compiled")
+    aten.restore()
+    aten._kept_out = False
     assert all(one.host_us > 0 for one in found if one.direction == "forward")
     assert policy.sources() == Sources()
 

@@ -526,7 +526,7 @@ def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, mon
 
 
 def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
-    session, entry, monkeypatch
+    session, entry, monkeypatch, python_routers
 ):
     asked_of = []
 
