@@ -12,7 +12,9 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -28,13 +30,23 @@ from attnreg.errors import BuildError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["build", "built", "load", "target"]
+__all__ = ["build", "built", "loaded", "target"]
 
 MODULE = "attnreg_routers"
 SOURCE = Path(__file__).parent / "aten" / "routers.cpp"
 COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 LIBRARIES = ("c10", "torch_cpu", "torch_python")
 MOST_SAID = 2000  # characters of what a compiler says
+
+# What a process of its own does with what was made: it may be broken in any way.
+TRIAL = """
+import importlib.util, sys, torch
+from importlib.machinery import ExtensionFileLoader
+loader = ExtensionFileLoader(*sys.argv[1:])
+spec = importlib.util.spec_from_file_location(*sys.argv[1:], loader=loader)
+loader.exec_module(importlib.util.module_from_spec(spec))
+"""
 
 
 @functools.cache
@@ -45,7 +57,7 @@ def target() -> Path:
         BuildError: the source isn't there, or the user has no home folder.
     """
     try:
-        parts = (SOURCE.read_text(encoding="utf-8"), *map(str, _versions()))
+        parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, *map(str, _versions()))
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         return caches.folder("routers") / f"{MODULE}-{name}.so"
     except (OSError, RuntimeError) as error:
@@ -65,7 +77,7 @@ def build() -> Path:
     """Compile the routers; takes some seconds, and replaces what was made before.
 
     Raises:
-        BuildError: there is no compiler, or it fails; says what it said.
+        BuildError: there is no compiler, or it fails, or what it made can't be loaded; says what it said.
     """
     file = target()
     try:
@@ -74,18 +86,30 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / file.name
             _run(_command(made))
+            _run([sys.executable, "-c", TRIAL, MODULE, str(made)])
+            made.chmod(0o700)
             made.replace(file)
     except OSError as error:
         raise BuildError(f"the routers can't be compiled into {file}: {error}") from error
     return file
 
 
-def load(file: Path) -> ModuleType:
-    """Import what `build` has made.
+def loaded() -> ModuleType:
+    """Return what `build` has made as a module, loaded once.
 
     Raises:
-        BuildError: it can't be loaded.
+        BuildError: nothing is built, or it can't be loaded, or isn't to be trusted.
     """
+    file = built()
+    if file is None:
+        raise BuildError("they aren't built for this torch and Python; `attnreg build` does it")
+    return _load(file)
+
+
+@functools.cache
+def _load(file: Path) -> ModuleType:
+    for place in (file.parent, file):
+        _check_ours(place)
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(file))
     spec = importlib.util.spec_from_file_location(MODULE, file, loader=loader)
     if spec is None:
@@ -96,6 +120,13 @@ def load(file: Path) -> ModuleType:
     except ImportError as error:
         raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` makes it anew") from error
     return module
+
+
+def _check_ours(place: Path) -> None:
+    """Check that nobody else can have put there what is about to be run."""
+    found = place.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(f"{place} isn't loaded: it belongs to another user, or others may write to it")
 
 
 def _versions() -> tuple[str | None, ...]:
@@ -112,8 +143,8 @@ def _command(output: Path) -> list[str]:
     )
     runtime = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}"
     return [
-        _compiler(),
-        *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
+        *_compiler(),
+        *FLAGS,
         f'-DATTNREG_CUDART="{runtime}"',
         *(f"-I{folder}" for folder in includes),
         str(SOURCE),
@@ -123,13 +154,13 @@ def _command(output: Path) -> list[str]:
     ]
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
     if sys.platform != "linux":
         raise BuildError(f"the routers can be compiled on Linux only, got {sys.platform}")
     asked = os.environ.get("CXX", "").strip()
-    for name in (asked,) if asked else COMPILERS:
+    for name, *arguments in (shlex.split(asked),) if asked else ((name,) for name in COMPILERS):
         if found := shutil.which(name):
-            return found
+            return [found, *arguments]
     wanted = f"CXX={asked}" if asked else " or ".join(COMPILERS)
     raise BuildError(f"the routers can't be compiled: there is no C++ compiler, looked for {wanted}")
 

@@ -110,10 +110,10 @@ def count_also(drain: Callable[[], list[tuple[Counter, int]]]) -> None:
 
 def collect() -> None:
     """Add what was counted elsewhere, before counters are read."""
+    found = [row for drain in _elsewhere for row in drain()]
     with _lock:
-        for drain in _elsewhere:
-            for counter, times in drain():
-                counter.value += times
+        for counter, times in found:
+            counter.value += times
 
 
 def stats() -> Stats:

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["Facts", "derived", "facts", "facts_of", "of_a_graph", "stream_of"]
+__all__ = ["GRAPH_TREES", "Facts", "derived", "facts", "facts_of", "of_a_graph", "stream_of"]
 
 # Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
 # the purposes that something is derived for.
 _KEPT = 64
+
+GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 # What the host reads before the device has answered.
 _UNANSWERED = 2
@@ -136,7 +138,7 @@ def of_a_graph(offsets: Tensor) -> bool:
     Inductor's CUDA-graph trees run a function once in a graph's memory before they capture it, and
     count what is left there afterwards.
     """
-    if "torch._inductor.cudagraph_trees" in sys.modules:
+    if GRAPH_TREES in sys.modules:
         return True
     return offsets.is_cuda and torch.cuda.is_current_stream_capturing()
 

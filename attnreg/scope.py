@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWN",
+    "UNKNOWN",
     "Own",
     "Pin",
     "current",
@@ -74,9 +75,9 @@ def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
             if found is None:
                 found = Pin(len(_pins) + 1, preference, no_gradient)
                 _pins.append(found)
-                _known[preference, no_gradient] = found
                 if preference is not None:
-                    _tell()
+                    _tell()  # before another thread can find it
+                _known[preference, no_gradient] = found
     return found
 
 
@@ -93,6 +94,9 @@ def _tell() -> None:
         _told.pop()(_current)
 
 
+# Announced to compiled routers: a call of attnreg's own front that they don't know.
+UNKNOWN = -1
+
 # attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
 OWN = pin(None)
 
@@ -103,7 +107,7 @@ class Own(Pin):
     Attributes:
         known_as: everything that decides, first what tells tensors apart.
         rest, options: what the front gives the op after the tensors, and by keyword.
-        number: what the compiled routers know it by; 0 if they don't.
+        number: what the compiled routers know it by; `UNKNOWN` if they don't.
         express: what it came down to; None before that is known. See `aten.express`.
     """
 
@@ -115,7 +119,7 @@ class Own(Pin):
         self.rest: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.express: Any = None
-        self.number = 0
+        self.number = UNKNOWN
 
 
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnreg import _registry, environment
+from attnreg import _registry, building, environment
 from attnreg.environment import Environment
-from attnreg.errors import ConfigError, UnknownBackendError
+from attnreg.errors import BuildError, ConfigError, UnknownBackendError
 from attnreg.lockfile import VARIABLE as LOCK
 from attnreg.lockfile import Lockfile
 from attnreg.lockfile import load as load_lock
@@ -82,6 +82,14 @@ def read(before: Sources) -> Sources:
     )
 
 
+def _check_routers(fresh: Sources) -> None:
+    if fresh.environment.routers == "compiled":
+        try:
+            building.loaded()
+        except BuildError as error:
+            raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
+
+
 def checked(fresh: Sources) -> Sources:
     """Check what only the registry and the disk know, and what sources say against each other.
 
@@ -90,9 +98,11 @@ def checked(fresh: Sources) -> Sources:
 
     Raises:
         ConfigError: an unknown name, a backend that is asked for and disabled, a disabled reference, a
-            file that is no table or no lockfile, or one to record in that can't be written.
+            file that is no table or no lockfile, one to record in that can't be written, or compiled
+            routers that aren't there.
     """
     check_names(fresh)
+    _check_routers(fresh)
     variables = fresh.environment
     if variables.record is not None:
         try:

@@ -7,6 +7,7 @@ backward can't be told, through `attnreg::_varlen_attn`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from attnreg.aten import compiled, express
 from attnreg.backend import Call
 from attnreg.dispatch import wants_gradient
 from attnreg.errors import InvalidInputError
+from attnreg.packed import GRAPH_TREES
 from attnreg.spec import UNBOUNDED
 from attnreg.state import state
 from attnreg.validation import check
@@ -145,16 +147,17 @@ def varlen_attn(
 
 def _known(own: scope.Own, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run a call that came before; the router takes from the scope what it came down to."""
-    extension = compiled.extension if own.number else None
+    with_compiled = compiled.extension
     token = scope.enter(own)
     try:
-        if extension is not None:
-            extension.announce(own.number)
+        if with_compiled is not None:
+            # What is known of offsets isn't to be relied on beside such graphs: see `packed.of_a_graph`.
+            with_compiled.announce(own.number if GRAPH_TREES not in sys.modules else scope.UNKNOWN)
         out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
     finally:
         scope.leave(token)
-        if extension is not None:
-            extension.announce(0)  # for the case that something kept the call from the routers
+        if with_compiled is not None:
+            with_compiled.announce(0)  # for the case that something kept the call from the routers
     return out, lse
 
 
@@ -227,11 +230,16 @@ def _eager(
         optional["window_size_left"], optional["window_size_right"] = window
     if own is not None:
         own.rest, own.options = (*arguments[5:], 0.0, causal, False), optional
+    with_compiled = compiled.extension if token is not None else None
     try:
+        if with_compiled is not None:
+            with_compiled.announce(scope.UNKNOWN)
         result = _flash_forward(*arguments, 0.0, causal, False, **optional)
     finally:
         if token is not None:
             scope.leave(token)
+        if with_compiled is not None:
+            with_compiled.announce(0)
     out, lse, rng_state, *_ = result
     if rng_state.is_meta and type(rng_state) is Tensor and not arguments[0].is_meta:
         # One tensor on "meta" has sent the call to torch's kernel that computes nothing.

@@ -131,6 +131,7 @@ def built_routers():
     if not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("compiling the routers takes a C++ compiler")
     BUILT.mkdir(parents=True, exist_ok=True)
+    BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setattr(caches, "folder", lambda purpose: BUILT)

@@ -1,6 +1,8 @@
 """Promises of compiled routers: which calls they answer, and that it changes nothing about them."""
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,10 +15,10 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import aten, building, native
+from attnreg import aten, building, native, scope
 from attnreg.aten import compiled, routing
 from attnreg.cli import app
-from attnreg.errors import ConfigError
+from attnreg.errors import BuildError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,25 +50,8 @@ def attend_and_back(inputs, **options):
     return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
-class PythonHadItError(Exception):
-    pass
-
-
 @pytest.fixture
-def without_python(monkeypatch):
-    """Have routers in Python fail from now on."""
-
-    def forbid():
-        def state():
-            raise PythonHadItError
-
-        monkeypatch.setattr(routing, "state", state)
-
-    return forbid
-
-
-@pytest.fixture
-def known(installed, without_python, monkeypatch):
+def known(installed, monkeypatch):
     """Return whether a call is answered without the routers in Python."""
     original = routing.state
 
@@ -77,7 +62,6 @@ def known(installed, without_python, monkeypatch):
             asked.append(1)
             return original()
 
-        # What was registered has the function by its name in the module.
         monkeypatch.setattr(routing, "state", state)
         call()
         monkeypatch.setattr(routing, "state", original)
@@ -199,6 +183,27 @@ def test_a_reset_takes_what_compiled_routers_have_counted(installed):
     assert attnreg.stats().calls == {}
 
 
+def test_counters_of_a_recording_go_with_it(installed, tmp_path):
+    attnreg.register_backend("cpu")
+
+    def record(number):
+        with attnreg.record(tmp_path / f"{number}.jsonl"):
+            attend(qkv())
+
+    record(0)
+    attnreg.stats()
+    before = counters_alive()
+    for number in range(1, 6):
+        record(number)
+    attnreg.stats()
+    assert counters_alive() == before
+
+
+def counters_alive():
+    gc.collect()
+    return sum(type(x) is attnreg.counters.Counter for x in gc.get_objects())
+
+
 def test_idle_ones_pass_everything_to_those_in_python(known):
     attnreg.register_backend("cpu")
     attend(qkv())
@@ -207,6 +212,43 @@ def test_idle_ones_pass_everything_to_those_in_python(known):
         assert not known(lambda: attend(qkv()))
     attend(qkv())
     assert known(lambda: attend(qkv()))
+
+
+def test_idle_while_they_are_taken_out_and_put_in_again(known):
+    attnreg.register_backend("cpu")
+    with compiled.idle():
+        with compiled.idle():
+            pass
+        assert not native.compiled
+        aten.restore()
+        assert not native.compiled
+    assert not native.compiled
+    aten._kept_out = False
+    with compiled.idle():
+        aten.ensure()
+        assert not native.compiled
+    assert native.compiled
+    attend(qkv())
+    assert known(lambda: attend(qkv()))
+
+
+def test_more_calls_than_are_kept_begin_anew(op):
+    ended = []
+
+    class Run:
+        def __call__(self, q, k, v):
+            return q, q, k, v, 3
+
+        def __del__(self):
+            op.module.forget()  # what goes may do anything, as nothing waits for it
+            ended.append(1)
+
+    op.then = lambda module: module.accept(Run(), ())
+    op.forward(Q, K, V, None, None)
+    op.then = lambda module: module.accept(None, ())
+    for number in range(4096):
+        op.forward(Q, K, V, None, None, float(number + 2))
+    assert ended == [1]
 
 
 def test_uninstalling_leaves_torchs_kernels_and_installing_brings_them_back(known, ran):
@@ -247,11 +289,78 @@ def test_threads_that_call_while_registrations_change_lose_no_call(installed, ra
     assert sum(forward for forward, _ in ran().values()) == 4 * calls
 
 
+ONCE = """
+import sys, torch, attnreg
+from torch.nn import functional as F
+from attnreg import aten, building, scope
+building.built = lambda: building.Path(sys.argv[1])
+q = torch.randn(1, 2, 8, 16)
+"""
+OWN = """
+aten.ensure()
+F.scaled_dot_product_attention(q, q, q)
+assert attnreg.stats().calls == {}
+for _ in range(2):
+    token = scope.enter(scope.OWN)
+    aten.compiled.extension.announce(scope.UNKNOWN)
+    F.scaled_dot_product_attention(q, q, q)
+    scope.leave(token)
+assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}, attnreg.stats()
+F.scaled_dot_product_attention(q, q, q)
+assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}, attnreg.stats()
+"""
+LATE = """
+attnreg.register_backend("cpu")
+F.scaled_dot_product_attention(q, q, q)
+"""
+LATER = """
+import atexit
+
+def last():
+    ones = torch.ones(1, 1, 3, 8)
+    print(F.scaled_dot_product_attention(ones, ones, ones).sum())
+
+atexit.register(last)
+"""
+UNTOUCHED = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+q = torch.randn(1, 2, 8, 16)
+torch.nn.functional.scaled_dot_product_attention(q, q, q)
+"""
+
+
+def process(script, file, **variables):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(file)],
+        capture_output=True, text=True, check=False, env=environ | variables,
+    )  # fmt: skip
+
+
+def test_the_fronts_calls_do_not_pass_where_nothing_is_registered_and_nobody_ever_chose(built_routers):
+    result = process(ONCE + OWN, built_routers)
+    assert result.returncode == 0, result.stderr
+
+
+def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
+    result = process(LATER + ONCE + LATE, built_routers)
+    assert (result.stdout, result.returncode) == ("tensor(24.)\n", 0), result.stderr
+
+
+def test_with_the_variable_and_nothing_built_a_program_nobody_touched_is_refused(tmp_path):
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "ATTNREG_ROUTERS": "compiled", "ATTNREG_BACKEND": "math"}
+    result = process(UNTOUCHED, "", **variables)
+    assert result.returncode == 1
+    assert "ConfigError: ATTNREG_ROUTERS=compiled: they aren't built for this torch" in result.stderr
+
+
 FORKED = """
 import os, sys, torch, attnreg
 from torch.nn import functional as F
 from attnreg import building
-building.built = lambda: sys.argv[1]
+building.built = lambda: building.Path(sys.argv[1])
 attnreg.register_backend("cpu")
 q = torch.randn(1, 2, 8, 16)
 torch.set_num_threads(1)
@@ -423,7 +532,7 @@ class Front:
 
     def __init__(self, op, run, back):
         self.op, self.run, self.back = op, run, back
-        self.number = 0
+        self.number = scope.UNKNOWN
         self.counter = attnreg.counters.Counter()
 
     def forward(self, ends, tensors=(Q, K, V)):
@@ -463,8 +572,7 @@ def front(op, ends, request):
             lambda q, k, v, ends_q, ends_k: (q + 1, q.sum(-1)),
             lambda grad, q, k, v, out, lse, ends_q, ends_k: (grad + 1, grad + 2, grad + 3),
         )
-    # The first has no number yet to be announced by.
-    assert [made.forward(ends)[0], made.forward(ends)[0]] == [["router"]] * 2
+    assert made.forward(ends)[0] == ["router"]
     assert made.backward(ends)[0] == ["router"]
     return made, [request.param]
 
@@ -512,7 +620,7 @@ def test_offsets_that_nobody_has_looked_at_go_to_the_router_once(front):
 
 def test_offsets_where_others_have_been_are_not_taken_for_them(front):
     made, _ = front
-    for _ in range(50):  # as soon as they are gone others come to lie in their place
+    for _ in range(200):  # sixty-four are kept, then what they hold goes and others come to lie there
         fresh = torch.tensor([0, 3, 6], dtype=torch.int32)
         assert made.forward(fresh)[0] == ["router"]
         del fresh
@@ -597,14 +705,42 @@ def test_build_makes_a_file_that_loads_and_tells_where(unbuilt, built_routers, m
     # What a compiler would take half a minute for was made before.
     script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cp {built_routers} "$2"\n')
     script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CXX", f"{script} --an-option")
     result = CliRunner().invoke(app, ["build", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["file"] == str(building.target())
     assert list(unbuilt.iterdir()) == [building.target()]
     assert building.built() == building.target()
     info = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
-    assert info["routers"]["compiled"] == str(building.target())
+    assert info["routers"]["compiled"] == {"file": str(building.target()), "problem": None}
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    result = CliRunner().invoke(app, ["info"])
+    assert "not used: ATTNREG_ROUTERS=python leaves them out" in " ".join(result.output.split())
+
+
+def test_what_was_compiled_and_does_not_load_is_not_kept(unbuilt, monkeypatch, tmp_path):
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo junk > "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    result = CliRunner().invoke(app, ["build"])
+    assert result.exit_code == 1
+    assert "ImportError" in result.output
+    assert list(unbuilt.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_what_others_can_write_to_is_not_run(unbuilt, built_routers, caplog, mode):
+    unbuilt.mkdir(parents=True)
+    building.target().write_bytes(built_routers.read_bytes())
+    unbuilt.chmod(mode)
+    with attnreg.register_backend("cpu"):
+        assert not native.compiled
+    assert "others may write to it" in caplog.text
+    unbuilt.chmod(0o700)
+    building.target().chmod(mode)
+    with pytest.raises(BuildError, match="others may write to it"):
+        building.loaded()
 
 
 @pytest.mark.parametrize(("asked", "used"), [("", True), ("compiled", True), ("Python", False)])

@@ -6,12 +6,13 @@ it: whatever it doesn't know again comes to them.
 
 from __future__ import annotations
 
+import atexit
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, building, counters, environment, native, scope
-from attnreg.errors import AttnregError, BuildError, ConfigError
+from attnreg.errors import AttnregError, BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,11 +21,10 @@ __all__ = ["capture", "cover", "extension", "idle", "uncover"]
 
 log = logging.getLogger("attnreg")
 
-VARIABLE = "ATTNREG_ROUTERS"
-
 # What was loaded stays loaded: torch may have its code in use.
 _loaded: Any = None
 extension: Any = None
+_idle = 0
 
 
 def capture(places: Iterable[tuple[str, str, int, int]]) -> bool:
@@ -34,8 +34,6 @@ def capture(places: Iterable[tuple[str, str, int, int]]) -> bool:
         places: ops with their namespace, dispatch keys, where the query is among the op's arguments,
             and where a backward has what its forward hands it (-1 in a forward).
 
-    Raises:
-        ConfigError: ATTNREG_ROUTERS asks for compiled routers, and there are none.
     """
     module = _module()
     if module is None:
@@ -50,7 +48,7 @@ def cover() -> None:
     """Lay the compiled routers over those in Python."""
     global extension
     _loaded.cover()
-    extension, native.compiled = _loaded, True
+    extension, native.compiled = _loaded, not _idle
     _registry.changed()
 
 
@@ -66,41 +64,40 @@ def uncover() -> None:
 @contextmanager
 def idle() -> Iterator[None]:
     """Have all calls go to the routers in Python for a while, in every thread."""
-    module = extension
-    if module is None:
-        yield
-        return
-    native.compiled = False
-    module.enable(False)
-    _registry.changed()
+    _rest(1)
     try:
         yield
     finally:
-        native.compiled = True
-        module.enable(True)
+        _rest(-1)
+
+
+def _rest(more: int) -> None:
+    global _idle
+    with _registry.lock:
+        _idle += more
+        native.compiled = extension is not None and not _idle
+        if _loaded is not None:
+            _loaded.enable(not _idle)
         _registry.changed()
 
 
 def _module() -> Any:
     """Return the module, loaded once; None where there is none, or none is wanted."""
     global _loaded
-    wanted = _wanted()
-    if wanted == "python":
+    if _wanted() == "python":
         return None
     if _loaded is None:
-        file = building.built()
         try:
-            if file is None:
-                raise BuildError("they aren't built for this torch and Python; `attnreg build` does it")
-            _loaded = building.load(file)
+            _loaded = building.loaded()
         except BuildError as error:
-            if wanted == "compiled":
-                raise ConfigError(f"{VARIABLE}=compiled: {error}") from error
-            log.log(logging.DEBUG if file is None else logging.WARNING, "routers are Python's: %s", error)
+            # Where the variable asks for them this is an error of the settings as well.
+            log.log(logging.WARNING if building.built() else logging.DEBUG, "routers are Python's: %s", error)
             return None
         _registry.on_change(_loaded.forget)
         counters.count_also(_loaded.drain)
         scope.on_first_choice(_loaded.watch)
+        # Torch takes the routers in Python out when the process ends; these have to be gone by then.
+        atexit.register(uncover)
     return _loaded
 
 

@@ -50,14 +50,14 @@ constexpr size_t kMostOffsets = 64;  // as `packed` keeps
 // ---- What is counted. A counter of attnreg's, and how often it went up since `drain` looked last.
 
 struct Tally {
-  PyObject* counter;  // kept for good: there are as many as backends and kinds of fallback
+  PyObject* counter;  // held until `drain` finds that nothing counts there any more
   std::atomic<int64_t> times{0};
 };
 
-using Tallies = std::vector<Tally*>;
+using Tallies = std::vector<std::shared_ptr<Tally>>;
 
 void count(const Tallies& tallies) {
-  for (Tally* tally : tallies) {
+  for (const auto& tally : tallies) {
     tally->times.fetch_add(1, std::memory_order_relaxed);
   }
 }
@@ -117,7 +117,7 @@ struct Kept {
 // None of it is ever destroyed: calls may come while the process ends.
 std::shared_mutex& guard = *new std::shared_mutex;
 Kept& kept = *new Kept;
-auto& tallies = *new std::unordered_map<PyObject*, std::unique_ptr<Tally>>;
+auto& tallies = *new std::unordered_map<PyObject*, std::shared_ptr<Tally>>;
 std::atomic<bool> enabled{true};
 std::atomic<bool> passing{false};         // nothing is registered: every call is torch's
 std::atomic<PyObject*> choices{nullptr};  // the context variable, once anybody has made a choice there
@@ -147,7 +147,8 @@ class Locked {  // holds the interpreter's lock
 
 // ---- What is under way on a thread
 
-thread_local int64_t announced = 0;  // the number of what `varlen_attn` is about to call; 0 for nothing
+// The number of what `varlen_attn` is about to call: 0 for nothing, negative if it has none.
+thread_local int64_t announced = 0;
 
 struct UnderWay {  // a call that the router in Python has
   uint64_t generation = 0;
@@ -485,9 +486,9 @@ const Tallies tallies_of(PyObject* counters) {
     auto& tally = tallies[counter];
     if (!tally) {
       Py_INCREF(counter);
-      tally = std::make_unique<Tally>(counter);
+      tally = std::make_shared<Tally>(counter);
     }
-    found.push_back(tally.get());
+    found.push_back(tally);
   }
   return found;
 }
@@ -629,7 +630,7 @@ PyObject* accept_sent(PyObject*, PyObject* args) {
       std::swap(kept.sent, dropped);
       std::swap(kept.returned, their_backwards);
     }
-    number = number ? number : ++kept.numbers;
+    number = number > 0 ? number : ++kept.numbers;
     sent->call = call->call;
     std::swap(kept.sent[number], sent);
   }
@@ -678,19 +679,30 @@ PyObject* accept_offsets(PyObject*, PyObject* args) {
 }
 
 PyObject* drain(PyObject*, PyObject*) {
-  PyObject* found = PyList_New(0);
-  for (const auto& [counter, tally] : tallies) {
+  // First without Python, which may run anything while it makes objects.
+  std::vector<std::pair<PyObject*, int64_t>> counted;
+  for (auto at = tallies.begin(); at != tallies.end();) {
+    const auto& [counter, tally] = *at;
+    const bool in_use = tally.use_count() > 1;
     const int64_t times = tally->times.exchange(0, std::memory_order_relaxed);
-    if (!found || times == 0) {
-      continue;
+    counted.emplace_back(counter, times);
+    if (in_use) {
+      Py_INCREF(counter);
+      ++at;
+    } else {
+      at = tallies.erase(at);
     }
-    PyObject* row = Py_BuildValue("(OL)", counter, static_cast<long long>(times));
-    if (!row || PyList_Append(found, row) != 0) {
+  }
+  PyObject* found = PyList_New(0);
+  for (const auto& [counter, times] : counted) {
+    PyObject* row = found && times != 0 ? Py_BuildValue("(OL)", counter, static_cast<long long>(times)) : nullptr;
+    if (row && PyList_Append(found, row) != 0) {
       Py_CLEAR(found);
     }
     Py_XDECREF(row);
+    Py_DECREF(counter);
   }
-  return found;
+  return PyErr_Occurred() ? nullptr : found;
 }
 
 PyMethodDef functions[] = {
@@ -700,7 +712,7 @@ PyMethodDef functions[] = {
     {"enable", enable, METH_O, "Let them answer calls, or pass all to those in Python."},
     {"forget", forget, METH_NOARGS, "Drop what calls are known by."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
-    {"announce", announce, METH_O, "Say what `varlen_attn` is about to call, by its number; 0 for nothing."},
+    {"announce", announce, METH_O, "Say what `varlen_attn` is about to call, by its number; -1 if it has none, 0 for nothing."},
     {"accept_passing", accept_passing, METH_NOARGS, "The call under way is torch's, as is every other."},
     {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
     {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; returns its number."},

@@ -24,7 +24,6 @@ def build(as_json: AsJson = False) -> None:
     try:
         with place.status("compiling the routers"):
             file = building.build()
-        building.load(file)
     except BuildError as error:
         typer.echo(f"attnreg: {error}", err=True)
         if as_json:

@@ -100,7 +100,10 @@ def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
     calls = "go to the backends" if routers["serving"] else "left to torch: nothing asks for a backend"
     missed = routers["untouched_programs"]
     yield "routers", "installed" if routers["installed"] else "not installed"
-    yield "compiled", routers["compiled"] or "no: `attnreg build` does it, for less host time per call"
+    compiled = routers["compiled"]
+    yield "compiled", compiled["file"] or "no: `attnreg build` does it, for less host time per call"
+    if compiled["file"] and compiled["problem"]:
+        yield "", f"not used: {compiled['problem']}"
     yield "calls", "refused: see the problems above" if found["settings"]["problem"] else calls
     if routers["shadowed_by"]:
         yield "shadowed", f"torch.nn.attention has {routers['shadowed_by']!r} active above the routers"

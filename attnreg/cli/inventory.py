@@ -44,13 +44,25 @@ def inventory() -> dict[str, Any]:
         "tables": [_tables(planning.device_of(device), asked) for device, _ in torch_facts.devices()],
         "routers": {
             "installed": aten.installed(),
-            "compiled": str(building.built() or "") or None,
+            "compiled": _compiled(),
             "serving": policy.is_active(),
             "shadowed_by": aten.shadowed_by(),
             "untouched_programs": torch_facts.untouched_programs(),
         },
         "torch": torch_facts.own_choice(),
     }
+
+
+def _compiled() -> dict[str, str | None]:
+    """Return the file of compiled routers, and why programs that start here don't use it."""
+    file, problem = building.built(), None
+    try:
+        building.loaded()
+    except AttnregError as error:
+        problem = str(error)
+    if os.environ.get("ATTNREG_ROUTERS", "").strip().casefold() == "python":
+        problem = "ATTNREG_ROUTERS=python leaves them out"
+    return {"file": str(file) if file else None, "problem": problem}
 
 
 def _policy() -> tuple[Policy, str]:
