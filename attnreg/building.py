@@ -158,7 +158,11 @@ def _compiler() -> list[str]:
     if sys.platform != "linux":
         raise BuildError(f"the routers can be compiled on Linux only, got {sys.platform}")
     asked = os.environ.get("CXX", "").strip()
-    for name, *arguments in (shlex.split(asked),) if asked else ((name,) for name in COMPILERS):
+    try:
+        choices = [shlex.split(asked)] if asked else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise BuildError(f"the routers can't be compiled: CXX={asked}: {error}") from error
+    for name, *arguments in choices:
         if found := shutil.which(name):
             return [found, *arguments]
     wanted = f"CXX={asked}" if asked else " or ".join(COMPILERS)

@@ -693,6 +693,8 @@ def test_a_compiler_that_is_missing_or_fails_is_told(unbuilt, monkeypatch):
     result = CliRunner().invoke(app, ["build"])
     assert result.exit_code == 1
     assert "there is no C++ compiler, looked for CXX=no-such-compiler" in result.output
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    assert "CXX=g++ '-O2: No closing quotation" in CliRunner().invoke(app, ["build"]).output
     monkeypatch.setenv("CXX", "false")
     result = CliRunner().invoke(app, ["build", "--json"])
     assert result.exit_code == 1

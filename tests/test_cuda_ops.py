@@ -16,8 +16,8 @@ import torch
 import truth
 
 import attnreg
-from attnreg import aten
-from attnreg.aten import cudnn, flash
+from attnreg import aten, native
+from attnreg.aten import cudnn, flash, routing
 from attnreg.aten.routing import router
 from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
@@ -206,6 +206,40 @@ def check_gradients(out, inputs, expected):
 
 
 # ---- dense: (B, H, S, D)
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("name", ["torch's own", "math"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_dense_call_that_came_before_is_the_same_and_takes_compiled_routers_no_python(
+    route, kind, name, causal, monkeypatch, ran
+):
+    route(torchs_own())
+    backend = {"flash": "FA2", "cudnn": "cuDNN"}[kind] if name == "torch's own" else "math"
+    inputs = tensors(dtype=torch.float32)
+    asked, original = [], routing.state
+
+    def state():
+        asked.append(1)
+        return original()
+
+    attnreg.install()  # torch's own kernels lead the default order of their ops
+    with attnreg.register_backend("math") if backend == "math" else contextlib.nullcontext():
+        for _ in range(4):  # the first is examined, the second known, the third told of
+            first = call(kind, inputs, causal=causal)
+            torch.autograd.grad(first[0], inputs, random_like(first[0]))
+        monkeypatch.setattr(routing, "state", state)
+        again = call(kind, inputs, causal=causal)
+        for one, other in zip(first, again, strict=True):
+            assert (one is None) == (other is None)
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                assert torch.equal(one, other)
+            elif not isinstance(one, torch.Tensor):
+                assert one == other
+        check_against_truth(again[0], inputs, window=CAUSAL if causal else (-1, -1))
+        assert (asked == []) is native.compiled
+    assert ran() == {backend: (5, 5)}
+
 
 SHAPES = {"square": (6, 6), "fewer queries": (3, 6), "fewer keys": (6, 3)}
 

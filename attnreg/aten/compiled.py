@@ -1,7 +1,7 @@
-"""The routers' shortest way, compiled (`routers.cpp`): puts it over those in Python, where it was built.
+"""Compiled routers (`routers.cpp`): puts them over those in Python, where they were built.
 
-While it is in, `extension` is its module, and the routers tell it what they decide. Nothing depends on
-it: whatever it doesn't know again comes to them.
+While they are in, `extension` is their module, and the routers in Python tell it what they decide. Nothing
+depends on it: whatever it doesn't know again comes to them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def capture(places: Iterable[tuple[str, str, int, int]]) -> bool:
     Args:
         places: ops with their namespace, dispatch keys, where the query is among the op's arguments,
             and where a backward has what its forward hands it (-1 in a forward).
-
     """
     module = _module()
     if module is None:
