@@ -102,7 +102,7 @@ def loaded() -> ModuleType:
     """
     file = built()
     if file is None:
-        raise BuildError("they aren't built for this torch and Python; `attnreg build` does it")
+        raise BuildError("none are compiled for this torch and Python; `attnreg build` does it")
     return _load(file)
 
 

@@ -353,7 +353,7 @@ def test_with_the_variable_and_nothing_built_a_program_nobody_touched_is_refused
     variables = {"XDG_CACHE_HOME": str(tmp_path), "ATTNREG_ROUTERS": "compiled", "ATTNREG_BACKEND": "math"}
     result = process(UNTOUCHED, "", **variables)
     assert result.returncode == 1
-    assert "ConfigError: ATTNREG_ROUTERS=compiled: they aren't built for this torch" in result.stderr
+    assert "ConfigError: ATTNREG_ROUTERS=compiled: none are compiled for this torch" in result.stderr
 
 
 FORKED = """
@@ -761,7 +761,7 @@ def test_asked_for_and_not_built_is_an_error_that_says_what_to_do(unbuilt, monke
     with pytest.raises(ConfigError) as error:
         attnreg.register_backend("cpu")
     assert str(error.value) == (
-        "ATTNREG_ROUTERS=compiled: they aren't built for this torch and Python; `attnreg build` does it"
+        "ATTNREG_ROUTERS=compiled: none are compiled for this torch and Python; `attnreg build` does it"
     )
     assert not aten.installed()
     assert attnreg._registry.registrations() == ()

@@ -90,7 +90,11 @@ def _module() -> Any:
             _loaded = building.loaded()
         except BuildError as error:
             # Where the variable asks for them this is an error of the settings as well.
-            log.log(logging.WARNING if building.built() else logging.DEBUG, "routers are Python's: %s", error)
+            log.log(
+                logging.WARNING if building.built() else logging.DEBUG,
+                "the routers are those in Python: %s",
+                error,
+            )
             return None
         _registry.on_change(_loaded.forget)
         counters.count_also(_loaded.drain)

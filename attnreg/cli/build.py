@@ -1,4 +1,4 @@
-"""`attnreg build`: compile the routers, so that what torch's own kernels answer costs less of the host."""
+"""`attnreg build`: compile the routers, so that a call costs the host less."""
 
 import time
 
@@ -12,9 +12,10 @@ __all__ = ["build"]
 
 
 def build(as_json: AsJson = False) -> None:
-    """Compile the routers for this torch and Python, with the C++ compiler of this machine.
+    """Compile the routers: a call costs the host less.
 
-    Calls that torch's own kernels answer go straight there then, in programs that start from now on.
+    For this torch and Python, with the C++ compiler that CXX names or that is found, into the user's cache
+    folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves them out.
     """
     import_torch()
     from attnreg import building
