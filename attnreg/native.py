@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["capture", "check_not_overridden", "compiled", "kernel"]
 
-# Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`).
-compiled = False
+# Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`); None while none do.
+compiled: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}

@@ -18,8 +18,8 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry, native, trace
-from attnreg.errors import AttnregError
+from attnreg import _registry, building, native, trace
+from attnreg.errors import AttnregError, BuildError
 from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
 from attnreg.sources import Sources, check_names, checked, disabled, log_level, read, strict, watching
@@ -98,7 +98,7 @@ def current() -> Policy:
     now = sources()
     tables = None
     if decides_by(now)[0] == "measured":
-        tables = Tables(now.tables, _registry.entries, native.compiled)
+        tables = Tables(now.tables, _registry.entries, _compiled(now))
     only_watching = serves(now) and watching(now) and not _active and not _registry.registrations()
     # Asking for one backend doesn't change calls that torch has sent to another; asking for measurement does.
     by_measurement = bool(decides_by(now)[1] or now.tables)
@@ -106,6 +106,19 @@ def current() -> Policy:
     return Policy(
         tuple(_preferences(now)), disabled(now), strict(now), tables, only_watching, lock, by_measurement
     )
+
+
+def _compiled(now: Sources) -> bool:
+    """Whether routers are compiled ones, or will be as soon as a call needs them."""
+    if native.compiled is not None:
+        return native.compiled
+    if now.environment.routers == "python":
+        return False
+    try:
+        building.loaded()
+    except BuildError:
+        return False
+    return True
 
 
 def is_active() -> bool:

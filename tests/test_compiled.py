@@ -785,6 +785,22 @@ def test_a_file_that_does_not_load_is_a_warning_and_python_serves(unbuilt, caplo
     assert "`attnreg build` makes it anew" in caplog.messages[0]
 
 
+def test_before_the_routers_are_in_tables_are_looked_up_as_if_they_were(unbuilt, built_routers, monkeypatch):
+    assert not attnreg.policy.current().tables.compiled
+    monkeypatch.setattr(building, "built", lambda: built_routers)
+    assert native.compiled is None
+    assert attnreg.policy.current().tables.compiled
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    attnreg.reload()
+    assert not attnreg.policy.current().tables.compiled
+    monkeypatch.delenv("ATTNREG_ROUTERS")
+    attnreg.reload()
+    aten.ensure()
+    assert attnreg.policy.current().tables.compiled
+    with compiled.idle():
+        assert not attnreg.policy.current().tables.compiled
+
+
 def test_the_variable_alone_has_nothing_served(monkeypatch):
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     attnreg.reload()

@@ -110,6 +110,7 @@ def restore() -> None:
         _kept_out = True
         if _library is not None:
             compiled.uncover()
+            native.compiled = None
             _library._destroy()  # type: ignore[no-untyped-call]
             _library = None
 
@@ -155,10 +156,12 @@ def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Li
     try:
         for (route, key, _), function in zip(places, routers, strict=True):
             _register(library, route.op, key, function)
+        native.compiled = False
         if is_compiled:
             compiled.cover()
     except Exception as error:
         compiled.uncover()
+        native.compiled = None
         library._destroy()  # type: ignore[no-untyped-call]
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
     return library

@@ -55,7 +55,7 @@ def uncover() -> None:
     """Take them out; no change if they aren't in."""
     global extension
     if _loaded is not None:
-        extension, native.compiled = None, False
+        extension, native.compiled = None, None
         _loaded.uncover()
         _registry.changed()
 
@@ -74,7 +74,8 @@ def _rest(more: int) -> None:
     global _idle
     with _registry.lock:
         _idle += more
-        native.compiled = extension is not None and not _idle
+        if extension is not None:
+            native.compiled = not _idle
         if _loaded is not None:
             _loaded.enable(not _idle)
         _registry.changed()

@@ -62,7 +62,7 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
     }
     for name, taken in _guarded(able, device, rounds).items():
         for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
-            yield Front(name, varlen, direction, min(seconds) * 1e6, native.compiled)
+            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(native.compiled))
 
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:
