@@ -226,6 +226,20 @@ def test_each_thread_has_a_handle_of_its_own(kernels, module):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_what_is_the_packages_is_given_back_before_the_process_ends(kernels, module, monkeypatch):
+    registered = []
+    monkeypatch.setattr(_cudnn_plans.atexit, "register", registered.append)
+    plans = _cudnn_plans.Plans(module)
+    (let_go,) = registered
+    inputs = ragged([3, 9])
+    wanted = cudnn.forward(plans, *inputs)[0]
+    assert len(plans._plans) == 1
+    let_go()
+    assert plans._plans == {}
+    assert module.handles == []
+    assert torch.equal(cudnn.forward(plans, *inputs)[0], wanted), "what ends later may still call"
+
+
 def test_a_handle_that_ends_while_a_graph_is_captured_is_lost_and_does_no_harm(kernels, module, monkeypatch):
     """Destroying it waits for the device, which would end the capture."""
     kernels.forward(*ragged([3, 9]))

@@ -5,6 +5,8 @@ Run as `pytest -m "gpu and not slow" --backends=FA2,FA4,cuDNN,math`; one that is
 
 import contextlib
 import functools
+import subprocess
+import sys
 
 import gpu
 import pytest
@@ -38,6 +40,26 @@ def test_sdpa_runs_the_registered_backend_forward_and_backward(named, chosen, ca
     right, _ = truth.dense(*leaves, window=(-1, 0) if causal else (-1, -1))
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
     gpu.assert_near((out, *grads), (right, *right_grads))
+
+
+PROGRAM = """
+import sys, torch, attnreg
+attnreg.register_backend(sys.argv[1])
+q = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+packed = torch.randn(256, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+ends = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
+attnreg.varlen_attn(packed, packed, packed, ends, ends, 128, 128).sum().backward()
+print(attnreg.stats().calls[sys.argv[1]])
+"""
+
+
+def test_a_program_ends_without_a_word(named):
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, named], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "{'forward': 2, 'backward': 2}\n"
 
 
 def test_multihead_attention_runs_it_forward_and_backward(named, ran):
