@@ -1,8 +1,8 @@
 """Compiling the routers: where the result lies, how it is made, and how it is loaded.
 
-What is compiled is `aten/routers.cpp`; that page says what for. It is made once for an installation of
-torch and of Python, by whoever asks for it, never on the way: a program that just runs attention starts
-no compiler.
+What is compiled lies in `aten/routers`; its `module.cpp` says what for. It is made once for an
+installation of torch and of Python, by whoever asks for it, never on the way: a program that just runs
+attention starts no compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["build", "built", "loaded", "target"]
 
 MODULE = "attnreg_routers"
-SOURCE = Path(__file__).parent / "aten" / "routers.cpp"
+SOURCES = Path(__file__).parent / "aten" / "routers"
+MAIN = SOURCES / "module.cpp"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 LIBRARIES = ("c10", "torch_cpu", "torch_python")
@@ -57,7 +58,8 @@ def target() -> Path:
         BuildError: the source isn't there, or the user has no home folder.
     """
     try:
-        parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, *map(str, _versions()))
+        sources = [file.read_text(encoding="utf-8") for file in (MAIN, *sorted(SOURCES.glob("*.h")))]
+        parts = (*sources, *FLAGS, *map(str, _versions()))
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         return caches.folder("routers") / f"{MODULE}-{name}.so"
     except (OSError, RuntimeError) as error:
@@ -147,7 +149,7 @@ def _command(output: Path) -> list[str]:
         *FLAGS,
         f'-DATTNREG_CUDART="{runtime}"',
         *(f"-I{folder}" for folder in includes),
-        str(SOURCE),
+        str(MAIN),
         *("-o", str(output)),
         f"-L{inside / 'lib'}",
         *(f"-l{library}" for library in LIBRARIES),

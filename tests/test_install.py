@@ -55,7 +55,9 @@ def tables():
 
 
 def is_ours(place):
-    return any(file in table(*place) for file in ("attnreg/aten/__init__.py", "attnreg/aten/routers.cpp"))
+    return any(
+        file in table(*place) for file in ("attnreg/aten/__init__.py", "attnreg/aten/routers/module.cpp")
+    )
 
 
 def qkv(seed=0):

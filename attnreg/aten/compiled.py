@@ -1,4 +1,4 @@
-"""Compiled routers (`routers.cpp`): puts them over those in Python, where they were built.
+"""Compiled routers (`routers/module.cpp`): puts them over those in Python, where they were built.
 
 While they are in, `extension` is their module, and the routers in Python tell it what they decide. Nothing
 depends on it: whatever it doesn't know again comes to them.

@@ -1,0 +1,152 @@
+// What compiled routers keep: what is counted, what calls are known by, and what is under way.
+
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace attnreg {
+
+using Words = c10::SmallVector<int64_t, 96>;
+
+constexpr size_t kMostKnown = 4096;  // as State keeps; then they start anew
+constexpr size_t kMostOffsets = 64;  // as `packed` keeps
+
+// ---- What is counted. A counter of attnreg's, and how often it went up since `drain` looked last.
+
+struct Tally {
+  PyObject* counter;  // held until `drain` finds that nothing counts there any more
+  std::atomic<int64_t> times{0};
+};
+
+using Tallies = std::vector<std::shared_ptr<Tally>>;
+
+inline void count(const Tallies& tallies) {
+  for (const auto& tally : tallies) {
+    tally->times.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+// ---- What is kept
+
+struct Hash {
+  size_t operator()(const Words& words) const {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const int64_t word : words) {
+      hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+};
+
+// A function of Python's; none for torch's own kernel.
+using Run = std::shared_ptr<PyObject>;
+
+struct Way {  // how a call is answered
+  Run run;
+  Tallies tallies;
+};
+
+struct Sent {  // a forward of `varlen_attn`
+  Words call;
+  std::vector<c10::IValue> beside;  // what the op returns beside its results
+  Way way;
+};
+
+struct Returned {  // the backward of one
+  at::Tensor carrier;  // held, so that nothing else can come to lie where it does
+  int64_t modes;
+  Way way;
+};
+
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+struct Offsets {  // a pair that was found to leave no row without a key
+  Weak queries, keys;
+  decltype(at::Tensor()._version()) queries_version, keys_version;
+  int64_t tokens_q, tokens_k;
+  c10::Stream stream;  // another one doesn't wait for what was written on this one
+};
+
+struct Kept {
+  uint64_t generation = 0;
+  std::unordered_map<Words, std::shared_ptr<const Way>, Hash> known;
+  std::unordered_map<int64_t, std::shared_ptr<Sent>> sent;
+  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Returned>> returned;
+  std::vector<Offsets> offsets;
+  size_t oldest_offsets = 0;
+  int64_t numbers = 0;  // given to what is sent
+};
+
+// None of it is ever destroyed: calls may come while the process ends.
+inline std::shared_mutex& guard = *new std::shared_mutex;
+inline Kept& kept = *new Kept;
+inline auto& tallies = *new std::unordered_map<PyObject*, std::shared_ptr<Tally>>;
+inline std::atomic<bool> enabled{true};
+inline std::atomic<bool> passing{false};         // nothing is registered: every call is torch's
+inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once anybody has made a choice there
+
+inline void open_after_fork() {
+  new (&guard) std::shared_mutex;  // whoever held it is not in this process
+}
+
+class Locked {  // holds the interpreter's lock
+ public:
+  Locked() : state_(PyGILState_Ensure()) {}
+  ~Locked() {
+    PyGILState_Release(state_);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+[[noreturn]] inline void throw_error_of_python() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// ---- What is under way on a thread
+
+// The number of what `varlen_attn` is about to call: 0 for nothing, negative if it has none.
+inline thread_local int64_t announced = 0;
+
+struct UnderWay {  // a call that the router in Python has
+  uint64_t generation = 0;
+  Words call;  // empty where it can't be known again
+  UnderWay* outer = nullptr;
+};
+
+inline thread_local UnderWay* under_way = nullptr;
+
+class Asking {  // makes a call the one under way for as long as this lives
+ public:
+  explicit Asking(UnderWay& call) {
+    call.outer = under_way;
+    under_way = &call;
+  }
+  ~Asking() {
+    under_way = under_way->outer;
+  }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+};
+
+}  // namespace attnreg

@@ -1,0 +1,291 @@
+// Compiled routers: calls that came before.
+//
+// A router written in Python takes the interpreter's lock and turns every argument into an object,
+// which costs the host more than the decision. What stands here lies over that router and knows
+// again the calls that it has answered. Those go straight to torch's own kernel, if it was that, or
+// to the function that runs the backend's; every other call goes to the router as before, which alone
+// decides. It tells what it has decided while the call is under way (the `accept...` functions), and
+// what is kept of that is dropped whole, by `forget`, whenever settings, registrations or
+// tables change.
+//
+// Three kinds of calls are known again:
+//   - all of them, while nothing is registered;
+//   - dense ones, by everything but the values of tensors;
+//   - packed ones of `varlen_attn`, which announces each of them: forwards by the same, and by offsets
+//     that were found to leave no row without a key; backwards by the tensor that such a forward hands
+//     its backward, which no other call has.
+//
+// `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers; here is what Python
+// calls, always holding the interpreter's lock.
+
+#include <Python.h>
+#include <pthread.h>
+
+#include "router.h"
+
+namespace attnreg {
+namespace {
+
+struct Site {  // where a router is to lie
+  std::string space, op;
+  c10::OperatorName name;
+  c10::DispatchKey key;
+  Place place;
+  c10::SafeKernelFunction torchs;
+};
+
+std::vector<Site>& sites = *new std::vector<Site>;
+auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>;
+
+Tallies tallies_of(PyObject* counters) {
+  Tallies found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counters); i++) {
+    PyObject* counter = PyTuple_GET_ITEM(counters, i);
+    auto& tally = tallies[counter];
+    if (!tally) {
+      Py_INCREF(counter);
+      tally = std::make_shared<Tally>(counter);
+    }
+    found.push_back(tally);
+  }
+  return found;
+}
+
+Way way_of(PyObject* run, PyObject* counters) {
+  Way way{nullptr, tallies_of(counters)};
+  if (run != Py_None) {
+    Py_INCREF(run);
+    way.run = Run(run, [](PyObject* one) {
+      const Locked lock;
+      Py_DECREF(one);
+    });
+  }
+  return way;
+}
+
+// The call under way, if what is decided about it may be kept: not if anything has changed since.
+// Under the lock. What is replaced there goes after it: whatever held it may do anything then.
+const UnderWay* to_be_kept() {
+  return under_way && under_way->generation == kept.generation ? under_way : nullptr;
+}
+
+PyObject* capture(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *space = nullptr, *op = nullptr, *key = nullptr;
+  Py_ssize_t query = 0, carrier = 0;
+  if (!PyArg_ParseTuple(args, "sssnn", &space, &op, &key, &query, &carrier)) {
+    return nullptr;
+  }
+  const c10::OperatorName name(std::string(space) + "::" + op, "");
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), "");
+  const auto where = c10::parseDispatchKey(key);
+  const bool has_kernel = handle.hasKernelForDispatchKey(where);
+  if (has_kernel) {
+    const Place place{static_cast<int64_t>(sites.size()), static_cast<size_t>(query), carrier};
+    sites.push_back({space, op, name, where, place, handle.getComputedKernelForDispatchKey(where)});
+  }
+  return PyBool_FromLong(has_kernel);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* cover_all(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  for (const Site& site : sites) {
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(site.name.name.c_str(), "");
+    auto router = std::make_unique<Router>(
+        site.place, site.torchs, handle.getComputedKernelForDispatchKey(site.key));
+    auto library =
+        std::make_unique<torch::Library>(torch::Library::IMPL, site.space, site.key, __FILE__, __LINE__);
+    library->impl(site.op.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(router)));
+    libraries.push_back(std::move(library));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* uncover(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  libraries.clear();
+  sites.clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* enable(PyObject*, PyObject* on) {
+  enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
+PyObject* forget(PyObject*, PyObject*) {
+  Kept old;  // goes when nobody waits for it any more
+  {
+    const std::unique_lock lock(guard);
+    passing = false;
+    std::swap(old, kept);
+    kept.generation = old.generation + 1;
+    kept.numbers = old.numbers;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* watch(PyObject*, PyObject* variable) {
+  Py_INCREF(variable);
+  choices = variable;
+  Py_RETURN_NONE;
+}
+
+PyObject* announce(PyObject*, PyObject* number) {
+  announced = PyLong_AsLongLong(number);
+  Py_RETURN_NONE;
+}
+
+PyObject* accept_passing(PyObject*, PyObject*) {
+  const std::unique_lock lock(guard);
+  if (to_be_kept()) {
+    passing = true;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* accept(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *run = nullptr, *counters = nullptr;
+  if (!PyArg_ParseTuple(args, "OO!", &run, &PyTuple_Type, &counters)) {
+    return nullptr;
+  }
+  auto way = std::make_shared<const Way>(way_of(run, counters));
+  decltype(kept.known) dropped;
+  const std::unique_lock lock(guard);
+  const UnderWay* call = to_be_kept();
+  if (call && !call->call.empty()) {
+    if (kept.known.size() >= kMostKnown) {
+      std::swap(kept.known, dropped);
+    }
+    std::swap(kept.known[call->call], way);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* accept_sent(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *run = nullptr, *counters = nullptr, *beside = nullptr;
+  Py_ssize_t number = 0;
+  if (!PyArg_ParseTuple(args, "nOO!O!", &number, &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside)) {
+    return nullptr;
+  }
+  auto sent = std::make_shared<Sent>();
+  sent->way = way_of(run, counters);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(beside); i++) {
+    sent->beside.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(beside, i)));
+  }
+  decltype(kept.sent) dropped;
+  decltype(kept.returned) their_backwards;
+  const std::unique_lock lock(guard);
+  const UnderWay* call = to_be_kept();
+  if (call && !call->call.empty()) {
+    if (kept.sent.size() >= kMostKnown) {
+      std::swap(kept.sent, dropped);
+      std::swap(kept.returned, their_backwards);
+    }
+    number = number > 0 ? number : ++kept.numbers;
+    sent->call = call->call;
+    std::swap(kept.sent[number], sent);
+  }
+  return PyLong_FromSsize_t(number);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* accept_returned(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *carrier = nullptr, *run = nullptr, *counters = nullptr;
+  if (!PyArg_ParseTuple(args, "OOO!", &carrier, &run, &PyTuple_Type, &counters)) {
+    return nullptr;
+  }
+  auto returned = std::make_shared<Returned>(THPVariable_Unpack(carrier), modes(), way_of(run, counters));
+  const c10::TensorImpl* known_by = returned->carrier.unsafeGetTensorImpl();
+  const std::unique_lock lock(guard);
+  if (to_be_kept()) {
+    std::swap(kept.returned[known_by], returned);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* accept_offsets(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *of_queries = nullptr, *of_keys = nullptr;
+  Py_ssize_t tokens_q = 0, tokens_k = 0;
+  if (!PyArg_ParseTuple(args, "OOnn", &of_queries, &of_keys, &tokens_q, &tokens_k)) {
+    return nullptr;
+  }
+  const at::Tensor queries = THPVariable_Unpack(of_queries), keys = THPVariable_Unpack(of_keys);
+  const std::unique_lock lock(guard);
+  if (to_be_kept() && leaves_a_trace_when_changed(queries) && leaves_a_trace_when_changed(keys) &&
+      !covered(queries, keys, tokens_q, tokens_k)) {
+    Offsets found{
+        Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries._version(), keys._version(),
+        tokens_q, tokens_k, stream_of(queries)};
+    if (kept.offsets.size() < kMostOffsets) {
+      kept.offsets.push_back(std::move(found));
+    } else {
+      kept.offsets[kept.oldest_offsets++ % kMostOffsets] = std::move(found);
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* drain(PyObject*, PyObject*) {
+  // First without Python, which may run anything while it makes objects.
+  std::vector<std::pair<PyObject*, int64_t>> counted;
+  for (auto at = tallies.begin(); at != tallies.end();) {
+    const auto& [counter, tally] = *at;
+    const bool in_use = tally.use_count() > 1;
+    const int64_t times = tally->times.exchange(0, std::memory_order_relaxed);
+    counted.emplace_back(counter, times);
+    if (in_use) {
+      Py_INCREF(counter);
+      ++at;
+    } else {
+      at = tallies.erase(at);
+    }
+  }
+  PyObject* found = PyList_New(0);
+  for (const auto& [counter, times] : counted) {
+    PyObject* row = found && times != 0 ? Py_BuildValue("(OL)", counter, static_cast<long long>(times)) : nullptr;
+    if (row && PyList_Append(found, row) != 0) {
+      Py_CLEAR(found);
+    }
+    Py_XDECREF(row);
+    Py_DECREF(counter);
+  }
+  return PyErr_Occurred() ? nullptr : found;
+}
+
+PyMethodDef functions[] = {
+    {"capture", capture, METH_VARARGS, "Capture torch's kernel of an op below a key; whether there is one."},
+    {"cover", cover_all, METH_NOARGS, "Lay routers over those in Python, for all that was captured."},
+    {"uncover", uncover, METH_NOARGS, "Take them out again."},
+    {"enable", enable, METH_O, "Let them answer calls, or pass all to those in Python."},
+    {"forget", forget, METH_NOARGS, "Drop what calls are known by."},
+    {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
+    {"announce", announce, METH_O, "Say what `varlen_attn` is about to call, by its number; -1 if it has none, 0 for nothing."},
+    {"accept_passing", accept_passing, METH_NOARGS, "The call under way is torch's, as is every other."},
+    {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
+    {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; returns its number."},
+    {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
+    {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},
+    {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "attnreg_routers", nullptr, -1, functions};
+
+}  // namespace
+}  // namespace attnreg
+
+PyMODINIT_FUNC PyInit_attnreg_routers() {
+  pthread_atfork(nullptr, nullptr, attnreg::open_after_fork);
+  return PyModule_Create(&attnreg::definition);
+}

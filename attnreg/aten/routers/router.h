@@ -1,0 +1,177 @@
+// A router over one in Python: looks a call up, and has it answered the way that is known, or passes it on.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#include "calls.h"
+
+namespace attnreg {
+
+struct Answer {  // what is known of a call
+  bool passes = false;              // whether it is torch's, uncounted
+  std::shared_ptr<const Way> way;   // how else it is answered; unknown if there is none
+  std::shared_ptr<const Sent> sent; // if it is a forward of `varlen_attn`
+  size_t taken = 0;                 // how many arguments a function of Python's takes
+};
+
+inline PyObject* to_python(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return THPVariable_Wrap(value.toTensor());
+  }
+  Py_RETURN_NONE;
+}
+
+inline c10::IValue from_python(PyObject* value, const c10::TypePtr& type) {
+  if (THPVariable_Check(value)) {
+    return THPVariable_Unpack(value);
+  }
+  if (value == Py_None) {
+    // Where a tensor is returned, which may be undefined, that is what None stands for.
+    return type->kind() == c10::TypeKind::TensorType ? c10::IValue(at::Tensor()) : c10::IValue();
+  }
+  const long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) {
+    throw_error_of_python();
+  }
+  return static_cast<int64_t>(number);
+}
+
+// Append what a function of Python's returns for some tensors; false if that is None: it can't answer.
+inline bool call_python(
+    PyObject* run, Arguments given, const c10::FunctionSchema& schema, std::vector<c10::IValue>& results) {
+  const Locked lock;
+  std::vector<PyObject*> arguments;
+  for (const c10::IValue& one : given) {
+    arguments.push_back(to_python(one));
+  }
+  PyObject* returned = PyObject_Vectorcall(run, arguments.data(), arguments.size(), nullptr);
+  for (PyObject* one : arguments) {
+    Py_XDECREF(one);
+  }
+  if (!returned) {
+    throw_error_of_python();
+  }
+  const Run held(returned, Py_DecRef);  // the lock lasts longer
+  if (returned == Py_None) {
+    return false;
+  }
+  const auto& types = schema.returns();
+  const auto count = PyTuple_Check(returned) ? static_cast<size_t>(PyTuple_GET_SIZE(returned)) : 0;
+  TORCH_INTERNAL_ASSERT(0 < count && count <= types.size(), schema.name(), " got ", count, " results");
+  for (size_t i = 0; i < count; i++) {
+    results.push_back(from_python(PyTuple_GET_ITEM(returned, i), types[i].type()));
+  }
+  return true;
+}
+
+class Router final : public c10::OperatorKernel {
+ public:
+  Router(Place place, c10::SafeKernelFunction torchs, c10::SafeKernelFunction pythons)
+      : place_(place), torchs_(std::move(torchs)), pythons_(std::move(pythons)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const int64_t number = std::exchange(announced, 0);
+    if (!enabled.load(std::memory_order_relaxed)) {
+      return pythons_.callBoxed(op, keys, stack);
+    }
+    UnderWay call;
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const Answer answer = look_up(arguments, number, call);
+    if (answer.passes) {
+      torchs_.callBoxed(op, keys, stack);
+    } else if (!answer.way || !answered(answer, arguments, op, keys, stack)) {
+      const Asking asking(call);
+      pythons_.callBoxed(op, keys, stack);
+    } else {
+      count(answer.way->tallies);
+    }
+  }
+
+ private:
+  // Whether a call was answered the way that is known.
+  bool answered(
+      const Answer& answer, Arguments arguments, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+      torch::jit::Stack* stack) const {
+    const Run& run = answer.way->run;
+    std::vector<c10::IValue> results;
+    if (!run) {
+      torchs_.callBoxed(op, keys, stack);
+    } else if (call_python(run.get(), arguments.slice(0, answer.taken), op.schema(), results)) {
+      torch::jit::drop(*stack, arguments.size());
+      stack->insert(stack->end(), results.begin(), results.end());
+    } else {
+      return false;
+    }
+    if (answer.sent) {
+      const auto& beside = answer.sent->beside;
+      if (!run) {
+        torch::jit::drop(*stack, beside.size());
+      }
+      stack->insert(stack->end(), beside.begin(), beside.end());
+    }
+    return true;
+  }
+
+  Answer look_up(Arguments arguments, int64_t number, UnderWay& call) const {
+    if (place_.carrier >= 0) {
+      const c10::IValue& carrier = arguments[place_.carrier];
+      if (carrier.isTensor() && carrier.toTensor().defined() && carrier.toTensor().storage_offset() != 0) {
+        return of_what_returns(arguments, carrier.toTensor(), call);
+      }
+    } else if (number == 0 && chosen_for()) {
+      return {};
+    }
+    if (number == 0 && passing.load(std::memory_order_acquire)) {
+      return {true};
+    }
+    call.call = describe(place_, arguments, number != 0);
+    const std::shared_lock lock(guard);
+    call.generation = kept.generation;
+    if (call.call.empty()) {
+      return {};
+    }
+    if (number != 0) {
+      return of_what_is_sent(arguments, number, call.call);
+    }
+    const auto found = kept.known.find(call.call);
+    // Those of a backward: the gradient, query, key, value, the output and the LSE.
+    return found == kept.known.end() ? Answer{} : Answer{false, found->second, nullptr, place_.carrier < 0 ? 3u : 6u};
+  }
+
+  // Under the lock. An aten flash op's arguments begin with query, key, value and their offsets.
+  static Answer of_what_is_sent(Arguments arguments, int64_t number, const Words& call) {
+    const auto found = kept.sent.find(number);
+    // A dispatch mode may have made another call of it.
+    if (found == kept.sent.end() || captured(call) || found->second->call != call ||
+        !(found->second->way.run || lie_well(arguments.slice(0, 3))) ||
+        !covered(arguments[3], arguments[4], arguments[0].toTensor().size(0), arguments[1].toTensor().size(0))) {
+      return {};
+    }
+    const auto& sent = found->second;
+    return {false, {sent, &sent->way}, sent, 5};
+  }
+
+  // An aten flash backward's arguments begin with the gradient, query, key, value, output, LSE and offsets.
+  static Answer of_what_returns(Arguments arguments, const at::Tensor& carrier, UnderWay& call) {
+    std::shared_ptr<const Returned> known;
+    {
+      const std::shared_lock lock(guard);
+      call.generation = kept.generation;
+      const auto found = kept.returned.find(carrier.unsafeGetTensorImpl());
+      known = found == kept.returned.end() ? nullptr : found->second;
+    }
+    if (!known || known->modes != modes() || capturing(arguments[1].toTensor()) != false ||
+        !(known->way.run || lie_well(arguments.slice(0, 5)))) {
+      return {};
+    }
+    return {false, {known, &known->way}, nullptr, 8};
+  }
+
+  Place place_;
+  c10::SafeKernelFunction torchs_, pythons_;
+};
+
+}  // namespace attnreg
