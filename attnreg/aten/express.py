@@ -109,26 +109,25 @@ def forward(
     if known.direct and _lies_well(query) and _lies_well(key) and _lies_well(value):
         out, lse, *_ = original(*args, **kwargs)
     else:
-        out, lse = _run_forward(known, *args[:TENSORS])
+        out, lse = _run(known, *args[:TENSORS])
     counters.count(known.plan.counters)
     if compiled.extension is not None:
-        run = None if known.direct else functools.partial(_run_forward_apart, known)
+        run = None if known.direct else functools.partial(_run_apart, known)
         own.number = compiled.extension.accept_sent(own.number, run, known.plan.counters, known.beside)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside
 
 
-def _run_forward(
-    known: Express, query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor
-) -> tuple[Tensor, Tensor]:
-    call = known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-    return known.plan.kernel(query, key, value, call)  # type: ignore[no-any-return]
+def _run(known: Express, *tensors: Tensor) -> Any:
+    """Run a plan on what its kernel takes, followed by the offsets."""
+    *operands, ends_q, ends_k = tensors
+    return known.plan.kernel(*operands, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
 
 
-def _run_forward_apart(known: Express, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _run_apart(known: Express, *tensors: Tensor) -> Any:
     token = scope.enter(scope.OWN)  # what a kernel calls in its turn isn't the front's call
     try:
-        return _run_forward(known, *tensors)
+        return _run(known, *tensors)
     finally:
         scope.leave(token)
 
@@ -156,27 +155,12 @@ def backward(
     if known.direct and all(map(_lies_well, args[:5])):
         grads = original(*args, **kwargs)
     else:
-        grads = _run_backward(known, *args[:8])
+        grads = _run(known, *args[:8])
     counters.count(known.plan.counters)
     if mine and compiled.extension is not None:
-        run = None if known.direct else functools.partial(_run_backward, known)
+        run = None if known.direct else functools.partial(_run, known)
         compiled.extension.accept_returned(carrier, run, known.plan.counters)
     return grads
-
-
-def _run_backward(
-    known: Express,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call = known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-    return known.plan.kernel(grad_out, query, key, value, out, lse, call)  # type: ignore[no-any-return]
 
 
 def _looked_up(args: tuple[Any, ...], kwargs: dict[str, Any], now: State) -> Express | None:
