@@ -29,8 +29,8 @@ __all__ = ["Candidate", "Prediction", "Source", "predict"]
 # What the first call of a shape takes is spread over so many: a training run's, for one shape.
 CALLS_PER_SHAPE = 100_000
 
-# Of what the host takes a table has the least. Hosts work at half their speed for seconds on end, and in four
-# runs of `attnreg bench selection` on three of them 1.15 to 1.5 times that chose best.
+# Of what the host takes a table has the least. Hosts work at half their speed for seconds on end, and by the
+# times of four runs of `attnreg bench selection` 1.15 to 1.5 times that chose best.
 USUAL_HOST = 1.3
 
 

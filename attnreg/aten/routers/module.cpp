@@ -28,7 +28,7 @@ namespace {
 
 struct Site {  // where a router is to lie
   std::string space, op;
-  c10::OperatorName name;
+  c10::OperatorHandle handle;
   c10::DispatchKey key;
   Place place;
   c10::SafeKernelFunction torchs;
@@ -76,13 +76,13 @@ PyObject* capture(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "sssnn", &space, &op, &key, &query, &carrier)) {
     return nullptr;
   }
-  const c10::OperatorName name(std::string(space) + "::" + op, "");
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), "");
+  const std::string name = std::string(space) + "::" + op;
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
   const auto where = c10::parseDispatchKey(key);
   const bool has_kernel = handle.hasKernelForDispatchKey(where);
   if (has_kernel) {
     const Place place{static_cast<int64_t>(sites.size()), static_cast<size_t>(query), carrier};
-    sites.push_back({space, op, name, where, place, handle.getComputedKernelForDispatchKey(where)});
+    sites.push_back({space, op, handle, where, place, handle.getComputedKernelForDispatchKey(where)});
   }
   return PyBool_FromLong(has_kernel);
   END_HANDLE_TH_ERRORS
@@ -91,9 +91,8 @@ PyObject* capture(PyObject*, PyObject* args) {
 PyObject* cover_all(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   for (const Site& site : sites) {
-    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(site.name.name.c_str(), "");
     auto router = std::make_unique<Router>(
-        site.place, site.torchs, handle.getComputedKernelForDispatchKey(site.key));
+        site.place, site.torchs, site.handle.getComputedKernelForDispatchKey(site.key));
     auto library =
         std::make_unique<torch::Library>(torch::Library::IMPL, site.space, site.key, __FILE__, __LINE__);
     library->impl(site.op.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(router)));
