@@ -159,10 +159,7 @@ def test_through_the_aten_op_alibi_goes_to_it_with_a_count(ran):
         out = op(*given, 0.0, False, False, alibi_slopes=slopes)[0]
     assert ran() == {"FA2": (3, 0)}
     assert any(map(OURS.search, names))
-    case = dataclasses.replace(
-        with_alibi(heads=(8, 2)), lens_q=(113, 64, 7), lens_k=(203, 64, 31), varlen=True
-    )
-    *_, call = call_of(case)
+    *_, call = call_of(with_alibi(heads=(8, 2), lens_q=(113, 64, 7), lens_k=(203, 64, 31), varlen=True))
     call = call._replace(cu_seqlens_q=given.offsets_q, cu_seqlens_k=given.offsets_k, alibi_slopes=slopes)
     reference = _registry.find("math").kernels()
     wanted, _ = reference.forward(*(x.float() for x in given.qkv), call)
