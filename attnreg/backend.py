@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.discovery import Direction
     from attnreg.spec import AttentionSpec
 
 __all__ = ["Backend", "Call", "Kernels"]
@@ -86,11 +87,23 @@ class Kernels(NamedTuple):
     `forward(q, k, v, call)` returns `(out, lse)`; `backward(grad_out, q, k, v, out, lse, call)`
     returns `(grad_q, grad_k, grad_v)`. A backend without a backward leaves it None; another
     backend's then serves.
+
+    `again(direction, tensors, call)` is for backends that can do a call more shortly once they have seen
+    it. It is asked after the function above has run such a call, with the tensors that it was given, and
+    returns a function or None: none so far. That function is given further tensors of the same shapes,
+    strides, dtypes, devices and alignment to 16 bytes, and of packed calls both offsets (one tensor if the
+    call's were), where all else is as in `call` and each row sees a key. It returns what the function above
+    does, only that the LSE may have any strides; or None if after all it can't. It calls no op of aten's
+    that attnreg routes.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
     backward: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
+    ) = None
+    again: (
+        Callable[[Direction, tuple[Tensor, ...], Call], Callable[..., tuple[Tensor, ...] | None] | None]
+        | None
     ) = None
 
 

@@ -95,6 +95,15 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
+    def again(self, direction: Direction) -> Callable[..., Any] | None:
+        """Load the backend and return its `Kernels.again` for one direction; None if it has none.
+
+        Raises:
+            BackendUnavailableError: it can't load here.
+        """
+        found = self.kernels().again
+        return None if found is None else functools.partial(found, direction)
+
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return everything that speaks against running `spec` here in that direction."""
         if self.backend is None:

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as kernels that load sixteen bytes at a time see it."""
+"""How a tensor lies in memory, as kernels that load sixteen bytes at a time see it; and new ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["aligned", "readable"]
+__all__ = ["aligned", "dense", "fresh", "readable"]
+
+# What Inductor's generated code allocates with: a third of the time of torch.empty.
+_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def aligned(x: Tensor, repeats: bool = True) -> bool:
@@ -31,3 +36,19 @@ def _in_steps(strides: tuple[int, ...], width: int, repeats: bool) -> bool:
 def readable(x: Tensor, repeats: bool = True) -> Tensor:
     """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
     return x if aligned(x, repeats) else x.clone(memory_format=torch.contiguous_format)
+
+
+def fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of which nothing is written; a CUDA device has to be the current one."""
+    if device.type == "cuda" and _empty_cuda is not None:
+        return _empty_cuda(size, stride, dtype)  # type: ignore[no-any-return]
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def dense(size: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["GRAPH_TREES", "Facts", "derived", "facts", "facts_of", "of_a_graph", "stream_of"]
+__all__ = ["GRAPH_TREES", "Facts", "derived", "derived_from", "facts", "facts_of", "of_a_graph", "stream_of"]
 
 # Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
 # the purposes that something is derived for.
@@ -48,10 +48,11 @@ _kept: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] 
 def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
     tensors = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k) if x is not None]
-    return _derived(tensors, stream, purpose, make)
+    return derived_from(tensors, stream, purpose, make)
 
 
-def _derived(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
+def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
+    """Return the same for these offsets, and how many keys count if that is told."""
     if tensors and of_a_graph(tensors[0]):
         return make()
     try:
@@ -111,7 +112,7 @@ def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, strea
     if ends_q.is_cpu or of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
         return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
-    return _derived([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
+    return derived_from([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
 
 
 def _ask(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Facts:

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
         original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
         counters: what to add to once it ran.
         proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
+        again: the backend's `Kernels.again` for this direction; None if it has none.
     """
 
     backend: str
@@ -61,6 +62,7 @@ class Plan(NamedTuple):
     original: bool
     counters: tuple[counters.Counter, ...]
     proven: bool = True
+    again: Callable[[tuple[Tensor, ...], Call], Callable[..., Any] | None] | None = None
 
 
 def make_plan(
@@ -90,6 +92,7 @@ def make_plan(
     if made.original:
         now.keep(look_up, made)
         return made
+    made = made._replace(again=entries[made.backend.casefold()].again(direction))
 
     def passed() -> None:
         # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "KNOWN",
+    "NOTHING",
     "OWN",
     "UNKNOWN",
     "Own",
@@ -94,8 +96,9 @@ def _tell() -> None:
         _told.pop()(_current)
 
 
-# Announced to compiled routers: a call of attnreg's own front that they don't know.
-UNKNOWN = -1
+# Announced to compiled routers: a call of attnreg's own front that may have come before, one that has not,
+# or that none is about to come.
+KNOWN, UNKNOWN, NOTHING = 1, -1, 0
 
 # attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
 OWN = pin(None)
@@ -107,11 +110,10 @@ class Own(Pin):
     Attributes:
         known_as: everything that decides, first what tells tensors apart.
         rest, options: what the front gives the op after the tensors, and by keyword.
-        number: what the compiled routers know it by; `UNKNOWN` if they don't.
         express: what it came down to; None before that is known. See `aten.express`.
     """
 
-    __slots__ = ("express", "known_as", "number", "options", "rest")
+    __slots__ = ("express", "known_as", "options", "rest")
 
     def __init__(self, known_as: tuple[object, ...]) -> None:
         super().__init__(OWN.number, None)
@@ -119,7 +121,6 @@ class Own(Pin):
         self.rest: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.express: Any = None
-        self.number = UNKNOWN
 
 
 _current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)

@@ -10,8 +10,9 @@ from attnreg.errors import AttnregError
 from attnreg.selection import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from attnreg.aten.again import Answer
     from attnreg.counters import Counter
     from attnreg.discovery import Entry
     from attnreg.planning import Plan
@@ -46,7 +47,7 @@ class State:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
-        self.known: dict[tuple[object, ...], tuple[Callable[..., Any], tuple[Counter, ...]]] = {}
+        self.known: dict[tuple[object, ...], tuple[Answer, tuple[Counter, ...]]] = {}
         self.express: dict[tuple[object, ...], Own] = {}
         self.backwards: dict[tuple[object, ...], Any] = {}
         self.returns: dict[int, Any] = {}
@@ -64,13 +65,11 @@ class State:
             self.plans.clear()
         self.plans[look_up] = plan
 
-    def remember(
-        self, known_as: tuple[object, ...], run: Callable[..., Any], counters: tuple[Counter, ...]
-    ) -> None:
+    def remember(self, known_as: tuple[object, ...], answer: Answer, counters: tuple[Counter, ...]) -> None:
         """Keep what answers a dense call under its shorter key."""
         if len(self.known) >= MOST_PLANS:
             self.known.clear()
-        self.known[known_as] = run, counters
+        self.known[known_as] = answer, counters
 
     def recognise(self, known_as: tuple[object, ...], own: Own) -> None:
         """Keep what a packed call came down to under its arguments."""

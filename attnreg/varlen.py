@@ -152,12 +152,12 @@ def _known(own: scope.Own, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     try:
         if with_compiled is not None:
             # What is known of offsets isn't to be relied on beside such graphs: see `packed.of_a_graph`.
-            with_compiled.announce(own.number if GRAPH_TREES not in sys.modules else scope.UNKNOWN)
+            with_compiled.announce(scope.KNOWN if GRAPH_TREES not in sys.modules else scope.UNKNOWN)
         out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
     finally:
         scope.leave(token)
         if with_compiled is not None:
-            with_compiled.announce(0)  # for the case that something kept the call from the routers
+            with_compiled.announce(scope.NOTHING)  # in case something kept the call from the routers
     return out, lse
 
 
@@ -166,7 +166,7 @@ def _returned(out: Tensor, lse: Tensor, return_aux: AuxRequest | None) -> Tensor
         return out
     # Aten's op gives a row without a key the LSE of torch's own kernel, +inf.
     lse = lse.detach()
-    return out, torch.where(lse == torch.inf, -torch.inf, lse)
+    return out, torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ def _eager(
         if token is not None:
             scope.leave(token)
         if with_compiled is not None:
-            with_compiled.announce(0)
+            with_compiled.announce(scope.NOTHING)
     out, lse, rng_state, *_ = result
     if rng_state.is_meta and type(rng_state) is Tensor and not arguments[0].is_meta:
         # One tensor on "meta" has sent the call to torch's kernel that computes nothing.

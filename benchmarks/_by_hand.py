@@ -6,6 +6,7 @@ prepared graphs that the adapter has built, run on results allocated for each ca
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -132,21 +133,21 @@ class _Prepared:
     def __init__(self, plans: Any, kernel: Callable[..., Any], *arguments: Any) -> None:
         kernel(*arguments)  # plans, if nothing has yet
         kept = plans._plans
-        plans._plans = {problem: plan._replace(run=_Spy(plan.run)) for problem, plan in kept.items()}
+        plans._plans = {
+            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in kept.items()
+        }
         try:
             kernel(*arguments)
         finally:
             spied, plans._plans = plans._plans, kept
         (self.plan,) = (plan for plan in spied.values() if plan.run.buffers)
         spy = self.plan.run
-        operands = zip(self.plan.operands, spy.buffers, strict=True)
-        lasting = (Slot.ROWS, Slot.KEYS)
-        self.fixed = {what: x for what, x in operands if what in lasting or not isinstance(what, Slot)}
+        self.fixed = spy.buffers[len(self.plan.tensors) :]
         self.execute, self.options, spy.buffers = spy.graph.execute, spy.options, []
 
     def run(self, tensors: dict[Any, Tensor]) -> None:
         """Run it on these tensors."""
-        buffers = [tensors[what] if what in tensors else self.fixed[what] for what in self.plan.operands]
+        buffers = [*(tensors[slot] for slot in self.plan.tensors), *self.fixed]
         workspace = None
         if self.plan.workspace:
             workspace = torch.empty(self.plan.workspace, dtype=torch.uint8, device=buffers[0].device)

@@ -527,12 +527,16 @@ def test_what_is_told_outside_a_call_is_not_kept(op):
 BESIDE = tuple(torch.full((2,), float(number)) for number in range(3))
 
 
+def ends_of(ends):
+    """Return the offsets of queries and of keys: a pair, or one tensor for both."""
+    return ends if isinstance(ends, tuple) else (ends, ends)
+
+
 class Front:
     """Calls the op as `varlen_attn` does, and has its router tell what it tells of such calls."""
 
     def __init__(self, op, run, back):
         self.op, self.run, self.back = op, run, back
-        self.number = scope.UNKNOWN
         self.counter = attnreg.counters.Counter()
 
     def forward(self, ends, tensors=(Q, K, V)):
@@ -540,19 +544,19 @@ class Front:
 
         def tell(module):
             beside = (BESIDE[0], CARRIER, BESIDE[2])
-            self.number = module.accept_sent(self.number, self.run, (self.counter,), beside)
-            module.accept_offsets(ends, ends, 6, 6)
+            module.accept_sent(self.run, (self.counter,), beside)
+            module.accept_offsets(*ends_of(ends), 6, 6)
 
         self.op.then = tell
         self.op.told.clear()
-        self.op.module.announce(self.number)
-        results = self.op.forward(*tensors, ends, ends)
+        self.op.module.announce(scope.KNOWN)
+        results = self.op.forward(*tensors, *ends_of(ends))
         return self.op.told or ["function"], results
 
     def backward(self, ends, grad=Q, carrier=CARRIER):
         self.op.then = lambda module: module.accept_returned(carrier, self.back, (self.counter,))
         self.op.told.clear()
-        results = self.op.backward(grad, Q, K, V, Q, Q, ends, ends, carrier)
+        results = self.op.backward(grad, Q, K, V, Q, Q, *ends_of(ends), carrier)
         return self.op.told or ["function"], results
 
     def counted(self):
@@ -633,20 +637,57 @@ def test_offsets_of_inference_mode_always_go_to_the_router(front):
     assert [made.forward(ends)[0] for _ in range(2)] == [["router"]] * 2
 
 
-def test_what_torchs_kernel_would_have_to_copy_first_goes_to_the_router(front, ends):
+def test_calls_are_told_apart_by_how_their_tensors_lie(front, ends):
     made, who = front
     unaligned = torch.randn(6 * 2 * 8 + 1)[1:].view(6, 2, 8)
-    expected = ["router"] if who == ["torch"] else who
-    assert made.forward(ends, (unaligned, K, V))[0] == expected
-    assert made.backward(ends, grad=Q.transpose(0, 1).contiguous().transpose(0, 1))[0] == expected
+    turned = torch.randn(2, 6, 8).transpose(0, 1)
+    for other in (unaligned, turned):
+        assert made.forward(ends, (other, K, V))[0] == ["router"]
+        assert made.backward(ends, grad=other)[0] == ["router"]
+    for other in (unaligned, turned):
+        assert made.forward(ends, (other, K, V))[0] == who
+        assert made.backward(ends, grad=other)[0] == who
+    assert made.forward(ends)[0] == who
+    assert made.backward(ends)[0] == who
+
+
+def test_calls_are_told_apart_by_whether_their_offsets_are_one_tensor(front, ends):
+    made, who = front
+    apart = ends, ends.clone()
+    assert made.forward(apart)[0] == ["router"]
+    assert made.forward(apart)[0] == who
+    assert made.backward(apart)[0] == ["router"]
+    assert made.backward(apart)[0] == who
+    assert made.forward(ends)[0] == who
+    assert made.backward(ends)[0] == who
 
 
 def test_another_call_than_the_one_announced_goes_to_the_router(front, ends):
     made, who = front
     longer = torch.randn(7, 2, 8)
     assert made.forward(ends, (longer, K, V))[0] == ["router"]
-    assert made.forward(ends)[0] == ["router"]  # told of the other one
     assert made.forward(ends)[0] == who
+
+
+def test_a_call_that_its_front_doesnt_know_goes_to_the_router(front, ends):
+    made, who = front
+    made.op.then = lambda module: module.accept_sent(None, (), ())
+    made.op.told.clear()
+    made.op.module.announce(scope.UNKNOWN)
+    made.op.forward(Q, K, V, ends, ends)
+    assert made.op.told == ["router"]
+    made.op.module.announce(scope.UNKNOWN)
+    made.op.forward(Q, K, V, ends, ends)
+    assert made.op.told == ["router", "router"]
+    assert made.forward(ends)[0] == who
+
+
+def test_dense_calls_are_told_apart_by_how_their_tensors_lie(op):
+    op.then = lambda module: module.accept(lambda q, k, v: (q * 2, q, k, v, 3), ())
+    turned = torch.randn(2, 6, 8).transpose(0, 1)
+    for query in (Q, turned, Q, turned):
+        op.forward(query, K, V, None, None)
+    assert op.told == ["router", "router"]
 
 
 def test_an_announcement_is_of_one_call_only(front, ends):

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import fake_cudnn
 import pytest
+import short_ways
 import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
-from attnreg.backends import _cudnn_described, _cudnn_plans, cudnn
+from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, cudnn
 from attnreg.backends._cudnn_problem import rounded
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, measure
@@ -39,7 +40,8 @@ def module(monkeypatch):
     made = fake_cudnn.module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(packed, "_kept", {})
-    monkeypatch.setattr(_cudnn_described, "stream_of", lambda tensor: 7)
+    for user in (_cudnn_described, _cudnn_again):
+        monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -451,3 +453,69 @@ def test_strides_of_single_heads_and_tokens_that_nobody_steps_by_are_put_right(k
     odd = [torch.empty_like(x).as_strided((12, 1, 16), (16, 3, 1)).copy_(x) for x in inputs]
     assert all(x.is_contiguous() and x.stride(1) == 3 for x in odd)
     assert torch.equal(kernels.forward(*odd, call)[0], expected)
+
+
+# Calls that are known
+
+
+def tensors(given, seed):
+    """Return a call's tensors and a gradient, with other values."""
+    torch.manual_seed(seed)
+    query, key, value, _ = given
+    return [torch.randn_like(x) for x in (query, key, value, query)]
+
+
+@pytest.mark.parametrize("lens_k", [None, [12, 9, 30]], ids=["one offsets", "two"])
+def test_a_known_packed_call_comes_out_the_same_on_other_offsets(kernels, module, lens_k):
+    given = ragged([3, 9, 30], lens_k)
+    other = ragged([20, 2, 20], lens_k and [20, 20, 11])[-1]._replace(max_q=30, max_k=30)
+    call = given[-1]
+    forward, backwards = short_ways.assert_same(
+        kernels, tensors(given, 1), tensors(given, 2), call, other._replace(window=call.window)
+    )
+    assert len(backwards) == 2
+    built = len(module.graphs)
+    query, key, value, _ = tensors(given, 3)
+    _, lse = forward(query, key, value, *short_ways.ends_of(call))
+    assert lse.t().is_contiguous()  # as cuDNN has written it: nothing was turned round
+    assert len(module.graphs) == built
+
+
+def test_a_known_dense_call_comes_out_the_same(kernels):
+    torch.manual_seed(0)
+    given = [torch.randn(2, 6, heads, 16).bfloat16() for heads in (4, 2, 2, 4)]
+    short_ways.assert_same(kernels, given, [torch.randn_like(x) for x in given], Call(0.25, 6, 6))
+
+
+def test_there_is_no_shorter_way_without_a_plan_or_on_what_has_to_be_copied(kernels):
+    given = ragged([3, 9, 30])
+    query, key, value, call = given
+    inputs = query, key, value
+    assert kernels.again("forward", inputs, call) is None
+    kernels.forward(*inputs, call)
+    assert kernels.again("forward", inputs, call) is not None
+    unaligned = torch.randn(query.numel() + 1)[1:].bfloat16()[1:]
+    unaligned = torch.cat((unaligned, unaligned[:2]))[1:].view(query.shape)
+    assert unaligned.data_ptr() % 16
+    assert kernels.again("forward", (unaligned, key, value), call) is None
+    assert kernels.again("forward", (query[:0], key, value), call) is None
+    used = call._replace(seqused_k=torch.tensor([3, 9, 30], dtype=torch.int32))
+    assert kernels.again("forward", inputs, used) is None
+
+
+def test_a_plan_that_was_dropped_is_not_run_again(kernels):
+    given = ragged([3, 9, 30])
+    query, key, value, call = given
+    kernels.forward(query, key, value, call)
+    again = kernels.again("forward", (query, key, value), call)
+    plans = kernels.forward.args[0]
+    plans._let_go()
+    assert again(query, key, value, *short_ways.ends_of(call)) is None
+
+
+def test_another_current_device_is_left_to_the_long_way(kernels, monkeypatch):
+    query, key, value, call = ragged([3, 9, 30])
+    kernels.forward(query, key, value, call)
+    again = kernels.again("forward", (query, key, value), call)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert again(query, key, value, *short_ways.ends_of(call)) is None

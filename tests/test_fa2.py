@@ -11,6 +11,7 @@ import types
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import short_ways
 import torch
 
 import attnreg
@@ -457,6 +458,35 @@ def test_without_dropout_no_random_state_is_needed_or_touched(torchs):
     out, lse = kernels.forward(q, k, v, call)
     kernels.backward(grad, q, k, v, out, lse, call)
     assert [given["dropout_p"] for _, given in torchs.calls] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)], ids=str)
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+def test_a_known_call_comes_out_the_same_by_the_kernel_alone(torchs, varlen, window):
+    kernels = on_cpu().load()
+    lens = {"lens_q": (3, 9, 4), "lens_k": (5, 9, 7)} if varlen else {"lens_q": (6,) * 2, "lens_k": (9,) * 2}
+    case = Case(name="known", dims=(16, 16), heads=(4, 2), window=window, varlen=varlen, **lens)
+    *first, call = inputs(case)
+    *second, other = inputs(case, seed=1)
+    short_ways.assert_same(kernels, first, second, call, other)
+    # The kernel is given what it was given the long way.
+    given = [{what: x for what, x in one.items() if type(x) is not torch.Tensor} for _, one in torchs.calls]
+    assert [name for name, _ in torchs.calls] == ["forward", "backward"] + ["forward"] * 2 + ["backward"] * 5
+    assert {str(one) for one in given} == {str(one) for one in given[:2]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="alibi", lens_q=(9,), lens_k=(9,), alibi=True),
+        Case(name="more queries than keys", lens_q=(9,), lens_k=(5,), window=(-1, 0)),
+        Case(name="nothing", lens_q=(0,), lens_k=(5,)),
+    ],
+    ids=str,
+)
+def test_what_takes_more_than_the_kernel_has_no_shorter_way(torchs, case):
+    q, k, v, _, call = inputs(case)
+    assert on_cpu().load().again("forward", (q, k, v), call) is None
 
 
 # ---- what the kernels are given

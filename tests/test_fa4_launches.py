@@ -11,6 +11,7 @@ import types
 
 import fake_fa4
 import pytest
+import short_ways
 import torch
 import truth
 from fake_fa4 import AuxData, Package, both, call_of, dense, forget
@@ -698,3 +699,48 @@ def test_the_fake_package_would_show_a_launch_left_out(kernels, package):
             wrong = kernels.backward(grad, query, key, value, *right[:2], call._replace(max_q=40))
         function.compile_cache[key_of] = kept
         assert not all(torch.allclose(x, y, atol=0.05) for x, y in zip(wrong, right[2:], strict=True)), name
+
+
+# The shorter way
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+def test_a_call_done_again_comes_out_the_same(kernels, package, whole, varlen):
+    def given(seed):
+        if varlen:
+            return packed((5, 28, 7), seed=seed)
+        tensors = dense(seed=seed)
+        return *tensors, call_of(*tensors[:2])
+
+    for seed in range(2):
+        run(kernels, package, *given(seed))
+    *first, call = given(2)
+    *second, other = given(3)
+    package.calls.clear()
+    _, backwards = short_ways.assert_same(kernels, first, second, call, other)
+    assert len(backwards) == 2
+    assert package.calls == []
+
+
+def test_until_a_call_is_known_there_is_no_shorter_way(kernels, package):
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    assert kernels.again("forward", (query, key, value), call) is None
+    ways(kernels, package)
+    assert kernels.again("forward", (query, key, value), call) is not None
+    out, lse = kernels.forward(query, key, value, call)
+    assert kernels.again("backward", (grad, query, key, value, out, lse), call) is not None
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    assert kernels.again("backward", (grad, query, key, value, out, strided), call) is None
+
+
+def test_an_lse_that_is_strided_gives_the_same_gradients(kernels, package):
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    out, lse = kernels.forward(query, key, value, call)
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = kernels.backward(grad, query, key, value, out, lse, call)
+    for got, wanted in zip(
+        kernels.backward(grad, query, key, value, out, strided, call), expected, strict=True
+    ):
+        assert torch.equal(got, wanted)

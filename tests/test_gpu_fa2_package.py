@@ -3,7 +3,6 @@
 `--backends=FA2,flash-attn` names the package; one that is missing then fails.
 """
 
-import dataclasses
 import re
 
 import gpu

@@ -12,7 +12,7 @@ from attnreg.errors import InvalidInputError
 from attnreg.spec import Device
 from attnreg.verification import CASES, QUICK, inputs, measure
 
-forward, backward = reference.BACKEND.load()
+forward, backward, _ = reference.BACKEND.load()
 CAUSAL = (-1, 0)
 
 

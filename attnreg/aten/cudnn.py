@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg import counters, scope
+from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import cudnn_extras, shared
 from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Quick, Route, Turn, alike, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
 from attnreg.planning import Native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from attnreg.aten.again import Answer
     from attnreg.aten.heads_first import Contract
     from attnreg.planning import Plan
 
@@ -76,7 +76,7 @@ def _dense_forward(asked: CudnnForward, turn: Turn) -> Any:
         counters.count(plan.counters)
         if rng_state is None:
             drawn = cudnn_extras(query)
-            turn.again(plan, _dense_forward_again(plan, inputs, asked))
+            turn.again(plan, _known(plan, inputs, asked, FORWARD))
         else:
             drawn = tuple(word.clone() for word in rng_state.view(torch.int64))
         result = _dense_results(out, lse, query, asked.key, drawn)
@@ -89,19 +89,36 @@ def _dense_results(out: Tensor, lse: Tensor, query: Tensor, key: Tensor, drawn: 
     return _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, *drawn, None
 
 
-def _dense_forward_again(plan: Plan, inputs: Contract, asked: CudnnForward) -> Callable[..., Any] | None:
+def _known(
+    plan: Plan, inputs: Contract, asked: CudnnForward | CudnnBackward, layout: Layout
+) -> Answer | None:
     """Return what answers further calls like this one; None if it takes more than a call of the kernel."""
-    kernel, call = plan.kernel, inputs.call
-    if call.max_k != asked.key.shape[2] or call.attn_bias is not None:
+    if inputs.call.max_k != asked.key.shape[2] or inputs.call.attn_bias is not None:
         return None
+    return answer(plan, inputs.call, layout)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        if not alike(query, key, value):
-            return None
-        out, lse = kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call)
-        return _dense_results(out, lse, query, key, shared(cudnn_extras, query))
 
-    return run
+def _forward_turned(given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    query, key, value = given[:3]
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _forward_results(results: tuple[Tensor, Tensor], given: tuple[Any, ...]) -> Any:
+    query, key = given[:2]
+    return _dense_results(*results, query, key, shared(cudnn_extras, query))
+
+
+def _backward_turned(given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    *tensors, lse = given[:6]
+    return *(x.transpose(1, 2) for x in tensors), lse.squeeze(-1)
+
+
+def _backward_results(grads: tuple[Tensor, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return _heads_first(grads, given[1:4])
+
+
+FORWARD = Layout(0, _forward_turned, _forward_results)
+BACKWARD = Layout(1, _backward_turned, _backward_results)
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
@@ -149,25 +166,8 @@ def _dense_backward(asked: CudnnBackward, turn: Turn) -> Any:
     inputs = contract(asked, bias, True, drawn)
     grads = gradients(plan, inputs, asked, asked.logsumexp.squeeze(-1))
     if drawn is None:
-        turn.again(plan, _dense_backward_again(plan, inputs, asked))
+        turn.again(plan, _known(plan, inputs, asked, BACKWARD))
     return _heads_first(grads, (asked.query, asked.key, asked.value))
-
-
-def _dense_backward_again(plan: Plan, inputs: Contract, asked: CudnnBackward) -> Callable[..., Any] | None:
-    kernel, call = plan.kernel, inputs.call
-    if call.max_k != asked.key.shape[2] or call.attn_bias is not None:
-        return None
-
-    def run(*given: Any, **_: Any) -> Any:
-        grad_out, query, key, value, out, lse = given[:6]
-        if not alike(query, key, value):
-            return None
-        grads = kernel(
-            *(x.transpose(1, 2) for x in (grad_out, query, key, value, out)), lse.squeeze(-1), call
-        )
-        return _heads_first(grads, (query, key, value))
-
-    return run
 
 
 def _heads_first(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

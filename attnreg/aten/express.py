@@ -18,6 +18,7 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.aten import compiled
+from attnreg.aten.again import Again
 from attnreg.aten.beside import flash_extras, shared
 from attnreg.packed import facts_of, of_a_graph, stream_of
 
@@ -103,17 +104,18 @@ def forward(
     known = own.express if own is not None else None
     if known is None or own is None or _capturing() or not _as_sent(own, args, kwargs):
         return None
-    query, key, value, ends_q, ends_k = args[:5]
+    query, key, _, ends_q, ends_k = args[:5]
     if not facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered:
         return None
-    if known.direct and _lies_well(query) and _lies_well(key) and _lies_well(value):
+    as_sent = known.direct and all(map(_lies_well, args[:3]))
+    if as_sent:
         out, lse, *_ = original(*args, **kwargs)
     else:
         out, lse = _run(known, *args[:TENSORS])
     counters.count(known.plan.counters)
     if compiled.extension is not None:
-        run = None if known.direct else functools.partial(_run_apart, known)
-        own.number = compiled.extension.accept_sent(own.number, run, known.plan.counters, known.beside)
+        run = None if as_sent else _again(known, functools.partial(_run_apart, known))
+        compiled.extension.accept_sent(run, known.plan.counters, known.beside)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside
 
@@ -130,6 +132,19 @@ def _run_apart(known: Express, *tensors: Tensor) -> Any:
         return _run(known, *tensors)
     finally:
         scope.leave(token)
+
+
+def _again(known: Express, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what answers calls like this one, `run` unless the backend has a shorter way."""
+    ask = known.plan.again
+    if ask is None:
+        return run
+
+    def shorter(*tensors: Tensor) -> Callable[..., Any] | None:
+        *operands, ends_q, ends_k = tensors
+        return ask(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+
+    return Again(run, shorter)
 
 
 def backward(
@@ -152,13 +167,14 @@ def backward(
     if _capturing():
         return None
     grads: tuple[Any, ...]
-    if known.direct and all(map(_lies_well, args[:5])):
+    as_sent = known.direct and all(map(_lies_well, args[:6]))
+    if as_sent:
         grads = original(*args, **kwargs)
     else:
         grads = _run(known, *args[:8])
     counters.count(known.plan.counters)
     if mine and compiled.extension is not None:
-        run = None if known.direct else functools.partial(_run, known)
+        run = None if as_sent else _again(known, functools.partial(_run, known))
         compiled.extension.accept_returned(carrier, run, known.plan.counters)
     return grads
 

@@ -7,14 +7,16 @@ works there, too.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnreg import counters, scope
 from attnreg.aten import express
+from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import flash_extras, shared
-from attnreg.aten.routing import Quick, Route, Turn, alike, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
@@ -22,8 +24,6 @@ from attnreg.packed import facts, stream_of
 from attnreg.planning import Native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from attnreg.planning import Plan
@@ -116,37 +116,22 @@ def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
     """Have further calls like this one go the shortest way."""
     if call.cu_seqlens_q is None:
         if _dense_sees(call) and call.dropout == 0.0 and turn.args[0].dtype != torch.float64:
-            turn.again(
-                plan, _forward_again(plan, call) if direction == "forward" else _backward_again(plan, call)
-            )
+            turn.again(plan, answer(plan, call, DENSE_FORWARD if direction == "forward" else DENSE_BACKWARD))
     elif turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
         express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now, turn.own)
 
 
-def _forward_again(plan: Plan, call: Call) -> Callable[..., Any]:
-    """Return what answers further dense calls of which each row sees a key."""
-    kernel = plan.kernel
-
-    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        if not alike(query, key, value):
-            return None
-        out, lse = kernel(query, key, value, call)
-        return _laid_out(out, query), lse.contiguous(), *shared(flash_extras, query)
-
-    return run
+def _forward_results(results: tuple[Tensor, Tensor], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    out, lse = results
+    return _laid_out(out, given[0]), lse.contiguous(), *shared(flash_extras, given[0])
 
 
-def _backward_again(plan: Plan, call: Call) -> Callable[..., Any]:
-    kernel = plan.kernel
+def _backward_results(grads: tuple[Tensor, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(_laid_out, grads, given[1:4]))
 
-    def run(*given: Any, **_: Any) -> Any:
-        grad_out, query, key, value, out, lse = given[:6]
-        if not alike(query, key, value):
-            return None
-        grad_q, grad_k, grad_v = kernel(grad_out, query, key, value, out, lse, call)
-        return _laid_out(grad_q, query), _laid_out(grad_k, key), _laid_out(grad_v, value)
 
-    return run
+DENSE_FORWARD = Layout(0, itemgetter(slice(3)), _forward_results)
+DENSE_BACKWARD = Layout(1, itemgetter(slice(6)), _backward_results)
 
 
 def _call(

@@ -12,6 +12,7 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.aten import compiled
+from attnreg.aten.again import Answer
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import Preference
 from attnreg.state import state
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # Keywords of which a call may have some and be known again; a mask isn't plain.
 PLAIN = frozenset({"scale", "attn_mask"})
 
-__all__ = ["Quick", "Route", "Turn", "alike", "like", "new_rng_state", "passed_on", "router", "tied"]
+__all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
 
 
 class Quick(NamedTuple):
@@ -79,18 +80,14 @@ class Turn(NamedTuple):
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
         if alone:
-            self.again(plan, self.original)
+            self.again(plan, Answer(self.original))  # type: ignore[arg-type]
         return result
 
-    def again(self, plan: Plan, run: Callable[..., Any] | None) -> None:
-        """Have `run` answer calls like this one from now on, given the op's arguments as they come.
-
-        Where it returns None the call takes the long way.
-        """
-        if run is not None and plan.proven and self.known_as is not None and self.now is not None:
-            self.now.remember(self.known_as, run, plan.counters)
-            if compiled.extension is not None:
-                compiled.extension.accept(None if run is self.original else run, plan.counters)
+    def again(self, plan: Plan, answer: Answer | None) -> None:
+        """Have calls like this one answered that way from now on."""
+        if answer is not None and plan.proven and self.known_as is not None and self.now is not None:
+            self.now.remember(self.known_as, answer, plan.counters)
+            _accept(answer, self.original, plan.counters)
 
     def untouched(self, why: str) -> Any:
         """Run torch's own kernel on a call that only it understands.
@@ -171,12 +168,11 @@ def router(
                 )  # fmt: skip
                 known = now.known.get(known_as)
                 if known is not None:
-                    run, counted = known
-                    result = run(*args, **kwargs)
+                    answer, counted = known
+                    result = answer.run(*args, **kwargs)
                     if result is not None:
                         count(counted)
-                        if compiled.extension is not None:
-                            compiled.extension.accept(None if run is original else run, counted)
+                        _accept(answer, original, counted)
                         return result
         return long_way(args, kwargs, now, scoped, known_as, None)
 
@@ -208,9 +204,13 @@ def router(
     return routed
 
 
-def alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether all three have one dtype and one device, of which a known call is told by the query's."""
-    return query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
+def _accept(
+    answer: Answer, original: Callable[..., Any] | None, counted: tuple[counters.Counter, ...]
+) -> None:
+    """Have compiled routers, if there are any, answer further calls like the one under way."""
+    if compiled.extension is not None:
+        run = None if answer.run is original else answer.where_layouts_are_known()
+        compiled.extension.accept(run, counted)
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnreg.backends._cudnn_offsets import Offsets
 from attnreg.backends._cudnn_problem import Problem, rounded
-from attnreg.packed import derived, stream_of
+from attnreg.packed import derived_from, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.discovery import Direction
 
-__all__ = ["described", "with_results"]
+__all__ = ["described", "offsets_of", "with_results"]
 
 
 def described(
@@ -25,7 +25,7 @@ def described(
     stream = stream_of(query)
     batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
     offsets = None
-    if call.cu_seqlens_q is not None:
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         totals = query.shape[0], key.shape[0]
         width = query.shape[-2] * query.shape[-1]
         batch, max_q, max_k, *rounded_totals = rounded(
@@ -33,13 +33,21 @@ def described(
         )
         if direction == "backward":
             tokens = rounded_totals[0], rounded_totals[1]
-        offsets = derived(call, stream, ("cuDNN", batch), lambda: Offsets(call, batch))
+        offsets = offsets_of(batch, stream, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
     problem = Problem(
         direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
         _strides(query, packed), _strides(key, packed), _strides(value, packed),
     )  # fmt: skip
     return problem, offsets, stream
+
+
+def offsets_of(
+    batch: int, stream: int, ends_q: Tensor, ends_k: Tensor, used: Tensor | None = None
+) -> Offsets:
+    """Return what the kernels read of a packed batch, derived once for as long as it stays as it is."""
+    tensors = [ends_q, ends_k] if used is None else [ends_q, ends_k, used]
+    return derived_from(tensors, stream, ("cuDNN", batch), lambda: Offsets(ends_q, ends_k, used, batch))
 
 
 def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) -> Problem:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,18 +22,22 @@ _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
 _STARTS = 100
 
 
-class Graph(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Graph:
     """A built plan: `run.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
     Attributes:
         run: cuDNN's graph.
         workspace: bytes that a run needs.
-        operands: what the buffers are, in the order of `uids`.
+        tensors: what the first buffers are, ascending.
+        vectors: what the others are: lengths and beginnings of packed sequences.
+        uids: cuDNN's numbers of all of them.
     """
 
     run: Any
     workspace: int
-    operands: tuple[Slot | Start, ...]
+    tensors: tuple[Slot, ...]
+    vectors: tuple[Slot | Start, ...]
     uids: tuple[int, ...]
 
 
@@ -64,7 +69,8 @@ class _Description:
             intermediate_data_type=types.FLOAT,
             compute_data_type=types.FLOAT,
         )
-        self._operands: dict[int, Slot | Start] = {}
+        self._tensors: dict[int, Slot] = {}
+        self._vectors: dict[int, Slot | Start] = {}
 
     def build(self) -> Graph:
         """Return the planned graph."""
@@ -78,8 +84,11 @@ class _Description:
         graph.create_execution_plans([modes.A, modes.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        operands = self._operands
-        return Graph(graph, graph.get_workspace_size(), tuple(operands.values()), tuple(operands))
+        tensors, vectors = dict(sorted(self._tensors.items())), self._vectors
+        return Graph(
+            graph, graph.get_workspace_size(), tuple(tensors.values()), tuple(vectors.values()),
+            (*tensors, *vectors),
+        )  # fmt: skip
 
     def _forward(self) -> None:
         problem = self._problem
@@ -169,13 +178,13 @@ class _Description:
         self._place(tensor, slot, strides)
 
     def _place(self, tensor: Any, slot: Slot, strides: Strides) -> None:
-        self._operands[int(slot)] = slot
+        self._tensors[int(slot)] = slot
         if self._problem.packed:
             start, dtype = Start(slot in _OF_KEYS, strides[2]), self._cudnn.data_type.INT64
             tensor.set_ragged_offset(self._vector(start, _STARTS + int(slot), self._problem.batch + 1, dtype))
 
     def _vector(self, operand: Slot | Start, uid: int, count: int, dtype: Any) -> Any:
-        self._operands[uid] = operand
+        self._vectors[uid] = operand
         shape = {"dim": [count, 1, 1, 1], "stride": [1, 1, 1, 1]}
         return self._graph.tensor(name=f"vector {uid}", uid=uid, data_type=dtype, **shape)
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnreg.backends._cudnn_problem import Slot, Start
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from attnreg.backend import Call
 
 __all__ = ["Offsets"]
 
@@ -19,29 +19,37 @@ class Offsets:
 
     A sequence without keys counts as one without queries: cuDNN 9.19 would write NaN for it.
 
-    Attributes:
-        rows, keys: int32 (batch,), the lengths.
+    Args:
+        ends_q, ends_k: the offsets, int32 (B + 1,).
+        used: how many keys of each sequence count, int32 (B,); None for all.
+        batch: how many sequences are planned for.
     """
 
-    def __init__(self, call: Call, batch: int) -> None:
-        cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-        if cu_q is None or cu_k is None:
-            raise AssertionError("a dense call has no offsets")
-        starts_q = _padded(cu_q, batch)
-        starts_k = starts_q if cu_k is cu_q else _padded(cu_k, batch)
+    def __init__(self, ends_q: Tensor, ends_k: Tensor, used: Tensor | None, batch: int) -> None:
+        starts_q = _padded(ends_q, batch)
+        starts_k = starts_q if ends_k is ends_q else _padded(ends_k, batch)
         queries = starts_q.diff()
-        self.keys = queries if starts_k is starts_q else starts_k.diff()
-        if call.seqused_k is not None:
-            self.keys = torch.nn.functional.pad(call.seqused_k, (0, batch - len(call.seqused_k)))
-        self.rows = queries if self.keys is queries else queries * (self.keys > 0)
+        keys = queries if starts_k is starts_q else starts_k.diff()
+        if used is not None:
+            keys = torch.nn.functional.pad(used, (0, batch - len(used)))
+        rows = queries if keys is queries else queries * (keys > 0)
+        self._lengths: dict[Slot | Start, Tensor] = {Slot.ROWS: rows, Slot.KEYS: keys}
         self._starts = starts_q.long(), starts_k.long()
-        self._scaled: dict[tuple[bool, int], Tensor] = {}
+        self._operands: dict[tuple[Slot | Start, ...], list[Tensor]] = {}
 
-    def starts(self, of_keys: bool, stride: int) -> Tensor:
-        """Return int64 (batch + 1,), where each sequence begins in a tensor with that token stride."""
-        found = self._scaled.get((of_keys, stride))
+    def operands(self, wanted: tuple[Slot | Start, ...]) -> list[Tensor]:
+        """Return lengths, int32 (batch,), and int64 (batch + 1,): where each sequence begins in a tensor."""
+        found = self._operands.get(wanted)
         if found is None:
-            found = self._scaled[of_keys, stride] = self._starts[of_keys] * stride
+            found = self._operands[wanted] = [self._operand(one) for one in wanted]
+        return found
+
+    def _operand(self, wanted: Slot | Start) -> Tensor:
+        found = self._lengths.get(wanted)
+        if found is None and isinstance(wanted, Start):
+            found = self._lengths[wanted] = self._starts[wanted.of_keys] * wanted.stride
+        if found is None:
+            raise AssertionError(f"{wanted!r} isn't derived from offsets")
         return found
 
 

@@ -15,19 +15,19 @@ import torch
 
 from attnreg.apart import apart
 from attnreg.backends._cudnn_graph import build
-from attnreg.backends._cudnn_problem import Start
 from attnreg.errors import UnsupportedInputError
+from attnreg.layout import fresh
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from torch import Tensor
 
     from attnreg.backends._cudnn_graph import Graph
     from attnreg.backends._cudnn_offsets import Offsets
-    from attnreg.backends._cudnn_problem import Problem, Slot
+    from attnreg.backends._cudnn_problem import Problem
 
 __all__ = ["Plans"]
 
@@ -67,26 +67,35 @@ class Plans:
         self._own = threading.local()
         atexit.register(self._let_go)
 
-    def run(
-        self, problem: Problem, tensors: Mapping[Slot, Tensor], offsets: Offsets | None, stream: int
-    ) -> None:
+    def run(self, problem: Problem, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int) -> None:
         """Run a problem's plan on a stream of its device, which has to be the current one.
+
+        Args:
+            problem: what to run.
+            tensors: those of the plan, by `Slot`, ascending.
+            offsets: those of packed tensors.
+            stream: a CUDA stream.
 
         Raises:
             UnsupportedInputError: cuDNN has no kernel for it, or it would have to be planned while a
                 CUDA graph is captured.
         """
         plan = self._plans.get(problem) or self._plan(problem)
-        buffers = [
-            offsets.starts(*operand) if isinstance(operand, Start) and offsets else tensors[operand]  # type: ignore[index]
-            for operand in plan.operands
-        ]
-        workspace = None
-        if plan.workspace:
-            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=buffers[0].device)
-        plan.run.execute(
-            buffers, workspace, handle=self._handle(problem.device, stream), tensor_uids=plan.uids
-        )
+        self.launch(plan, problem.device, tensors, offsets, stream)
+
+    def known(self, problem: Problem) -> Graph | None:
+        """Return a problem's plan if there is one."""
+        return self._plans.get(problem)
+
+    def launch(
+        self, plan: Graph, device: int, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int
+    ) -> None:
+        """Run a plan, likewise."""
+        buffers = [*tensors, *offsets.operands(plan.vectors)] if offsets is not None else tensors
+        size, workspace = plan.workspace, None
+        if size:
+            workspace = fresh((size,), (1,), torch.uint8, tensors[0].device)
+        plan.run.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
 
     def _let_go(self) -> None:
         """Give back what is the package's, at the end of the process: it prints a list of what outlives it.

@@ -8,13 +8,16 @@ import torch
 
 from attnreg import native
 from attnreg.backends import _fa2_rows as rows
-from attnreg.layout import readable
+from attnreg.layout import aligned, readable
 from attnreg.packed import of_a_graph
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from attnreg.backend import Call
+    from attnreg.discovery import Direction
 
 __all__ = ["PAGES", "SPLITS", "Native"]
 
@@ -64,6 +67,38 @@ class Native:
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
+
+    def again(
+        self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return what does such a call again: the kernel on the tensors as they are. See `Kernels`."""
+        query, key = tensors[:2] if direction == "forward" else tensors[1:3]
+        if call.dropout or any(given is not None for given in (*call[6:10], call.num_splits)):
+            return None
+        if rows.nothing_to_do(query, key, call) or not (call.varlen or rows.covered(query, key, call)):
+            return None
+        if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
+            return None
+        lengths, options = _lengths(query, key, call)[2:], _options(query, call)
+
+        def forward(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            ends_q: Tensor | None = None,
+            ends_k: Tensor | None = None,
+        ) -> tuple[Tensor, ...]:
+            out, lse, *_ = self._forward(query, key, value, ends_q, ends_k, *lengths, False, **options)
+            return out, lse
+
+        unread = _unread(query)
+
+        def backward(*given: Tensor) -> tuple[Tensor, ...]:
+            offsets = given[6:] or (None, None)
+            grads = self._backward(*given[:6], *offsets, *lengths, *unread, **options)
+            return grads[0], grads[1], grads[2]
+
+        return forward if direction == "forward" else backward
 
 
 _kept: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -3,8 +3,8 @@
 What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
 tensors the LSE lies with the token first; a mask is a band with its own alignment, whose left bound
 counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_described`
-makes a `_cudnn_problem` of a call, `_cudnn_graph` plans it, `_cudnn_plans` keeps what was planned, and
-`_cudnn_offsets` derives lengths.
+makes a `_cudnn_problem` of a call, `_cudnn_graph` plans it, `_cudnn_plans` keeps what was planned,
+`_cudnn_offsets` derives lengths, and `_cudnn_again` does a call that is known.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backend import Backend, Kernels
+from attnreg.backends._cudnn_again import again
 from attnreg.backends._cudnn_described import described, with_results
 from attnreg.backends._cudnn_plans import Plans
-from attnreg.backends._cudnn_problem import Slot
 from attnreg.capabilities import Capabilities, Range
 from attnreg.layout import readable
 from attnreg.packed import facts
@@ -96,7 +96,9 @@ def _load() -> Kernels:
 
     cudnn.backend_version()  # raises if the library is missing, which importing doesn't notice
     plans = Plans(cudnn)
-    return Kernels(functools.partial(forward, plans), functools.partial(backward, plans))
+    return Kernels(
+        functools.partial(forward, plans), functools.partial(backward, plans), functools.partial(again, plans)
+    )
 
 
 def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -112,8 +114,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
         out, stats = query.new_empty(shape), query.new_empty(stats_shape, dtype=torch.float32)
     else:
         out, stats = query.new_zeros(shape), query.new_full(stats_shape, -inf, dtype=torch.float32)
-    tensors = {Slot.Q: query, Slot.K: key, Slot.V: value, Slot.OUT: out, Slot.STATS: stats}
-    _run(plans, problem, tensors, offsets, stream)
+    _run(plans, problem, (query, key, value, out, stats), offsets, stream)
     return out, stats.t().contiguous() if offsets else stats
 
 
@@ -140,20 +141,15 @@ def backward(
     problem = with_results(problem, out, grad_out, call)
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
-    tensors = {
-        Slot.Q: query, Slot.K: key, Slot.V: value, Slot.OUT: out, Slot.GRAD_OUT: grad_out,
-        Slot.STATS: lse.t().contiguous() if offsets else lse.contiguous(),
-        Slot.GRAD_Q: grad_q, Slot.GRAD_K: grad_k, Slot.GRAD_V: grad_v,
-    }  # fmt: skip
+    stats = lse.t().contiguous() if offsets else lse.contiguous()
+    tensors = (query, key, value, out, stats, grad_out, grad_q, grad_k, grad_v)
     _run(plans, problem, tensors, offsets, stream)
     return grad_q, grad_k, grad_v
 
 
 def _run(
-    plans: Plans, problem: Problem, tensors: dict[Slot, Tensor], offsets: Offsets | None, stream: int
+    plans: Plans, problem: Problem, tensors: tuple[Tensor, ...], offsets: Offsets | None, stream: int
 ) -> None:
-    if offsets is not None:
-        tensors[Slot.ROWS], tensors[Slot.KEYS] = offsets.rows, offsets.keys
     if torch.cuda.current_device() == problem.device:
         plans.run(problem, tensors, offsets, stream)
     else:

@@ -146,7 +146,7 @@ def _load() -> Kernels:
         )
         return grad_q, grad_k, grad_v
 
-    return Kernels(forward, backward)
+    return Kernels(forward, backward, torchs.again)
 
 
 BACKEND = Backend(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backends._fa4_launches import Name
+    from attnreg.discovery import Direction
 
 __all__ = ["BACKEND"]
 
@@ -74,6 +75,7 @@ def _load() -> Kernels:
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = lse.contiguous()
         inputs = query, key, value, grad_out, out, lse
         name = known_as(call, *inputs)
         if (recipe := launches.recipe(name)) is not None and whole(query, key, call):
@@ -94,7 +96,36 @@ def _load() -> Kernels:
         grad_q, grad_k, grad_v = _run("backward", run_backward, tensors, given, call, launches, name)
         return grad_q, grad_k, grad_v
 
-    return Kernels(forward, backward)
+    return Kernels(forward, backward, partial(_again, launches))
+
+
+def _again(
+    launches: Launches, direction: Direction, tensors: tuple[Tensor, ...], call: Call
+) -> Callable[..., tuple[Tensor, ...] | None] | None:
+    """Return what does such a call again: its recipe. See `Kernels`."""
+    if direction == "backward":
+        grad_out, query, key, value, out, lse = tensors
+        if not lse.is_contiguous():
+            return None
+        tensors = query, key, value, grad_out, out, lse
+    query = tensors[0]
+    recipe = launches.recipe(known_as(call, *tensors))
+    if recipe is None:
+        return None
+    again, device = recipe.again, query.device
+    without = () if call.varlen else (None, None)
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...] | None:
+        return again(*given, *without) if _is_current(device) else None
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...] | None:
+        if not _is_current(device):
+            return None
+        return again(query, key, value, grad_out, *rest, *without)
+
+    return forward if direction == "forward" else backward
 
 
 def _arguments(call: Call, softcap: float | None) -> dict[str, Any]:
@@ -167,9 +198,11 @@ def _capturing(tensor: Tensor) -> bool:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make it the current device, which the kernels are compiled for and launched on."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return _NOTHING
-    return torch.cuda.device(device)
+    return _NOTHING if _is_current(device) else torch.cuda.device(device)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def _nothing_to_do(query: Tensor, key: Tensor) -> bool:

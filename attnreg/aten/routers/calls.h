@@ -54,29 +54,50 @@ struct Place {  // an op below a dispatch key
   int64_t carrier;  // where they have what a forward hands its backward; -1 in a forward
 };
 
+// Which way a call came. Offsets lie behind query, key and value, and in a backward behind output and LSE.
+enum class Front : int64_t { kTorchs, kVarlenForward, kVarlenBackward };
+
+// How many arguments a function of Python's takes, all of them tensors.
+inline size_t taken(const Place& place, Front front) {
+  switch (front) {
+    case Front::kVarlenForward:
+      return 5;  // query, key, value, both offsets
+    case Front::kVarlenBackward:
+      return 8;  // the gradient, query, key, value, output, LSE, both offsets
+    default:
+      return place.carrier < 0 ? 3 : 6;  // the same without offsets
+  }
+}
+
+// Everything about a tensor but for its values, and whether sixteen bytes can be read at a time.
 inline void describe(const at::Tensor& tensor, Words& words) {
   const auto device = tensor.device();
+  const bool aligned = tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   words.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index()});
-  words.push_back(tensor.dim());
+  words.append({tensor.dim(), aligned});
   words.append(tensor.sizes().begin(), tensor.sizes().end());
+  words.append(tensor.strides().begin(), tensor.strides().end());
 }
 
 // Return everything about a call but for the values of tensors; nothing where that can't be told.
-inline Words describe(const Place& place, Arguments arguments, bool packed) {
+inline Words describe(const Place& place, Arguments arguments, Front front, const c10::TensorImpl* carrier) {
   enum { kAbsent, kTensor, kInt, kBool, kDouble };
-  Words words{place.number};
+  Words words{place.number, static_cast<int64_t>(front), reinterpret_cast<int64_t>(carrier)};
+  const size_t described = taken(place, front);
   bool needs_gradient = false;
   for (size_t i = 0; i < arguments.size(); i++) {
     const c10::IValue& argument = arguments[i];
     const bool present = argument.isTensor() && argument.toTensor().defined();
-    if (i >= place.query && i < place.query + 3) {
-      if (!present) {
-        return {};
-      }
-      describe(argument.toTensor(), words);
-      needs_gradient |= argument.toTensor().requires_grad();
-    } else if (argument.isTensor() || argument.isNone()) {
+    const bool operand = i >= place.query && i < place.query + 3;
+    if (operand && !present) {
+      return {};
+    }
+    if (argument.isTensor() || argument.isNone()) {
       words.push_back(present ? kTensor : kAbsent);
+      if (present && i < described) {
+        describe(argument.toTensor(), words);
+      }
+      needs_gradient |= operand && argument.toTensor().requires_grad();
     } else if (argument.isInt()) {
       words.append({kInt, argument.toInt()});
     } else if (argument.isBool()) {
@@ -94,22 +115,14 @@ inline Words describe(const Place& place, Arguments arguments, bool packed) {
   if (!captured) {
     return {};
   }
+  if (front != Front::kTorchs) {
+    const c10::IValue &of_queries = arguments[described - 2], &of_keys = arguments[described - 1];
+    words.push_back(of_queries.isTensor() && of_keys.isTensor() && of_queries.toTensor().is_same(of_keys.toTensor()));
+  }
   const bool recording = c10::GradMode::is_enabled();
-  words.append({modes(), *captured, packed ? recording && needs_gradient : recording | needs_gradient << 1});
+  const bool varlen = front != Front::kTorchs;
+  words.append({modes(), *captured, varlen ? recording && needs_gradient : recording | needs_gradient << 1});
   return words;
-}
-
-inline bool captured(const Words& call) {
-  return call[call.size() - 2];
-}
-
-// Whether torch's kernel takes these as they are.
-inline bool lie_well(Arguments arguments) {
-  return std::all_of(arguments.begin(), arguments.end(), [](const c10::IValue& argument) {
-    const at::Tensor& tensor = argument.toTensor();
-    return tensor.defined() && tensor.is_contiguous() &&
-        reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  });
 }
 
 inline bool leaves_a_trace_when_changed(const c10::IValue& argument) {
@@ -129,6 +142,11 @@ inline bool covered(const c10::IValue& of_queries, const c10::IValue& of_keys, i
         one.queries_version == queries._version() && one.keys_version == keys._version() &&
         one.tokens_q == tokens_q && one.tokens_k == tokens_k && one.stream == stream;
   });
+}
+
+// The same of a call of `varlen_attn`.
+inline bool covered(Arguments arguments) {
+  return covered(arguments[3], arguments[4], arguments[0].toTensor().size(0), arguments[1].toTensor().size(0));
 }
 
 // Whether a choice was made for this thread or task: what it means the router in Python knows.

@@ -20,7 +20,7 @@
 
 namespace attnreg {
 
-using Words = c10::SmallVector<int64_t, 96>;
+using Words = c10::SmallVector<int64_t, 160>;
 
 constexpr size_t kMostKnown = 4096;  // as State keeps; then they start anew
 constexpr size_t kMostOffsets = 64;  // as `packed` keeps
@@ -59,18 +59,8 @@ using Run = std::shared_ptr<PyObject>;
 struct Way {  // how a call is answered
   Run run;
   Tallies tallies;
-};
-
-struct Sent {  // a forward of `varlen_attn`
-  Words call;
-  std::vector<c10::IValue> beside;  // what the op returns beside its results
-  Way way;
-};
-
-struct Returned {  // the backward of one
-  at::Tensor carrier;  // held, so that nothing else can come to lie where it does
-  int64_t modes;
-  Way way;
+  std::vector<c10::IValue> beside;  // what a forward of `varlen_attn` returns beside its results
+  at::Tensor carrier;               // by which a backward of one is known: nothing else can come to lie there
 };
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -85,11 +75,8 @@ struct Offsets {  // a pair that was found to leave no row without a key
 struct Kept {
   uint64_t generation = 0;
   std::unordered_map<Words, std::shared_ptr<const Way>, Hash> known;
-  std::unordered_map<int64_t, std::shared_ptr<Sent>> sent;
-  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Returned>> returned;
   std::vector<Offsets> offsets;
   size_t oldest_offsets = 0;
-  int64_t numbers = 0;  // given to what is sent
 };
 
 // None of it is ever destroyed: calls may come while the process ends.
@@ -125,8 +112,9 @@ class Locked {  // holds the interpreter's lock
 
 // ---- What is under way on a thread
 
-// The number of what `varlen_attn` is about to call: 0 for nothing, negative if it has none.
-inline thread_local int64_t announced = 0;
+// What `varlen_attn` says of what it is about to call: 0 for nothing.
+enum Announcement : int64_t { kUnknown = -1, kNothing = 0, kKnown = 1 };
+inline thread_local int64_t announced = kNothing;
 
 struct UnderWay {  // a call that the router in Python has
   uint64_t generation = 0;

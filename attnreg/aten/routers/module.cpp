@@ -12,8 +12,8 @@
 //   - all of them, while nothing is registered;
 //   - dense ones, by everything but the values of tensors;
 //   - packed ones of `varlen_attn`, which announces each of them: forwards by the same, and by offsets
-//     that were found to leave no row without a key; backwards by the tensor that such a forward hands
-//     its backward, which no other call has.
+//     that were found to leave no row without a key; backwards by the same, and by the tensor that such a
+//     forward hands its backward, which no other call has.
 //
 // `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers; here is what Python
 // calls, always holding the interpreter's lock.
@@ -52,7 +52,7 @@ Tallies tallies_of(PyObject* counters) {
 }
 
 Way way_of(PyObject* run, PyObject* counters) {
-  Way way{nullptr, tallies_of(counters)};
+  Way way{nullptr, tallies_of(counters), {}, {}};
   if (run != Py_None) {
     Py_INCREF(run);
     way.run = Run(run, [](PyObject* one) {
@@ -122,7 +122,6 @@ PyObject* forget(PyObject*, PyObject*) {
     passing = false;
     std::swap(old, kept);
     kept.generation = old.generation + 1;
-    kept.numbers = old.numbers;
   }
   Py_RETURN_NONE;
 }
@@ -133,8 +132,8 @@ PyObject* watch(PyObject*, PyObject* variable) {
   Py_RETURN_NONE;
 }
 
-PyObject* announce(PyObject*, PyObject* number) {
-  announced = PyLong_AsLongLong(number);
+PyObject* announce(PyObject*, PyObject* what) {
+  announced = PyLong_AsLongLong(what);
   Py_RETURN_NONE;
 }
 
@@ -146,13 +145,9 @@ PyObject* accept_passing(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* accept(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *run = nullptr, *counters = nullptr;
-  if (!PyArg_ParseTuple(args, "OO!", &run, &PyTuple_Type, &counters)) {
-    return nullptr;
-  }
-  auto way = std::make_shared<const Way>(way_of(run, counters));
+// Keep how the call under way is answered, if it may be kept.
+void keep(Way answered) {
+  auto way = std::make_shared<const Way>(std::move(answered));
   decltype(kept.known) dropped;
   const std::unique_lock lock(guard);
   const UnderWay* call = to_be_kept();
@@ -162,6 +157,15 @@ PyObject* accept(PyObject*, PyObject* args) {
     }
     std::swap(kept.known[call->call], way);
   }
+}
+
+PyObject* accept(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *run = nullptr, *counters = nullptr;
+  if (!PyArg_ParseTuple(args, "OO!", &run, &PyTuple_Type, &counters)) {
+    return nullptr;
+  }
+  keep(way_of(run, counters));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -169,29 +173,15 @@ PyObject* accept(PyObject*, PyObject* args) {
 PyObject* accept_sent(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *run = nullptr, *counters = nullptr, *beside = nullptr;
-  Py_ssize_t number = 0;
-  if (!PyArg_ParseTuple(args, "nOO!O!", &number, &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside)) {
+  if (!PyArg_ParseTuple(args, "OO!O!", &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside)) {
     return nullptr;
   }
-  auto sent = std::make_shared<Sent>();
-  sent->way = way_of(run, counters);
+  Way way = way_of(run, counters);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(beside); i++) {
-    sent->beside.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(beside, i)));
+    way.beside.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(beside, i)));
   }
-  decltype(kept.sent) dropped;
-  decltype(kept.returned) their_backwards;
-  const std::unique_lock lock(guard);
-  const UnderWay* call = to_be_kept();
-  if (call && !call->call.empty()) {
-    if (kept.sent.size() >= kMostKnown) {
-      std::swap(kept.sent, dropped);
-      std::swap(kept.returned, their_backwards);
-    }
-    number = number > 0 ? number : ++kept.numbers;
-    sent->call = call->call;
-    std::swap(kept.sent[number], sent);
-  }
-  return PyLong_FromSsize_t(number);
+  keep(std::move(way));
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -201,12 +191,9 @@ PyObject* accept_returned(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOO!", &carrier, &run, &PyTuple_Type, &counters)) {
     return nullptr;
   }
-  auto returned = std::make_shared<Returned>(THPVariable_Unpack(carrier), modes(), way_of(run, counters));
-  const c10::TensorImpl* known_by = returned->carrier.unsafeGetTensorImpl();
-  const std::unique_lock lock(guard);
-  if (to_be_kept()) {
-    std::swap(kept.returned[known_by], returned);
-  }
+  Way way = way_of(run, counters);
+  way.carrier = THPVariable_Unpack(carrier);
+  keep(std::move(way));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -269,10 +256,10 @@ PyMethodDef functions[] = {
     {"enable", enable, METH_O, "Let them answer calls, or pass all to those in Python."},
     {"forget", forget, METH_NOARGS, "Drop what calls are known by."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
-    {"announce", announce, METH_O, "Say what `varlen_attn` is about to call, by its number; -1 if it has none, 0 for nothing."},
+    {"announce", announce, METH_O, "Say what `varlen_attn` is about to call: 1 what it knows, -1 what it doesn't, 0 nothing."},
     {"accept_passing", accept_passing, METH_NOARGS, "The call under way is torch's, as is every other."},
     {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
-    {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; returns its number."},
+    {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; and what is returned beside the results."},
     {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
     {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},

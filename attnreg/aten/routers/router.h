@@ -11,10 +11,9 @@
 namespace attnreg {
 
 struct Answer {  // what is known of a call
-  bool passes = false;              // whether it is torch's, uncounted
-  std::shared_ptr<const Way> way;   // how else it is answered; unknown if there is none
-  std::shared_ptr<const Sent> sent; // if it is a forward of `varlen_attn`
-  size_t taken = 0;                 // how many arguments a function of Python's takes
+  bool passes = false;             // whether it is torch's, uncounted
+  std::shared_ptr<const Way> way;  // how else it is answered; unknown if there is none
+  size_t taken = 0;                // how many arguments a function of Python's takes
 };
 
 inline PyObject* to_python(const c10::IValue& value) {
@@ -73,13 +72,13 @@ class Router final : public c10::OperatorKernel {
       : place_(place), torchs_(std::move(torchs)), pythons_(std::move(pythons)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const int64_t number = std::exchange(announced, 0);
+    const int64_t announcement = std::exchange(announced, kNothing);
     if (!enabled.load(std::memory_order_relaxed)) {
       return pythons_.callBoxed(op, keys, stack);
     }
     UnderWay call;
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    const Answer answer = look_up(arguments, number, call);
+    const Answer answer = look_up(arguments, announcement, call);
     if (answer.passes) {
       torchs_.callBoxed(op, keys, stack);
     } else if (!answer.way || !answered(answer, arguments, op, keys, stack)) {
@@ -105,8 +104,8 @@ class Router final : public c10::OperatorKernel {
     } else {
       return false;
     }
-    if (answer.sent) {
-      const auto& beside = answer.sent->beside;
+    const auto& beside = answer.way->beside;
+    if (!beside.empty()) {
       if (!run) {
         torch::jit::drop(*stack, beside.size());
       }
@@ -115,59 +114,31 @@ class Router final : public c10::OperatorKernel {
     return true;
   }
 
-  Answer look_up(Arguments arguments, int64_t number, UnderWay& call) const {
+  Answer look_up(Arguments arguments, int64_t announcement, UnderWay& call) const {
+    Front front = announcement == kNothing ? Front::kTorchs : Front::kVarlenForward;
+    const c10::TensorImpl* carrier = nullptr;
     if (place_.carrier >= 0) {
-      const c10::IValue& carrier = arguments[place_.carrier];
-      if (carrier.isTensor() && carrier.toTensor().defined() && carrier.toTensor().storage_offset() != 0) {
-        return of_what_returns(arguments, carrier.toTensor(), call);
+      const c10::IValue& given = arguments[place_.carrier];
+      if (given.isTensor() && given.toTensor().defined() && given.toTensor().storage_offset() != 0) {
+        front = Front::kVarlenBackward;
+        carrier = given.toTensor().unsafeGetTensorImpl();
       }
-    } else if (number == 0 && chosen_for()) {
+    } else if (front == Front::kTorchs && chosen_for()) {
       return {};
     }
-    if (number == 0 && passing.load(std::memory_order_acquire)) {
+    if (front == Front::kTorchs && passing.load(std::memory_order_acquire)) {
       return {true};
     }
-    call.call = describe(place_, arguments, number != 0);
+    if (announcement != kUnknown) {
+      call.call = describe(place_, arguments, front, carrier);
+    }
     const std::shared_lock lock(guard);
     call.generation = kept.generation;
-    if (call.call.empty()) {
+    const auto found = call.call.empty() ? kept.known.end() : kept.known.find(call.call);
+    if (found == kept.known.end() || (front == Front::kVarlenForward && !covered(arguments))) {
       return {};
     }
-    if (number != 0) {
-      return of_what_is_sent(arguments, number, call.call);
-    }
-    const auto found = kept.known.find(call.call);
-    // Those of a backward: the gradient, query, key, value, the output and the LSE.
-    return found == kept.known.end() ? Answer{} : Answer{false, found->second, nullptr, place_.carrier < 0 ? 3u : 6u};
-  }
-
-  // Under the lock. An aten flash op's arguments begin with query, key, value and their offsets.
-  static Answer of_what_is_sent(Arguments arguments, int64_t number, const Words& call) {
-    const auto found = kept.sent.find(number);
-    // A dispatch mode may have made another call of it.
-    if (found == kept.sent.end() || captured(call) || found->second->call != call ||
-        !(found->second->way.run || lie_well(arguments.slice(0, 3))) ||
-        !covered(arguments[3], arguments[4], arguments[0].toTensor().size(0), arguments[1].toTensor().size(0))) {
-      return {};
-    }
-    const auto& sent = found->second;
-    return {false, {sent, &sent->way}, sent, 5};
-  }
-
-  // An aten flash backward's arguments begin with the gradient, query, key, value, output, LSE and offsets.
-  static Answer of_what_returns(Arguments arguments, const at::Tensor& carrier, UnderWay& call) {
-    std::shared_ptr<const Returned> known;
-    {
-      const std::shared_lock lock(guard);
-      call.generation = kept.generation;
-      const auto found = kept.returned.find(carrier.unsafeGetTensorImpl());
-      known = found == kept.returned.end() ? nullptr : found->second;
-    }
-    if (!known || known->modes != modes() || capturing(arguments[1].toTensor()) != false ||
-        !(known->way.run || lie_well(arguments.slice(0, 5)))) {
-      return {};
-    }
-    return {false, {known, &known->way}, nullptr, 8};
+    return {false, found->second, taken(place_, front)};
   }
 
   Place place_;

@@ -1,0 +1,106 @@
+"""Answering calls that came before without taking them apart, by a backend's shorter way if it has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.backend import Call
+    from attnreg.planning import Plan
+
+__all__ = ["Again", "Answer", "Layout", "alike", "answer"]
+
+
+class Layout(NamedTuple):
+    """How an op's dense calls are brought into the contract's layout, and results out of it.
+
+    Attributes:
+        query: the place of the query among the op's arguments; key and value come next.
+        turned: returns what a kernel takes of the op's arguments.
+        back: returns the op's results, given the kernel's and the op's arguments.
+    """
+
+    query: int
+    turned: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+    back: Callable[[Any, tuple[Any, ...]], Any]
+
+
+class Answer(NamedTuple):
+    """What answers calls like one that has run, given the op's arguments as they come.
+
+    Attributes:
+        run: answers them wherever their tensors lie; None from it means the long way.
+        shorter: asks the backend for what answers only those whose tensors lie as these; None if it has
+            no such thing.
+    """
+
+    run: Callable[..., Any]
+    shorter: Callable[..., Callable[..., Any] | None] | None = None
+
+    def where_layouts_are_known(self) -> Callable[..., Any]:
+        """Return what answers calls whose tensors all lie alike."""
+        return self.run if self.shorter is None else Again(self.run, self.shorter)
+
+
+class Again:
+    """Answers calls that differ in nothing but the values of tensors.
+
+    A backend may find its shorter way later than with the first call, so it is asked after the first,
+    second, fourth call, and so on.
+    """
+
+    __slots__ = ("_calls", "_run", "_short", "_shorter")
+
+    def __init__(self, run: Callable[..., Any], shorter: Callable[..., Callable[..., Any] | None]) -> None:
+        self._run = run
+        self._shorter = shorter
+        self._short: Callable[..., Any] | None = None
+        self._calls = 0
+
+    def __call__(self, *given: Any) -> Any:
+        """Return the results; None if the call has to take the long way."""
+        if self._short is not None:
+            results = self._short(*given)
+            if results is not None:
+                return results
+            self._short = None
+        results = self._run(*given)
+        self._calls += 1
+        if results is not None and not self._calls & (self._calls - 1):
+            self._short = self._shorter(*given)
+        return results
+
+
+def answer(plan: Plan, call: Call, layout: Layout) -> Answer:
+    """Return what answers dense calls like this one, of which each row sees a key."""
+    kernel, ask, (query, turned, back) = plan.kernel, plan.again, layout
+
+    def run(*given: Any, **_: Any) -> Any:
+        if not alike(*given[query : query + 3]):
+            return None
+        return back(kernel(*turned(given), call), given)
+
+    if ask is None:
+        return Answer(run)
+
+    def shorter(*given: Any) -> Callable[..., Any] | None:
+        short = ask(turned(given), call)
+        if short is None:
+            return None
+
+        def shortly(*given: Any) -> Any:
+            results = short(*turned(given))
+            return None if results is None else back(results, given)
+
+        return shortly
+
+    return Answer(run, shorter)
+
+
+def alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all three have one dtype and one device, of which a known call is told by the query's."""
+    return query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
