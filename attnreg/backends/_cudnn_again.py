@@ -91,7 +91,7 @@ def _forward(
 def _backward(
     known: _Known, tensors: tuple[Tensor, ...], varlen: bool
 ) -> Callable[..., tuple[Tensor, ...] | None]:
-    given = [(x.shape, dense(x.shape), x.dtype, x.device) for x in tensors[1:4]]
+    given = [(tuple(x.shape), dense(x.shape), x.dtype, x.device) for x in tensors[1:4]]
 
     def run(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *ends: Tensor
