@@ -39,6 +39,7 @@ __all__ = [
     "read_stamp",
     "restamp",
     "stamp",
+    "variable",
 ]
 
 
@@ -93,7 +94,7 @@ def on_first_choice(tell: Callable[[ContextVar[Pin | None]], object]) -> None:
 
 def _tell() -> None:
     while _told:
-        _told.pop()(_current)
+        _told.pop()(variable)
 
 
 # Announced to compiled routers: a call of attnreg's own front that may have come before, one that has not,
@@ -123,8 +124,8 @@ class Own(Pin):
         self.express: Any = None
 
 
-_current: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
-current = _current.get
+variable: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
+current = variable.get
 
 
 def exclusive(name: str, source: str = "") -> Pin:
@@ -141,12 +142,12 @@ def exclusive(name: str, source: str = "") -> Pin:
 
 def enter(pin: Pin | None) -> Token[Pin | None]:
     """Make a pin hold in this thread or task until `leave`."""
-    return _current.set(pin)
+    return variable.set(pin)
 
 
 def leave(token: Token[Pin | None]) -> None:
     """End what `enter` began."""
-    _current.reset(token)
+    variable.reset(token)
 
 
 # A stamped tensor begins `ALIGNED * number` elements into its storage and is followed by `GUARD`

@@ -100,26 +100,31 @@ def varlen_attn(
     own = None
     if (
         not torch.compiler.is_compiling()
-        and type(query) is type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
-        and query.is_cuda
-        and type(max_q) is type(max_k) is int
-        and (scale is None or type(scale) is float)
         and seqused_k is None
         and block_table is None
         and num_splits is None
         and backend is None
-        and type(window_size) is tuple
-        and scope.current() is None
-        and not torch.is_autocast_enabled("cuda")
     ):
         # Most calls came before, and all that follows came out the same.
-        known_as = express.known_as(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale, enable_gqa
-        )
-        own = state().express.get(known_as)
-        if own is not None and aten.usable() and not aten.shadowed_by():
-            return _returned(*_known(own, query, key, value, cu_seq_q, cu_seq_k), return_aux)
-        own = scope.Own(known_as)
+        tensors = query, key, value, cu_seq_q, cu_seq_k
+        rest = max_q, max_k, is_causal, window_size, scale, enable_gqa
+        sent = _sent(*tensors, *rest)
+        if type(sent) is tuple:
+            return _returned(*sent, return_aux)
+        if (
+            type(query) is type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
+            and query.is_cuda
+            and type(max_q) is type(max_k) is int
+            and (scale is None or type(scale) is float)
+            and type(window_size) is tuple
+            and scope.current() is None
+            and not torch.is_autocast_enabled("cuda")
+        ):
+            known_as = express.known_as(*tensors, *rest)
+            own = state().express.get(known_as)
+            if own is not None and aten.usable() and not aten.shadowed_by():
+                return _returned(*_known(own, sent, *tensors), return_aux)
+            own = scope.Own(known_as)
     if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
         check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
         raise heads_differ(query, key)
@@ -145,19 +150,33 @@ def varlen_attn(
     return _returned(out, lse, return_aux)
 
 
-def _known(own: scope.Own, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run a call that came before; the router takes from the scope what it came down to."""
+def _sent(*arguments: Any) -> tuple[Tensor, Tensor] | bytes | None:
+    """Return output and LSE of a call that compiled routers know; else what they know it by, if they can."""
+    # What is known of offsets isn't to be relied on beside such graphs: see `packed.of_a_graph`.
+    if compiled.extension is None or GRAPH_TREES in sys.modules or aten.shadowed_by():
+        return None
+    return compiled.extension.varlen(*arguments)  # type: ignore[no-any-return]
+
+
+def _known(
+    own: scope.Own, known_by: tuple[Tensor, Tensor] | bytes | None, *tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run a call that came before; the router takes from the scope what it came down to.
+
+    `known_by` is what compiled routers know it by, to be sent without all this from now on.
+    """
     with_compiled = compiled.extension
     token = scope.enter(own)
     try:
         if with_compiled is not None:
-            # What is known of offsets isn't to be relied on beside such graphs: see `packed.of_a_graph`.
             with_compiled.announce(scope.KNOWN if GRAPH_TREES not in sys.modules else scope.UNKNOWN)
         out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
     finally:
         scope.leave(token)
         if with_compiled is not None:
             with_compiled.announce(scope.NOTHING)  # in case something kept the call from the routers
+    if with_compiled is not None and type(known_by) is bytes:
+        with_compiled.accept_sending(known_by, own, own.rest, own.options)
     return out, lse
 
 

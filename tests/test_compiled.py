@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -324,6 +325,7 @@ atexit.register(last)
 """
 UNTOUCHED = """
 import warnings
+import weakref
 warnings.simplefilter("ignore")
 import torch
 q = torch.randn(1, 2, 8, 16)
@@ -706,6 +708,200 @@ def test_a_change_forgets_packed_calls(front, ends):
     assert made.backward(ends)[0] == ["router"]
     assert made.forward(ends)[0] == who
     assert made.backward(ends)[0] == who
+
+
+# ---- the front of varlen_attn
+
+
+class Sender:
+    """Sends calls as `varlen_attn` does, to the tests' own op."""
+
+    def __init__(self, op):
+        self.module, self.op = op.module, op
+        self.module.lead_to("attnreg_compiled::forward", scope.variable)
+        self.own = scope.Own(())
+        self.scopes = []
+        op.then = lambda module: self.scopes.append(scope.current())
+
+    def __call__(self, *tensors, rest=(4, 4, False, (-1, -1), None, False)):
+        return self.module.varlen(*tensors, *rest)
+
+    def learn(self, *tensors, given=(), options=None, **rest):
+        """Have a call known, sent with these arguments behind the tensors."""
+        known_by = self(*tensors, **rest)
+        assert type(known_by) is bytes
+        self.module.accept_sending(known_by, self.own, given, options or {})
+        return known_by
+
+
+@pytest.fixture
+def sender(op):
+    return Sender(op)
+
+
+def test_a_call_that_came_before_is_sent_on_in_its_scope(sender, ends):
+    sender.learn(Q, K, V, ends, ends)
+    out, lse = sender(Q, K, V, ends, ends)
+    assert torch.equal(out, Q + 1)
+    assert torch.equal(lse, Q.sum(-1))
+    assert sender.scopes == [sender.own]
+    assert scope.current() is None
+
+
+def test_it_is_sent_with_what_lies_behind_the_tensors(op, ends):
+    seen = []
+    library = torch.library.Library("attnreg_compiled", "FRAGMENT")
+    arguments = (
+        "Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? e, int f, bool g, *, float? h=None, int? i=7"
+    )
+    library.define(f"rest({arguments}) -> (Tensor, Tensor)")
+    try:
+        library.impl("rest", lambda *args, **kwargs: seen.append((args[5:], kwargs)) or args[:2], "CPU")
+        op.module.lead_to("attnreg_compiled::rest", scope.variable)
+        tensors = Q, K, V, ends, ends
+        calls = [((3, True), {}), ((-1, False), {"h": 0.25, "i": None})]
+        for number, (given, options) in enumerate(calls):
+            rest = (number, 4, False, (-1, -1), None, False)
+            op.module.accept_sending(op.module.varlen(*tensors, *rest), scope.Own(()), given, options)
+            assert op.module.varlen(*tensors, *rest)[1] is K
+        assert seen == [((3, True), {}), ((-1, False), {"h": 0.25, "i": None})]
+    finally:
+        library._destroy()
+
+
+OTHER = {
+    "shape": lambda q, k, v, a, b: (q[:5].clone(), k, v, a, b),
+    "dtype": lambda q, k, v, a, b: (q.double(), k, v, a, b),
+    "one more dimension": lambda q, k, v, a, b: (q[None], k, v, a, b),
+    "sequences": lambda q, k, v, a, b: (q, k, v, a, b[:2].clone()),
+    "a gradient": lambda q, k, v, a, b: (q, k, v.clone().requires_grad_(), a, b),
+}
+REST = [
+    (5, 4, False, (-1, -1), None, False),
+    (4, 5, False, (-1, -1), None, False),
+    (4, 4, True, (-1, -1), None, False),
+    (4, 4, False, (3, -1), None, False),
+    (4, 4, False, (-1, 0), None, False),
+    (4, 4, False, (-1, -1), 0.0, False),
+    (4, 4, False, (-1, -1), 0.5, False),
+    (4, 4, False, (-1, -1), None, True),
+]
+
+
+def test_calls_that_differ_in_anything_that_decides_are_told_apart(sender, ends):
+    tensors = Q, K, V, ends, ends
+    known_by = {sender.learn(*tensors)}
+    for other in OTHER.values():
+        known_by.add(sender(*other(*tensors)))
+    for rest in REST:
+        known_by.add(sender(*tensors, rest=rest))
+    torch.use_deterministic_algorithms(True)
+    try:
+        known_by.add(sender(*tensors))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        known_by.add(sender(*tensors))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(type(one) is bytes for one in known_by)
+    assert len(known_by) == 1 + len(OTHER) + len(REST) + 2
+    with torch.no_grad():
+        assert type(sender(*OTHER["a gradient"](*tensors))) is tuple  # it needs none there
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_calls_that_take_more_than_sending_are_left_to_python(sender, ends):
+    sender.learn(Q, K, V, ends, ends)
+    good = (4, 4, False, (-1, -1), None, False)
+    for place, wrong in [
+        (0, 4.0),
+        (1, True),
+        (2, 1),
+        (3, [-1, -1]),
+        (3, (-1,)),
+        (3, (-1, None)),
+        (4, 1),
+        (5, None),
+    ]:
+        assert sender(Q, K, V, ends, ends, rest=(*good[:place], wrong, *good[place + 1 :])) is None
+    assert sender(Q, K, V, ends, ends, rest=(2**70, *good[1:])) is None
+    for other in (None, 3, Q.as_subclass(Subclass), torch._neg_view(Q), torch.empty_like(Q, device="meta")):
+        assert sender(other, K, V, ends, ends) is None
+    with Mode():
+        assert sender(Q, K, V, ends, ends) is None
+    with torch.autocast("cpu"):
+        assert sender(Q, K, V, ends, ends) is None
+    assert torch.vmap(lambda q: q if sender(q, K, V, ends, ends) is None else q * 0)(Q[None]).equal(Q[None])
+    assert type(sender(Q, K, V, ends, ends)) is tuple
+    with attnreg.use_backend("math"):
+        assert sender(Q, K, V, ends, ends) is None
+    with compiled.idle():
+        assert sender(Q, K, V, ends, ends) is None
+    sender.module.lead_to("attnreg_compiled::forward", scope.variable)
+    sender.learn(Q, K, V, ends, ends)
+    sender.module.uncover()
+    assert sender(Q, K, V, ends, ends) is None
+
+
+def test_a_change_forgets_them_and_what_was_found_out_before(sender, ends):
+    sender.own = ends.clone()  # whatever can be watched
+    told = weakref.ref(sender.own)
+    before = sender.learn(Q, K, V, ends, ends)
+    sender.own = None
+    sender.module.forget()
+    assert told() is None
+    assert type(sender(Q, K, V, ends, ends)) is bytes
+    sender.module.accept_sending(before, scope.Own(()), (), {})
+    assert type(sender(Q, K, V, ends, ends)) is bytes
+
+
+def test_an_error_is_the_callers_and_leaves_no_scope_and_no_announcement(sender, ends):
+    def fail(_):
+        raise LookupError("of a kernel")
+
+    sender.learn(Q, K, V, ends, ends)
+    sender.op.then = lambda module: module.accept(None, ())
+    sender.op.forward(Q, K, V, ends, ends)
+    sender.op.then = fail
+    with pytest.raises(LookupError, match="of a kernel"):
+        sender(Q, K, V, ends, ends)
+    assert scope.current() is None
+    sender.op.told.clear()
+    sender.op.forward(Q, K, V, ends, ends)
+    assert sender.op.told == ["torch"]  # known, as nothing is announced
+
+
+def test_gradients_flow_through_what_is_sent(sender, ends):
+    library = torch.library.Library("attnreg_compiled", "IMPL")
+    query = Q.clone().requires_grad_()
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return q + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    def forward(q, *_, **__):
+        return Function.apply(q), q.sum(-1), q, q, 7
+
+    try:
+        library.impl("forward", forward, "AutogradCPU")
+        sender.learn(query, K, V, ends, ends)
+        out, _ = sender(query, K, V, ends, ends)
+        (grad,) = torch.autograd.grad(out.sum(), query)
+        assert torch.equal(grad, torch.full_like(Q, 3.0))
+    finally:
+        library._destroy()
 
 
 # ---- building, and asking for them

@@ -5,10 +5,12 @@ import functools
 import gpu
 import pytest
 import torch
+import truth
 from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, dense, ragged
 
 import attnreg
 from attnreg import _registry, aten, native
+from attnreg.aten import express
 from attnreg.backend import Kernels
 from attnreg.packed import facts, stream_of
 from attnreg.verification import measure
@@ -124,3 +126,40 @@ def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypa
             gpu.assert_near(got, right)
     assert taken[-2:] == ["forward", "backward"]
     assert taken.count("forward") >= 4
+
+
+def test_compiled_routers_send_what_is_known_without_taking_it_apart(
+    named, compiled_routers, monkeypatch, ran
+):
+    aten.restore()
+    aten._kept_out = False
+    given = gpu.packed((40, 300, 7), heads=(4, 2))
+    right, right_lse = gpu.expected(given)
+
+    def call(**options):
+        got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True, **options)
+        torch.cuda.synchronize()
+        gpu.assert_near(got, right)
+
+    with attnreg.register_backend(named):
+        for _ in range(4):
+            call()
+        with monkeypatch.context() as patch:
+            patch.setattr(express, "known_as", None)
+            call()
+            out, lse = attnreg.varlen_attn(*given, enable_gqa=True, return_aux=attnreg.AuxRequest(lse=True))
+            truth.assert_near(out.detach().cpu(), right[0], torch.bfloat16)
+            truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
+            assert lse.is_contiguous()
+            with pytest.raises(TypeError, match="NoneType"):  # so that is what it doesn't come to
+                attnreg.varlen_attn(*given, scale=0.5, enable_gqa=True)
+            call(backend="math")
+        assert ran() == {named: (6, 5), "math": (1, 1)} or named == "math"
+        with attnreg.use_backend("math"):
+            call()
+        call()
+        with torch.autocast("cuda", torch.bfloat16):
+            call()
+        given.offsets_q[1] += 1  # in place: other sequences now
+        right, right_lse = gpu.expected(given)
+        call()

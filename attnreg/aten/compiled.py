@@ -47,6 +47,7 @@ def cover() -> None:
     """Lay the compiled routers over those in Python."""
     global extension
     _loaded.cover()
+    _loaded.lead_to("aten::_flash_attention_forward", scope.variable)
     extension, native.compiled = _loaded, not _idle
     _registry.changed()
 

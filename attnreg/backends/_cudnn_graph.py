@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Graph", "build"]
 
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
+# One thread plans at a time.
+_kinds: dict[tuple[Slot | Start, ...], int] = {}
 # The uid of a tensor's beginnings is its own and this.
 _STARTS = 100
 
@@ -31,6 +33,7 @@ class Graph:
         workspace: bytes that a run needs.
         tensors: what the first buffers are, ascending.
         vectors: what the others are: lengths and beginnings of packed sequences.
+        kind: a number of just these vectors; looked up faster than they are.
         uids: cuDNN's numbers of all of them.
     """
 
@@ -38,6 +41,7 @@ class Graph:
     workspace: int
     tensors: tuple[Slot, ...]
     vectors: tuple[Slot | Start, ...]
+    kind: int
     uids: tuple[int, ...]
 
 
@@ -84,10 +88,10 @@ class _Description:
         graph.create_execution_plans([modes.A, modes.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        tensors, vectors = dict(sorted(self._tensors.items())), self._vectors
+        tensors, vectors = dict(sorted(self._tensors.items())), tuple(self._vectors.values())
         return Graph(
-            graph, graph.get_workspace_size(), tuple(tensors.values()), tuple(vectors.values()),
-            (*tensors, *vectors),
+            graph, graph.get_workspace_size(), tuple(tensors.values()), vectors,
+            _kinds.setdefault(vectors, len(_kinds)), (*tensors, *self._vectors),
         )  # fmt: skip
 
     def _forward(self) -> None:

@@ -11,6 +11,8 @@ from attnreg.backends._cudnn_problem import Slot, Start
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnreg.backends._cudnn_graph import Graph
+
 __all__ = ["Offsets"]
 
 
@@ -35,13 +37,13 @@ class Offsets:
         rows = queries if keys is queries else queries * (keys > 0)
         self._lengths: dict[Slot | Start, Tensor] = {Slot.ROWS: rows, Slot.KEYS: keys}
         self._starts = starts_q.long(), starts_k.long()
-        self._operands: dict[tuple[Slot | Start, ...], list[Tensor]] = {}
+        self._operands: dict[int, list[Tensor]] = {}
 
-    def operands(self, wanted: tuple[Slot | Start, ...]) -> list[Tensor]:
-        """Return lengths, int32 (batch,), and int64 (batch + 1,): where each sequence begins in a tensor."""
-        found = self._operands.get(wanted)
+    def operands(self, plan: Graph) -> list[Tensor]:
+        """Return a plan's vectors: int32 (batch,) lengths, int64 (batch + 1,) beginnings in each tensor."""
+        found = self._operands.get(plan.kind)
         if found is None:
-            found = self._operands[wanted] = [self._operand(one) for one in wanted]
+            found = self._operands[plan.kind] = [self._operand(one) for one in plan.vectors]
         return found
 
     def _operand(self, wanted: Slot | Start) -> Tensor:

@@ -91,7 +91,7 @@ class Plans:
         self, plan: Graph, device: int, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int
     ) -> None:
         """Run a plan, likewise."""
-        buffers = [*tensors, *offsets.operands(plan.vectors)] if offsets is not None else tensors
+        buffers = [*tensors, *offsets.operands(plan)] if offsets is not None else tensors
         size, workspace = plan.workspace, None
         if size:
             workspace = fresh((size,), (1,), torch.uint8, tensors[0].device)

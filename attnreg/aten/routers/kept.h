@@ -53,8 +53,8 @@ struct Hash {
   }
 };
 
-// A function of Python's; none for torch's own kernel.
-using Run = std::shared_ptr<PyObject>;
+using Object = std::shared_ptr<PyObject>;
+using Run = Object;  // a function of Python's; none for torch's own kernel
 
 struct Way {  // how a call is answered
   Run run;
@@ -72,9 +72,15 @@ struct Offsets {  // a pair that was found to leave no row without a key
   c10::Stream stream;  // another one doesn't wait for what was written on this one
 };
 
+struct Sending {  // a call of `varlen_attn`, as it is sent to its op
+  Object own;                     // what its router is told of it
+  std::vector<c10::IValue> rest;  // the op's arguments behind the tensors
+};
+
 struct Kept {
   uint64_t generation = 0;
   std::unordered_map<Words, std::shared_ptr<const Way>, Hash> known;
+  std::unordered_map<Words, std::shared_ptr<const Sending>, Hash> sendings;
   std::vector<Offsets> offsets;
   size_t oldest_offsets = 0;
 };

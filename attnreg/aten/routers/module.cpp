@@ -15,13 +15,13 @@
 //     that were found to leave no row without a key; backwards by the same, and by the tensor that such a
 //     forward hands its backward, which no other call has.
 //
-// `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers; here is what Python
-// calls, always holding the interpreter's lock.
+// `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers, `front.h` the way of
+// `varlen_attn` to them; here is what Python calls, always holding the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>
 
-#include "router.h"
+#include "front.h"
 
 namespace attnreg {
 namespace {
@@ -51,14 +51,18 @@ Tallies tallies_of(PyObject* counters) {
   return found;
 }
 
+Object held(PyObject* object) {
+  Py_INCREF(object);
+  return Object(object, [](PyObject* one) {
+    const Locked lock;
+    Py_DECREF(one);
+  });
+}
+
 Way way_of(PyObject* run, PyObject* counters) {
   Way way{nullptr, tallies_of(counters), {}, {}};
   if (run != Py_None) {
-    Py_INCREF(run);
-    way.run = Run(run, [](PyObject* one) {
-      const Locked lock;
-      Py_DECREF(one);
-    });
+    way.run = held(run);
   }
   return way;
 }
@@ -106,6 +110,7 @@ PyObject* uncover(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   libraries.clear();
   sites.clear();
+  destination.reset();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -222,6 +227,44 @@ PyObject* accept_offsets(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* lead_to(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* op = nullptr;
+  PyObject* scope = nullptr;
+  if (!PyArg_ParseTuple(args, "sO", &op, &scope)) {
+    return nullptr;
+  }
+  Py_INCREF(scope);  // there is one for as long as the process lives
+  destination = Destination{c10::Dispatcher::singleton().findSchemaOrThrow(op, ""), scope};
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* accept_sending(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *known_by = nullptr, *own = nullptr, *rest = nullptr, *options = nullptr;
+  if (!PyArg_ParseTuple(
+          args, "O!OO!O!", &PyBytes_Type, &known_by, &own, &PyTuple_Type, &rest, &PyDict_Type, &options)) {
+    return nullptr;
+  }
+  const auto* begin = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(known_by));
+  const Words words(begin, begin + PyBytes_GET_SIZE(known_by) / sizeof *begin);
+  if (!destination) {
+    Py_RETURN_NONE;  // the routers were taken out meanwhile
+  }
+  auto sending = std::make_shared<const Sending>(held(own), behind_tensors(destination->op.schema(), rest, options));
+  decltype(kept.sendings) dropped;
+  const std::unique_lock lock(guard);
+  if (!words.empty() && words[0] == static_cast<int64_t>(kept.generation)) {  // nothing has changed since
+    if (kept.sendings.size() >= kMostKnown) {
+      std::swap(kept.sendings, dropped);
+    }
+    std::swap(kept.sendings[words], sending);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* drain(PyObject*, PyObject*) {
   // First without Python, which may run anything while it makes objects.
   std::vector<std::pair<PyObject*, int64_t>> counted;
@@ -262,6 +305,9 @@ PyMethodDef functions[] = {
     {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; and what is returned beside the results."},
     {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
     {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},
+    {"lead_to", lead_to, METH_VARARGS, "Send what `varlen` is given to an op, with its scope in a context variable."},
+    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn` that came before, or what it is known by, or None."},
+    {"accept_sending", accept_sending, METH_VARARGS, "A call is sent so: what it is known by, its scope, and the op's arguments behind the tensors."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -59,7 +59,7 @@ inline bool call_python(
   }
   const auto& types = schema.returns();
   const auto count = PyTuple_Check(returned) ? static_cast<size_t>(PyTuple_GET_SIZE(returned)) : 0;
-  TORCH_INTERNAL_ASSERT(0 < count && count <= types.size(), schema.name(), " got ", count, " results");
+  TORCH_CHECK(0 < count && count <= types.size(), "attnreg: ", schema.name(), " got ", count, " results");
   for (size_t i = 0; i < count; i++) {
     results.push_back(from_python(PyTuple_GET_ITEM(returned, i), types[i].type()));
   }
