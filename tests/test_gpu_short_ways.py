@@ -1,6 +1,7 @@
 """On a GPU: what a backend does for a call that it knows is as right as what it did the first time."""
 
 import functools
+import sys
 
 import gpu
 import pytest
@@ -12,7 +13,7 @@ import attnreg
 from attnreg import _registry, aten, native
 from attnreg.aten import express
 from attnreg.backend import Kernels
-from attnreg.packed import facts, stream_of
+from attnreg.packed import GRAPH_TREES, facts, stream_of
 from attnreg.verification import measure
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +32,12 @@ CASES = (
 )
 # So often an adapter may want to see a call before it knows it.
 SEEN = 4
+
+
+@pytest.fixture(autouse=True)
+def no_graph_trees(monkeypatch):
+    """Forget that a test before has compiled for CUDA graphs, beside which nothing is kept of offsets."""
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
 
 
 @functools.cache
