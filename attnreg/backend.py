@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from attnreg.discovery import Direction
     from attnreg.spec import AttentionSpec
 
+    Again = Callable[[Direction, tuple[Tensor, ...], "Call"], Callable[..., tuple[Tensor, ...] | None] | None]
+
 __all__ = ["Backend", "Call", "Kernels"]
 
 
@@ -92,19 +94,16 @@ class Kernels(NamedTuple):
     it. It is asked after the function above has run such a call, with the tensors that it was given, and
     returns a function or None: none so far. That function is given further tensors of the same shapes,
     strides, dtypes, devices and alignment to 16 bytes, and of packed calls both offsets (one tensor if the
-    call's were), where all else is as in `call` and each row sees a key. It returns what the function above
-    does, only that the LSE may have any strides; or None if after all it can't. It calls no op of aten's
-    that attnreg routes.
+    call's were), where all else is as in `call`. All of their rows belong to sequences that have queries and
+    keys, and each query sees a key. It returns what the function above does, only that the LSE may have any
+    strides; or None if after all it can't. It calls no op of aten's that attnreg routes.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
     backward: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
     ) = None
-    again: (
-        Callable[[Direction, tuple[Tensor, ...], Call], Callable[..., tuple[Tensor, ...] | None] | None]
-        | None
-    ) = None
+    again: Again | None = None
 
 
 def _nothing_missing() -> None:

@@ -94,6 +94,50 @@ def test_the_rule_catches_a_kernel_that_is_wrong(wrong, name, tensor):
     assert errors.keys() == {"out", "lse"}
 
 
+class Shorter:
+    """A shorter way of `math`, whose results are multiplied by what a test wants to see found."""
+
+    def __init__(self, forward=1.0, backward=1.0):
+        self.factors, self.asked, self.kernels = (forward, backward), [], backend("math").load()
+
+    def __call__(self, direction, tensors, call):
+        self.asked.append(direction)
+        factor = self.factors[direction == "backward"]
+        long = self.kernels.forward if direction == "forward" else self.kernels.backward
+
+        def again(*given):
+            assert len(given) == len(tensors) + 2 * call.varlen
+            results = long(*given[: len(tensors)], call)
+            return results[0] * factor, *results[1:]
+
+        return again
+
+
+@pytest.mark.parametrize("name", ["length 127 bfloat16", "varlen heads 6:3 float32"])
+def test_the_rule_holds_a_shorter_way_as_well(name):
+    math_kernels = backend("math").load()
+
+    def wrong(shorter):
+        errors = measure(math_kernels._replace(again=shorter), BY_NAME[name])
+        assert shorter.asked == ["forward", "backward"]
+        return {name for name, error in errors.items() if not error.passed}
+
+    assert wrong(Shorter()) == set()
+    assert "out" in wrong(Shorter(forward=1.1))
+    assert wrong(Shorter(backward=1.1)) == {"dq"}
+
+
+@pytest.mark.parametrize(
+    "start", ["varlen seqused_k", "varlen no ", "varlen tail", "causal lengths 256 and 8", "no keys"]
+)
+def test_a_shorter_way_is_not_asked_of_rows_that_see_no_key_or_belong_to_no_sequence(start):
+    case = next(case for case in QUICK if str(case).startswith(start))
+    shorter = Shorter(2.0, 2.0)
+    errors = measure(backend("math").load()._replace(again=shorter), case)
+    assert shorter.asked == []
+    assert all(error.passed for error in errors.values())
+
+
 def test_a_kernel_that_returns_another_shape_is_wrong():
     def transposed(q, k, v, call):
         out, lse = backend("math").load().forward(q, k, v, call)
