@@ -95,8 +95,9 @@ class Kernels(NamedTuple):
     returns a function or None: none so far. That function is given further tensors of the same shapes,
     strides, dtypes, devices and alignment to 16 bytes, and of packed calls both offsets (one tensor if the
     call's were), where all else is as in `call`. All of their rows belong to sequences that have queries and
-    keys, and each query sees a key. It returns what the function above does, only that the LSE may have any
-    strides; or None if after all it can't. It calls no op of aten's that attnreg routes.
+    keys, and each query sees a key. Thread, stream and current device may be others, and a CUDA graph may be
+    captured. It returns what the function above does, only that a forward's LSE may have any strides; or None
+    if after all it can't. It calls no op of aten's that attnreg routes.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]

@@ -1,9 +1,12 @@
 """Promises of calls that are answered again: a backend's shorter way, from when it has one."""
 
+import logging
+
 import pytest
 import torch
 
 from attnreg.aten.again import Again
+from attnreg.errors import RegistrationError
 
 
 class Kernel:
@@ -73,3 +76,38 @@ def test_an_error_is_the_callers_and_ends_nothing():
         again()
     again._short = lambda *given: given
     assert again(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ((torch.ones(3),), r"got \[\(\(3,\), torch.float32\)\], expected \[\(\(2,\), torch.float32\)\]"),
+        ((torch.ones(2).double(),), "torch.float64"),
+        ((torch.ones(2), torch.ones(2)), "got .*, .*, expected"),
+        (torch.ones(2), "got .'Tensor'"),
+        ((None,), "got .'NoneType'"),
+    ],
+)
+def test_a_shorter_way_that_returns_something_else_is_an_error_that_says_what(returned, told):
+    again = Again(lambda: (torch.ones(2),), lambda: lambda: returned)
+    again()
+    with pytest.raises(RegistrationError, match=told):
+        again()
+
+
+def test_it_is_looked_at_the_first_time_only():
+    results = [(torch.ones(2),), (torch.ones(3),)]
+    again = Again(lambda: (torch.ones(2),), lambda: lambda: results.pop(0))
+    again()
+    again()
+    assert again()[0].shape == (3,)
+
+
+def test_an_error_in_asking_costs_no_call_and_is_logged(caplog):
+    def broken(*_):
+        raise LookupError("no such plan")
+
+    again = Again(lambda: (1,), broken)
+    with caplog.at_level(logging.INFO, "attnreg"):
+        assert [again(), again(), again()] == [(1,)] * 3
+    assert "no shorter way for a call that came before: LookupError: no such plan" in caplog.text

@@ -325,7 +325,6 @@ atexit.register(last)
 """
 UNTOUCHED = """
 import warnings
-import weakref
 warnings.simplefilter("ignore")
 import torch
 q = torch.randn(1, 2, 8, 16)
@@ -902,6 +901,39 @@ def test_gradients_flow_through_what_is_sent(sender, ends):
         assert torch.equal(grad, torch.full_like(Q, 3.0))
     finally:
         library._destroy()
+
+
+def test_a_backward_known_by_a_carrier_that_nobody_holds_is_not_kept(op, ends):
+    op.then = lambda module: module.accept(None, ())
+    for _ in range(2):
+        op.backward(Q, Q, K, V, Q, Q, ends, ends, CARRIER)
+    assert op.told == ["router", "router"]
+    op.then = lambda module: module.accept_returned(torch.zeros(3)[1:2], None, ())
+    op.backward(Q, Q, K, V, Q, Q, ends, ends, CARRIER)
+    op.then = lambda module: module.accept_returned(CARRIER, None, ())
+    op.backward(Q, Q, K, V, Q, Q, ends, ends, CARRIER)
+    assert op.told == ["router"] * 4
+    op.backward(Q, Q, K, V, Q, Q, ends, ends, CARRIER)
+    assert op.told[4:] == ["torch"]
+
+
+def test_dense_backwards_whose_lse_begins_inside_a_storage_obey_scopes(installed, ran):
+    """There the LSE carries the forward's choice, by where it begins, and addresses come back."""
+    attnreg.register_backend("cpu")
+    q, k, v = qkv()
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    out, lse = forward(q, k, v)
+    ran()
+    for _ in range(100):
+        inside = torch.empty(lse.numel() + 64).as_strided(lse.shape, lse.stride(), 16).copy_(lse)
+        backward(out, q, k, v, out, inside, 0.0, False)
+        del inside
+        with attnreg.use_backend("math"):
+            results = forward(q, k, v)
+        backward(results[0], q, k, v, *results, 0.0, False)
+        del results
+    assert ran() == {"cpu": (0, 100), "math": (100, 100)}
 
 
 # ---- building, and asking for them

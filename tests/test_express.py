@@ -1,10 +1,12 @@
 """Promises of the shortest way: which calls take it, and that it changes nothing about them."""
 
 import contextlib
+import types
 
 import pytest
 import torch
 
+import attnreg
 from attnreg import counters, packed, scope
 from attnreg.aten import express
 from attnreg.backend import Call
@@ -277,3 +279,52 @@ def test_what_the_short_way_is_not_for_is_not_remembered(kwargs, call):
     now = state()
     remember("forward", GIVEN, kwargs, plan("forward"), call, "FA2", now)
     assert now.express == {}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Stand in for compiled routers; returns the functions that they are told of, by what tells them."""
+    heard = {}
+    names = ("accept_sent", "accept_offsets", "accept_returned")
+    tell = {name: lambda *given, name=name: heard.setdefault(name, given) for name in names}
+    monkeypatch.setattr(express.compiled, "extension", types.SimpleNamespace(**tell))
+    return heard
+
+
+def token_first(query, *_):
+    """Return results of which the LSE, (H, T), lies with the token first."""
+    return query + 1, query.sum(-1).t()
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["long way", "shorter way"])
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_what_autograd_may_save_lies_as_torchs_own_kernels_expect_it(covered, told, needs_gradient, short):
+    now, args = state(), (QUERY.clone().requires_grad_(needs_gradient), *GIVEN[1:])
+    again = (lambda tensors, call: token_first) if short else None
+    made = plan("forward", "cuDNN", token_first)._replace(again=again)
+    own = remember("forward", args, {}, made, CALL, "FA2", now)
+    results = [express.forward(Kernel(RESULTS), args, {}, now, own)[:2]]
+    run, *_ = told["accept_sent"]
+    results += [run(*args[:5]) for _ in range(3)]
+    for out, lse in results:
+        assert torch.equal(out, QUERY + 1)
+        assert torch.equal(lse, QUERY.sum(-1).t())
+        assert lse.is_contiguous() is needs_gradient
+
+
+def test_what_a_former_state_has_decided_is_not_told_to_compiled_routers(covered, told):
+    own = remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", state())
+    attnreg.register_backend("math", required=False)
+    assert express.forward(Kernel(RESULTS), GIVEN, {}, state(), own) is None
+    assert told == {}
+
+
+def test_a_backward_with_an_lse_that_lies_otherwise_is_not_handed_to_torchs_kernel_as_it_is(covered):
+    now, kernel, ran = state(), Kernel(RESULTS[:3]), []
+    args = list(backward_args())
+    args[5] = torch.zeros(6, 2).t()
+    made = plan("backward", "FA2", lambda *given: ran.append(given) or RESULTS[:3])
+    remember("backward", tuple(args), {}, made, CALL, "FA2", now)
+    assert express.backward(kernel, tuple(args), {}, now, None) == RESULTS[:3]
+    assert kernel.calls == []
+    assert len(ran) == 1

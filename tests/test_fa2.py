@@ -6,6 +6,7 @@ the bias that a causal row has in common, and gradients from the LSE that they a
 """
 
 import dataclasses
+import gc
 import sys
 import types
 from importlib.metadata import PackageNotFoundError
@@ -214,6 +215,7 @@ class Torch:
 
     def backward(self, given):
         assert (given["rng_state"].dtype, given["rng_state"].shape) == (torch.uint64, (2,))
+        assert given["logsumexp"].is_contiguous()  # the kernel doesn't look at its strides
         further = {"out": given["out"], "dout": given["grad_out"], "lse": given["logsumexp"]}
         rng_state = given["rng_state"].view(torch.int64)
         return tuple(run_backward(self.common(given) | further | {"rng_state": rng_state}))
@@ -473,6 +475,35 @@ def test_a_known_call_comes_out_the_same_by_the_kernel_alone(torchs, varlen, win
     given = [{what: x for what, x in one.items() if type(x) is not torch.Tensor} for _, one in torchs.calls]
     assert [name for name, _ in torchs.calls] == ["forward", "backward"] + ["forward"] * 2 + ["backward"] * 5
     assert {str(one) for one in given} == {str(one) for one in given[:2]}
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+def test_an_lse_that_is_strided_gives_the_same_gradients(torchs, varlen):
+    kernels = on_cpu().load()
+    case = Case(name="strided", dims=(16, 16), heads=(4, 2), lens_q=(6, 9), lens_k=(6, 9), varlen=True)
+    q, k, v, grad, call = inputs(
+        case if varlen else dataclasses.replace(case, lens_q=(9,) * 2, lens_k=(9,) * 2, varlen=False)
+    )
+    out, lse = kernels.forward(q, k, v, call)
+    strided = lse.mT.contiguous().mT
+    assert not strided.is_contiguous()
+    expected = kernels.backward(grad, q, k, v, out, lse, call)
+    for got, wanted in zip(kernels.backward(grad, q, k, v, out, strided, call), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_known_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
+    monkeypatch.setattr(_fa2_native, "_kept", {})
+    monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: True)
+    kernels = on_cpu().load()
+    q, k, v, grad, call = inputs(Case(name="graph", dims=(16, 16), **DENSE))
+    out, lse = kernels.forward(q, k, v, call)
+    gc.collect()
+    before = sum(type(x) is torch.Tensor for x in gc.get_objects())
+    again = kernels.again("backward", (grad, q, k, v, out, lse), call)
+    gc.collect()
+    assert again is not None
+    assert sum(type(x) is torch.Tensor for x in gc.get_objects()) == before
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
     from attnreg.planning import Plan
 
 __all__ = ["Again", "Answer", "Layout", "alike", "answer"]
+
+log = logging.getLogger("attnreg")
 
 
 class Layout(NamedTuple):
@@ -53,26 +60,55 @@ class Again:
     second, fourth call, and so on.
     """
 
-    __slots__ = ("_calls", "_run", "_short", "_shorter")
+    __slots__ = ("_calls", "_expected", "_run", "_short", "_shorter")
 
     def __init__(self, run: Callable[..., Any], shorter: Callable[..., Callable[..., Any] | None]) -> None:
         self._run = run
         self._shorter = shorter
         self._short: Callable[..., Any] | None = None
+        self._expected: list[Any] = []
         self._calls = 0
 
     def __call__(self, *given: Any) -> Any:
-        """Return the results; None if the call has to take the long way."""
-        if self._short is not None:
-            results = self._short(*given)
+        """Return the results; None if the call has to take the long way.
+
+        Raises:
+            RegistrationError: the shorter way has returned something else than the long one.
+        """
+        short = self._short
+        if short is not None:
+            results = short(*given)
             if results is not None:
+                if self._expected:
+                    self._examine(results)
                 return results
             self._short = None
         results = self._run(*given)
         self._calls += 1
         if results is not None and not self._calls & (self._calls - 1):
-            self._short = self._shorter(*given)
+            self._ask(given, results)
         return results
+
+    def _ask(self, given: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        try:
+            self._expected, self._short = _described(results), self._shorter(*given)
+        except Exception as error:  # noqa: BLE001 - the call itself has run
+            log.info("no shorter way for a call that came before: %s: %s", type(error).__name__, error)
+
+    def _examine(self, results: Any) -> None:
+        got, expected = _described(results), self._expected
+        if got != expected:
+            raise RegistrationError(
+                f"a backend's Kernels.again breaks the contract: got {got}, expected {expected}"
+            )
+        self._expected = []
+
+
+def _described(results: Any) -> list[Any]:
+    """Return the shape and the dtype of each tensor of a tuple, and the type of what is none."""
+    if not isinstance(results, tuple):
+        return [type(results).__name__]
+    return [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for x in results]
 
 
 def answer(plan: Plan, call: Call, layout: Layout) -> Answer:

@@ -36,6 +36,7 @@ __all__ = ["Express", "backward", "forward", "known_as", "remember"]
 
 FORWARD, BACKWARD = 10, 14  # arguments without a keyword
 TENSORS = 5  # of them in a forward
+NEEDS_GRADIENT = -1  # how `known_as` ends
 DESCRIBED = 9  # shapes, dtypes and devices of query, key and value: how `known_as` begins
 PLAIN = frozenset({"scale", "window_size_left", "window_size_right"})
 
@@ -104,6 +105,8 @@ def forward(
     known = own.express if own is not None else None
     if known is None or own is None or _capturing() or not _as_sent(own, args, kwargs):
         return None
+    if now.express.get(own.known_as) is not own:
+        return None  # something has changed since the front has sent it
     query, key, _, ends_q, ends_k = args[:5]
     if not facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered:
         return None
@@ -111,10 +114,14 @@ def forward(
     if as_sent:
         out, lse, *_ = original(*args, **kwargs)
     else:
-        out, lse = _run(known, *args[:TENSORS])
+        out, lse = _saved(own, _run(known, *args[:TENSORS]))
     counters.count(known.plan.counters)
     if compiled.extension is not None:
-        run = None if as_sent else _again(known, functools.partial(_run_apart, known))
+        run = (
+            None
+            if as_sent
+            else _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
+        )
         compiled.extension.accept_sent(run, known.plan.counters, known.beside)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside
@@ -134,17 +141,38 @@ def _run_apart(known: Express, *tensors: Tensor) -> Any:
         scope.leave(token)
 
 
-def _again(known: Express, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what answers calls like this one, `run` unless the backend has a shorter way."""
+def _saved(own: Own, results: Any) -> Any:
+    """Return a forward's results as autograd may save them.
+
+    A hook may hand the LSE to any backward, and torch's own reads it as if it were contiguous.
+    """
+    if results is None or not own.known_as[NEEDS_GRADIENT]:
+        return results
+    out, lse = results
+    return out, lse.contiguous()
+
+
+def _again(
+    known: Express, run: Callable[..., Any], back: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
+    """Return what answers calls like this one, `run` unless the backend has a shorter way.
+
+    `back` makes of a kernel's results what is returned.
+    """
     ask = known.plan.again
+
+    def finished(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return kernel if back is None else lambda *tensors: back(kernel(*tensors))
+
     if ask is None:
-        return run
+        return finished(run)
 
     def shorter(*tensors: Tensor) -> Callable[..., Any] | None:
         *operands, ends_q, ends_k = tensors
-        return ask(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+        found = ask(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+        return None if found is None else finished(found)
 
-    return Again(run, shorter)
+    return Again(finished(run), shorter)
 
 
 def backward(

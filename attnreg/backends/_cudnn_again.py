@@ -36,15 +36,15 @@ class _Known(NamedTuple):
     device: int
     batch: int
 
-    def run(self, tensors: list[Tensor], ends: tuple[Tensor, ...]) -> bool:
-        """Run it on these tensors and offsets; whether it could be."""
-        plan = self.plan()
-        if plan is None or torch.cuda.current_device() != self.device:
-            return False
+    def here(self) -> Graph | None:
+        """Return it; None if it has gone, or another device is the current one."""
+        return self.plan() if torch.cuda.current_device() == self.device else None
+
+    def run(self, plan: Graph, tensors: list[Tensor], ends: tuple[Tensor, ...]) -> None:
+        """Run it on these tensors and offsets."""
         stream = stream_of(tensors[0])
         offsets = offsets_of(self.batch, stream, *ends) if ends else None
         self.plans.launch(plan, self.device, tensors, offsets, stream)
-        return True
 
 
 def again(
@@ -79,10 +79,12 @@ def _forward(
     out_strides, stats_strides = dense(out_size), dense(stats_size)
 
     def run(query: Tensor, key: Tensor, value: Tensor, *ends: Tensor) -> tuple[Tensor, ...] | None:
+        plan = known.here()
+        if plan is None:
+            return None
         out = fresh(out_size, out_strides, dtype, device)
         stats = fresh(stats_size, stats_strides, torch.float32, device)
-        if not known.run([query, key, value, out, stats], ends):
-            return None
+        known.run(plan, [query, key, value, out, stats], ends)
         return out, stats.t() if varlen else stats
 
     return run
@@ -96,10 +98,12 @@ def _backward(
     def run(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *ends: Tensor
     ) -> tuple[Tensor, ...] | None:
+        plan = known.here()
+        if plan is None:
+            return None
         stats = (lse.t() if varlen else lse).contiguous()
         grads = [fresh(*one) for one in given]
-        if not known.run([query, key, value, out, stats, grad_out, *grads], ends):
-            return None
+        known.run(plan, [query, key, value, out, stats, grad_out, *grads], ends)
         return tuple(grads)
 
     return run

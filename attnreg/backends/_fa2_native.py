@@ -63,7 +63,7 @@ class Native:
         tensors = map(readable, (grad_out, query, key, value, out))
         rng_state, unused = _unread(query)
         grads = self._backward(
-            *tensors, lse, *_lengths(query, key, call),
+            *tensors, lse.contiguous(), *_lengths(query, key, call),
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
@@ -91,11 +91,9 @@ class Native:
             out, lse, *_ = self._forward(query, key, value, ends_q, ends_k, *lengths, False, **options)
             return out, lse
 
-        unread = _unread(query)
-
         def backward(*given: Tensor) -> tuple[Tensor, ...]:
             offsets = given[6:] or (None, None)
-            grads = self._backward(*given[:6], *offsets, *lengths, *unread, **options)
+            grads = self._backward(*given[:6], *offsets, *lengths, *_unread(given[1]), **options)
             return grads[0], grads[1], grads[2]
 
         return forward if direction == "forward" else backward

@@ -138,7 +138,7 @@ def _load() -> Kernels:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         use: Native | Package = torchs if call.alibi_slopes is None else package()
         if rows.covered(query, key, call):
-            return use.backward(grad_out, query, key, value, out, lse.contiguous(), call)
+            return use.backward(grad_out, query, key, value, out, lse, call)
         grads = use.backward(grad_out, query, key, value, out, rows.kernels_lse(lse), call)
         offsets = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
         grad_q, grad_k, grad_v = (

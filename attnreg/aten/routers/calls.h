@@ -65,9 +65,12 @@ inline size_t taken(const Place& place, Front front) {
     case Front::kVarlenBackward:
       return 8;  // the gradient, query, key, value, output, LSE, both offsets
     default:
-      return place.carrier < 0 ? 3 : 6;  // the same without offsets
+      return place.carrier < 0 ? place.query + 3 : 6;  // the same without offsets
   }
 }
+
+// What an undefined tensor is.
+inline const c10::TensorImpl* const kNobody = at::Tensor().unsafeGetTensorImpl();
 
 // Everything about a tensor but for its values, and whether sixteen bytes can be read at a time.
 inline void describe(const at::Tensor& tensor, Words& words) {
@@ -82,7 +85,7 @@ inline void describe(const at::Tensor& tensor, Words& words) {
 // Return everything about a call but for the values of tensors; nothing where that can't be told.
 inline Words describe(const Place& place, Arguments arguments, Front front, const c10::TensorImpl* carrier) {
   enum { kAbsent, kTensor, kInt, kBool, kDouble };
-  Words words{place.number, static_cast<int64_t>(front), reinterpret_cast<int64_t>(carrier)};
+  Words words{place.number, static_cast<int64_t>(front), reinterpret_cast<int64_t>(carrier ? carrier : kNobody)};
   const size_t described = taken(place, front);
   bool needs_gradient = false;
   for (size_t i = 0; i < arguments.size(); i++) {
@@ -123,6 +126,10 @@ inline Words describe(const Place& place, Arguments arguments, Front front, cons
   const bool varlen = front != Front::kTorchs;
   words.append({modes(), *captured, varlen ? recording && needs_gradient : recording | needs_gradient << 1});
   return words;
+}
+
+inline const c10::TensorImpl* carrier_of(const Words& call) {
+  return reinterpret_cast<const c10::TensorImpl*>(call[2]);
 }
 
 inline bool leaves_a_trace_when_changed(const c10::IValue& argument) {

@@ -156,7 +156,8 @@ void keep(Way answered) {
   decltype(kept.known) dropped;
   const std::unique_lock lock(guard);
   const UnderWay* call = to_be_kept();
-  if (call && !call->call.empty()) {
+  // What is known by a carrier holds it, as another may come to lie there.
+  if (call && !call->call.empty() && carrier_of(call->call) == way->carrier.unsafeGetTensorImpl()) {
     if (kept.known.size() >= kMostKnown) {
       std::swap(kept.known, dropped);
     }
