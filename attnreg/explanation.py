@@ -16,6 +16,7 @@ from attnreg.render import decision_table
 from attnreg.selection import Decision, Preference, select, tied_to
 from attnreg.spec import AttentionSpec
 from attnreg.state import state
+from attnreg.tuning.kinds import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -165,8 +166,19 @@ def _explained(asked: Asked, leading: Preference | None) -> Explanation:
             policy = policy.led_by(tied_to(forward.backend))
         backward = _decision(spec, "backward", entries, policy, native)
     measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
-    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *measured)
+    unknown = _unmeasured(spec, policy, (forward, backward))
+    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *measured, *unknown)
     return Explanation(spec, forward, backward, notes)
+
+
+def _unmeasured(spec: AttentionSpec, policy: Policy, decisions: tuple[Decision | None, ...]) -> Iterator[str]:
+    """Yield of which directions the table in force says nothing."""
+    table = policy.tables.report(spec.device).in_force if policy.tables is not None else None
+    if table is None or policy.tables is None or policy.lock is not None:
+        return
+    for decision in decisions:
+        if decision is not None and policy.tables.predict(spec, decision.direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(spec, decision.direction)}"
 
 
 def _elsewhere(asked: Asked, direction: Direction, entries: Mapping[str, Entry]) -> Decision:

@@ -6,6 +6,7 @@ the device, which the environment stands for.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from attnreg.discovery import Direction
 
-__all__ = ["VARIABLE", "Lockfile", "Row", "load", "place_of"]
+__all__ = ["FORMAT", "VARIABLE", "Lockfile", "Row", "load", "place_of"]
 
 FORMAT = "attnreg lockfile"
 VERSION = 1
@@ -60,6 +61,13 @@ class Lockfile:
     device: str
     environment: Environment
     rows: tuple[Row, ...]
+
+    @property
+    def digest(self) -> str:
+        """What tells its contents from all others, in twelve digits; not the order of its rows."""
+        rows = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in self.rows)
+        data = json.dumps([self.device, asdict(self.environment), rows], sort_keys=True)
+        return hashlib.sha256(data.encode()).hexdigest()[:12]
 
     def save(self) -> None:
         """Write the file whole or not at all; a row to a line.

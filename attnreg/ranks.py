@@ -39,17 +39,19 @@ class Standing(NamedTuple):
         table: what tells the contents of the one in force from others; or that there is none.
         backends: those that load on that rank, with their versions.
         asked: what its operator asks for: orders of settings files and the environment, and what is disabled.
+        lock: what tells the contents of its lockfile from others; or that there is none.
         named: what the table is called, or why there is none; no difference.
     """
 
     table: str
     backends: str
     asked: str
+    lock: str
     named: str
 
     def differences(self, other: Standing) -> str:
         """Return in what another rank's differs, a part for each."""
-        parts = list(zip(self._fields[1:3], self[1:3], other[1:3], strict=True))
+        parts = list(zip(self._fields[1:4], self[1:4], other[1:4], strict=True))
         if self.table != other.table:
             parts.insert(0, ("table", f"{self.named} ({self.table})", f"{other.named} ({other.table})"))
         return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
@@ -116,6 +118,7 @@ def _standing(policy: Policy, entries: Mapping[str, Entry], device: Device) -> S
         table,
         ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
         ", ".join(asked) or "nothing",
+        "none" if policy.lock is None else f"contents {policy.lock.file.digest}",
         named,
     )
 
@@ -144,5 +147,5 @@ def _compare(store: Any, rank: int, place: str, standing: Standing) -> None:
         raise RanksDifferError(
             f"rank {rank} on {mine['host']} doesn't choose kernels as rank {first['rank']} on "
             f"{first['host']} does: {different}: ranks that choose differently don't agree bitwise; give all "
-            "of them the same table, packages and settings"
+            "of them the same table, lock, packages and settings"
         )

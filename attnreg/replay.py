@@ -67,7 +67,7 @@ class Lock:
 
         # What doesn't run the call can't make a difference to it.
         alone = replace(there, backends={backend: there.backends[backend]})
-        return "; ".join(matched(alone, environment(device, self._entries()), "locked").refused)
+        return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)
 
 
 def replayed(

@@ -498,3 +498,14 @@ def test_sides_take_turns_after_a_warm_up_that_does_not_count():
         assert [order[place - 1] for place in places] == [name] * 40
     assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
     assert [calls_for(1.0, once) for once in (5.0, 0.1, 1e-9)] == [1, 10, 200]
+
+
+def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import torch")
+    ended = bench("overhead", "--quick", "--rounds", "1", "--out", str(file))
+    assert ended.exit_code == 2
+    assert "is there, and nothing that this command writes: give another file" in " ".join(
+        ended.output.split()
+    )
+    assert file.read_text() == "import torch"

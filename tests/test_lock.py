@@ -236,6 +236,8 @@ def test_a_gradient_that_is_not_in_the_lock_is_refused_in_the_forward(replaying,
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"torch": f"{torch.__version__}.7"}, f"locked with torch {torch.__version__}.7, here it is"),
+        ({"attnreg": "0.1.99"}, "locked with attnreg 0.1.99, here it is"),
         ({"torch": "1.2.0"}, f"locked with torch 1.2.0, here it is {torch.__version__}"),
         ({"attnreg": "9.9.0"}, f"locked with attnreg 9.9.0, here it is {attnreg.__version__}"),
         ({"device": "another"}, "locked with device another, here it is"),
@@ -484,7 +486,7 @@ def test_a_lock_is_made_anew_in_the_place_of_one_that_cannot_be_read(tmp_path, p
     with attnreg.record(tmp_path / "trace.jsonl"):
         attnreg.varlen_attn(*packed((5, 9)))
     file = tmp_path / "lock.json"
-    file.write_text("no lock")
+    file.write_text('{"format": "attnreg lockfile", "version": 1, "rows": [')
     monkeypatch.setenv("ATTNREG_LOCK", str(file))
     _forget_settings(monkeypatch)
     result = call("lock", "--from", str(tmp_path / "trace.jsonl"), "--out", str(file))
@@ -508,3 +510,20 @@ def test_info_shows_why_a_lock_refuses_the_calls_on_a_device(replaying):
     )
     told = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}: such calls are refused"
     assert device["problem"] == told
+
+
+def test_what_lock_has_not_written_it_does_not_replace(trace, tmp_path):
+    file = tmp_path / "program.py"
+    for text in ("import torch", "[]", '{"format": "attnreg measured table"}'):
+        file.write_text(text)
+        result = call("lock", "--from", str(trace), "--out", str(file))
+        assert result.exit_code == 2
+        assert "is there, and nothing that this command writes" in " ".join(result.output.split())
+        assert file.read_text() == text
+
+
+def test_an_older_lockfile_is_replaced(trace, lock, tmp_path):
+    data = json.loads(lock.read_text()) | {"version": 0}
+    lock.write_text(json.dumps(data))
+    assert call("lock", "--from", str(trace), "--out", str(lock)).exit_code == 0
+    assert lockfile.load(lock).rows

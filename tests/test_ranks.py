@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tuned import asked, point, table
 
 import attnreg
 from attnreg import RanksDifferError, _registry, ranks
+from attnreg.lockfile import Lockfile, Row
+from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
 from attnreg.spec import Device
 from attnreg.tuning.machine import environment
@@ -48,11 +51,22 @@ def rank(monkeypatch):
     return become
 
 
-def chosen_by(*points, name="t.json", preferences=(), disabled=(), **changes):
+def chosen_by(*points, name="t.json", preferences=(), disabled=(), lock=None, **changes):
     here = dataclasses.replace(environment(CPU, _registry.entries()), **changes)
     measured = dataclasses.replace(table(*points, name=name), environment=here)
     tables = Tables((Named(measured, "attnreg.toml:3"),), _registry.entries) if points else None
-    return Policy(preferences, dict.fromkeys(disabled, "a file"), tables=tables)
+    replaying = None if lock is None else Lock(lock, _registry.entries)
+    return Policy(preferences, dict.fromkeys(disabled, "a file"), tables=tables, lock=replaying)
+
+
+def locked(*backends, path="lock.json"):
+    """Return a lockfile with a forward for each of these backends, of another length each."""
+    spec = asked()
+    rows = (
+        Row(dataclasses.replace(spec, max_q=spec.max_q + number), "forward", backend, "a test")
+        for number, backend in enumerate(backends)
+    )
+    return Lockfile(Path(path), "cpu", environment(CPU, _registry.entries()), tuple(rows))
 
 
 def agree(policy, device=CPU, entries=None):
@@ -76,7 +90,7 @@ def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_an
     assert re.fullmatch(
         r"rank 1 on \S+ doesn't choose kernels as rank 0 on \S+ does: "
         r"table b\.json \(contents \w{12}\), there a\.json \(contents \w{12}\): ranks that choose "
-        r"differently don't agree bitwise; give all of them the same table, packages and settings",
+        r"differently don't agree bitwise; give all of them the same table, lock, packages and settings",
         told,
     )
 
@@ -120,6 +134,28 @@ def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(ra
         agree(chosen_by(preferences=(Preference("ATTNREG_BACKEND", ("math",)), mine)))
     with pytest.raises(RanksDifferError, match="does: asked not cpu, there nothing: ranks"):
         agree(chosen_by(disabled=("cpu",)))
+
+
+def test_ranks_with_the_same_lock_agree_wherever_it_lies_and_in_whatever_order(rank):
+    lock = locked("cpu", "math")
+    rank(0)
+    agree(chosen_by(lock=lock))
+    rank(1)
+    agree(chosen_by(lock=dataclasses.replace(lock, path=Path("b.json"), rows=lock.rows[::-1])))
+
+
+def test_another_lock_or_one_on_one_rank_only_is_a_difference(rank):
+    rank(0)
+    agree(chosen_by(lock=locked("cpu")))
+    rank(1)
+    with pytest.raises(RanksDifferError, match=r"does: lock contents \w{12}, there contents \w{12}: ranks"):
+        agree(chosen_by(lock=locked("math")))
+    with pytest.raises(RanksDifferError, match=r"does: lock none, there contents \w{12}: ranks"):
+        agree(chosen_by())
+    with pytest.raises(
+        RanksDifferError, match="give all of them the same table, lock, packages and settings"
+    ):
+        agree(chosen_by(point(math=1.0)))
 
 
 def test_ranks_that_measure_nothing_agree_and_what_changes_later_is_not_compared(rank):

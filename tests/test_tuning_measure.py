@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from attnreg.tuning import measure as measuring
 from attnreg.tuning.checks import Checks
 from attnreg.tuning.failures import DeviceLostError
 from attnreg.tuning.grids import coarse_to_fine, grid
+from attnreg.tuning.kinds import size_of
 from attnreg.tuning.measure import measured
 from attnreg.tuning.points import Front
 from attnreg.tuning.session import Session, kept
@@ -464,6 +466,31 @@ def test_what_cannot_be_measured_is_skipped_with_the_reason(session, entry, monk
     monkeypatch.setattr(measuring, "copies", full)
     list(made.run([asked(16)], 1e9))
     assert made.skipped[1][1] == "its inputs need more memory than there is: no 80 GiB"
+
+
+def test_what_a_cpu_has_no_memory_for_is_skipped_and_the_rest_measured(session, entry, monkeypatch):
+    made, real = session(entry("a")), measuring.copies
+
+    def full(spec, *arguments, **options):
+        if spec.max_q == 16:
+            torch.empty(2**60)
+        return real(spec, *arguments, **options)
+
+    monkeypatch.setattr(measuring, "copies", full)
+    assert list(made.run([asked(16), SMALL], 1e9)) == [asked(16), SMALL]
+    ((spec, told),) = made.skipped
+    assert spec == asked(16)
+    assert re.match("its inputs need more memory than there is: .*can't allocate memory", told)
+    assert [point.size for point in made.fresh] == [size_of(SMALL)]
+
+
+def test_an_error_of_its_own_ends_a_run(session, entry, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(measuring, "copies", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        list(session(entry("a")).run([SMALL], 1e9))
 
 
 # The command

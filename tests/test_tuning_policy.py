@@ -171,6 +171,20 @@ def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, 
     ]
 
 
+def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_path, monkeypatch):
+    caplog.set_level(logging.WARNING, "attnreg")
+    here(first=30.0, second=10.0, changes={"cuda": "1.0"})
+    (tmp_path / "here.json").rename(tmp_path / "other.json")
+    (tmp_path / "other.toml").write_text('tuned = "other.json"')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "other.toml"))
+    attnreg.reload()
+    attnreg.configure(here(first=30.0, second=10.0))
+    assert attnreg.explain(asked()).backend == "second"
+    (told,) = [record.message for record in caplog.records]
+    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in told
+    assert told.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
+
+
 def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
     attnreg.configure(here(first=30.0, second=10.0, changes={"backends": {"second": "0.9"}}))
     assert "measured with second 0.9, here it is 1.0" in " ".join(attnreg.explain(asked()).notes)
@@ -180,7 +194,32 @@ def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
 def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, caplog):
     attnreg.configure(here(device=GPU, first=30.0, second=10.0))
     found = attnreg.explain(asked())
-    assert (found.backend, found.notes, caplog.records) == ("first", (), [])
+    assert (found.backend, caplog.records) == ("first", [])
+    assert found.notes == (f"{TABLE} is of a GPU: it says nothing of cpu",)
+
+
+def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):
+    attnreg.configure(here(first=30.0, second=10.0))
+    found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
+    assert (found.backend, found.source) == ("first", "default order for cpu")
+    assert found.forward.predicted is None
+    told = [note for note in found.notes if "has nothing of this kind" in note]
+    assert [note.rpartition(", ")[2] for note in told] == ["forward", "backward"]
+    assert told[0].startswith(f"{TABLE} has nothing of this kind: ")
+    assert "head dim 24, 1:1 heads, window" in told[0]
+    assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
+
+
+def test_a_table_for_a_gpu_is_not_told_of_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
+    here(device=GPU, first=30.0, second=10.0)
+    (tmp_path / "here.json").rename(tmp_path / "gpu.json")
+    (tmp_path / "gpu.toml").write_text('tuned = "gpu.json"')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "gpu.toml"))
+    attnreg.reload()
+    attnreg.configure(here(first=30.0, second=10.0))
+    found = attnreg.explain(asked())
+    assert found.backend == "second"
+    assert not any("of a GPU" in note for note in found.notes)
 
 
 def test_a_table_for_a_simulated_device_is_taken_at_its_word(here):

@@ -54,7 +54,7 @@ def begun(
         raise BackendUnavailableError(f"no backend can be measured on {place}")
     if out is not None:
         try:
-            check_writable(out.absolute())
+            check_writable(out.absolute(), '"machine"')
         except ConfigError as error:
             raise ConfigError(f"--out: {error}") from None
     if table is not None:

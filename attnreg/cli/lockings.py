@@ -10,7 +10,7 @@ from attnreg import _registry, planning
 from attnreg.cli.output import heading, table
 from attnreg.cli.parsing import present_device
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError
-from attnreg.lockfile import Lockfile, Row
+from attnreg.lockfile import FORMAT, Lockfile, Row
 from attnreg.selection import tied_to
 from attnreg.state import state
 from attnreg.tuning import traces
@@ -64,7 +64,7 @@ def locked(trace: Path, out: Path, device: str) -> Locked:
         BackendUnavailableError: a backend that settings ask for can't load here.
     """
     try:
-        check_writable(out)
+        check_writable(out, FORMAT)
     except ConfigError as error:
         raise ConfigError(f"--out: {error}") from None
     if out.exists() and trace.exists() and out.samefile(trace):

@@ -63,10 +63,14 @@ def show(place: Console, session: Session, specs: list[AttentionSpec], end: str)
     heading(place, "In sum")
     rows_of = (
         ("end", end),
-        ("measured", f"{told['measured']} points; {told['left']} of {told['calls']} calls are left"),
-        ("table", f"{session.out}, {told['table_points']} points"),
+        ("measured", f"{_points(told['measured'])}; {told['left']} of {told['calls']} calls are left"),
+        ("table", f"{session.out}, {_points(told['table_points'])}"),
     )
     table(place, ("", ""), rows_of)
+
+
+def _points(count: int) -> str:
+    return f"{count} point{'' if count == 1 else 's'}"
 
 
 def _host(fronts: Iterable[Front]) -> list[tuple[str, ...]]:

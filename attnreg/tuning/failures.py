@@ -9,7 +9,7 @@ import torch
 from attnreg.errors import AttnregError
 from attnreg.tuning.points import Measured
 
-__all__ = ["DeviceLostError", "TimeIsUpError", "check_alive", "failed"]
+__all__ = ["DeviceLostError", "TimeIsUpError", "check_alive", "failed", "no_memory"]
 
 
 class DeviceLostError(AttnregError, RuntimeError):
@@ -18,6 +18,11 @@ class DeviceLostError(AttnregError, RuntimeError):
 
 class TimeIsUpError(AttnregError, RuntimeError):
     """The time was spent before all backends had had their turn."""
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether what was raised says that there is no memory: a CPU's allocator has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def failed(error: BaseException, device: torch.device) -> Measured:

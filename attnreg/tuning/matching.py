@@ -52,8 +52,11 @@ class Match(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def matched(measured: Environment, here: Environment, done: str = "measured") -> Match:
-    """Compare where a table was measured, or whatever else was done, with where it is to be used."""
+def matched(measured: Environment, here: Environment, done: str = "measured", whole: bool = False) -> Match:
+    """Compare where a table was measured, or whatever else was done, with where it is to be used.
+
+    `whole` says that versions have to be the same to the last number.
+    """
     refused: list[str] = []
     notes: list[str] = []
     for rule in RULES:
@@ -61,7 +64,7 @@ def matched(measured: Environment, here: Environment, done: str = "measured") ->
         if there == now:
             continue
         sentence = f"{done} with {rule.words} {there or 'none'}, here it is {now or 'none'}"
-        same = rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
+        same = not whole and rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
         (refused if rule.matters and not same else notes).append(sentence)
     for name, there in measured.backends.items():
         now = here.backends.get(name)

@@ -10,7 +10,7 @@ import torch
 
 from attnreg.discovery import Direction
 from attnreg.errors import ConfigError
-from attnreg.tuning.failures import TimeIsUpError
+from attnreg.tuning.failures import TimeIsUpError, no_memory
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.matching import matched
 from attnreg.tuning.measure import measured
@@ -146,7 +146,9 @@ class Session:
                     spec, self.entries, todo, self.checks, self.timer, self.device, deadline
                 ):
                     found.append(point)
-        except torch.cuda.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not no_memory(error):
+                raise
             self.skipped.append(
                 (spec, f"its inputs need more memory than there is: {error}".partition("\n")[0])
             )

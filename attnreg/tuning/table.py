@@ -180,11 +180,14 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, mark: str = "") -> None:
     """Check that `write_whole` can write a file, without touching what it has.
 
+    With a `mark` a file that is there has to begin with it, within a kilobyte: what somebody else has
+    written isn't replaced.
+
     Raises:
-        ConfigError: it can't.
+        ConfigError: it can't, or doesn't.
     """
     try:
         if path.is_dir():
@@ -193,6 +196,11 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+    if mark and path.is_file():
+        with path.open("rb") as file:
+            begins = file.read(1024)
+        if begins and mark.encode() not in begins:
+            raise ConfigError(f"{path}: is there, and nothing that this command writes: give another file")
 
 
 def _umask() -> int:

@@ -108,16 +108,30 @@ class Tables:
 
     def _compared(self, device: Device) -> Report:
         refused: list[str] = []
+        warned: list[str] = []
+        found = None
         for named in self._meant_for(device):
             match = self._match(named, device)
             if not match.refused:
-                notes = tuple(f"{named}: {note}" for note in match.notes)
-                return Report(named, notes, tuple(refused))
+                found = Report(named, tuple(f"{named}: {note}" for note in match.notes), tuple(refused))
+                break
             refused.append(f"{named} is refused: {'; '.join(match.refused)}")
-            if named.source and refused[-1] not in _told:
-                _told.add(refused[-1])
-                log.warning("%s; the default order decides until `attnreg tune` has run here", refused[-1])
-        return Report(refused=tuple(refused))
+            warned += [refused[-1]] if named.source else []
+        if found is None:
+            found = Report(notes=tuple(self._elsewhere(device)), refused=tuple(refused))
+        decides = found.in_force or "the default order"
+        for one in warned:
+            if one not in _told:
+                _told.add(one)
+                log.warning("%s; %s decides until `attnreg tune` has run here", one, decides)
+        return found
+
+    def _elsewhere(self, device: Device) -> Iterator[str]:
+        """Yield which tables are for another kind of device: worth saying where none is in force."""
+        for named in self._named:
+            of_gpu = bool(named.table.environment.compute_capability)
+            if of_gpu != (device.type == "cuda"):
+                yield f"{named} is of {'a GPU' if of_gpu else 'a CPU'}: it says nothing of {device.type}"
 
     def _meant_for(self, device: Device) -> Iterator[Named]:
         """Yield the tables for that kind of device; one for another kind is no mistake."""
