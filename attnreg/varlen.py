@@ -104,6 +104,8 @@ def varlen_attn(
         and block_table is None
         and num_splits is None
         and backend is None
+        and type(query) is Tensor
+        and query.is_cuda
     ):
         # Most calls came before, and all that follows came out the same.
         tensors = query, key, value, cu_seq_q, cu_seq_k
@@ -112,8 +114,7 @@ def varlen_attn(
         if type(sent) is tuple:
             return _returned(*sent, return_aux)
         if (
-            type(query) is type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
-            and query.is_cuda
+            type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
             and type(max_q) is type(max_k) is int
             and (scale is None or type(scale) is float)
             and type(window_size) is tuple
