@@ -117,11 +117,9 @@ def forward(
         out, lse = _saved(own, _run(known, *args[:TENSORS]))
     counters.count(known.plan.counters)
     if compiled.extension is not None:
-        run = (
-            None
-            if as_sent
-            else _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
-        )
+        run = None
+        if not as_sent:
+            run = _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
         compiled.extension.accept_sent(run, known.plan.counters, known.beside)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside

@@ -1,7 +1,7 @@
 """A call that is known, done again: its plan is at hand, and so is how its results lie.
 
 Describing a call and finding its plan costs the host as much as the kernel takes on short sequences. The
-LSE stays as cuDNN writes it, seen the other way round, and is handed to its backward as it is.
+LSE stays as cuDNN writes it, seen the other way round: whoever needs it in order turns it.
 """
 
 from __future__ import annotations
