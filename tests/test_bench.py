@@ -16,6 +16,7 @@ from attnreg import _registry, aten, cli, native, policy, tuning
 from attnreg.bench import cases, contexts, figures, fronts, overhead_gpu, selection, sides, strategies
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
+from attnreg.bench.joined import joined
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
 from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
@@ -145,14 +146,13 @@ def test_selection_divides_what_it_measured(measured):
         wanted = {FORWARD} if row["group"] == "decode" else {FORWARD, BACKWARD, BOTH}
         assert set(row["directions"]) == wanted
         assert row["ran"]["always math"][FORWARD] == "math" and row["ran"][CHOSEN][FORWARD] == "cpu"
-        for direction, one in row["directions"].items():
-            assert set(one["by_hand"]) == (set() if direction == BOTH else {"cpu", "math"})
+        for one in row["directions"].values():
+            assert set(one["by_hand"]) == {"cpu", "math"}
             fixed = min(one["front"]["always cpu"], one["front"]["always math"])
             for name, time in one["front"].items():
                 assert one["ratios"][SAME_FRONT][name] == pytest.approx(time / fixed)
-                if one["by_hand"]:
-                    best = min(one["by_hand"].values())
-                    assert one["ratios"][BY_HAND][name] == pytest.approx(time / best)
+                best = min(one["by_hand"].values())
+                assert one["ratios"][BY_HAND][name] == pytest.approx(time / best)
     means = [r for r in found["summary"] if (r["group"], r["direction"]) == ("dense", FORWARD)]
     dense_row = found["rows"][0]["directions"][FORWARD]["ratios"]
     assert {(r["yardstick"], r["strategy"]): r["mean"] for r in means} == pytest.approx(
@@ -509,3 +509,32 @@ def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
         ended.output.split()
     )
     assert file.read_text() == "import torch"
+
+
+def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
+    kernels, told = _registry.find("math").kernels(), []
+
+    def forward(*given):
+        told.append("forward")
+        return kernels.forward(*given)
+
+    def backward(*given):
+        told.append("backward")
+        return kernels.backward(*given)
+
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in "qkv"]
+    grad, call = torch.randn(1, 5, 2, 8), attnreg.Call(0.5, 5, 5, (-1, 0))
+    attention = joined(forward, backward, call)
+    out = attention(*inputs)
+    right, lse = kernels.forward(*(x.detach() for x in inputs), call)
+    assert torch.equal(out, right)
+    for got, wanted in zip(
+        torch.autograd.grad(out, inputs, grad),
+        kernels.backward(grad, *(x.detach() for x in inputs), right, lse, call),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    with torch.no_grad():
+        assert torch.equal(attention(*inputs), right)
+    assert told == ["forward", "backward", "forward"]
+    assert attnreg.stats().calls == {}

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from attnreg import _registry, api, aten
 from attnreg.backend import Backend, Call, Kernels
+from attnreg.bench.joined import joined
 from attnreg.bench.noop import aten_nothing, nothing_backward, nothing_forward
 from attnreg.bench.report import Report, Table
 from attnreg.bench.timing import interleaved, median_ratio, per_call
@@ -155,9 +156,7 @@ def _backend(calls: int, rounds: int) -> Rows:
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     grad, fewer = torch.ones_like(query), max(calls // 10, 1)
 
-    def by_hand() -> Tensor:
-        call = Call(64**-0.5, 64, 64, (-1, -1), offsets, offsets)
-        return _ByHand.apply(kernels, query, key, value, call)  # type: ignore[no-untyped-call, no-any-return]
+    by_hand = joined(kernels.forward, kernels.backward, Call(64**-0.5, 64, 64, (-1, -1), offsets, offsets))
 
     def attnregs() -> Tensor:
         return varlen_attn(query, key, value, offsets, offsets, 64, 64)  # type: ignore[return-value]
@@ -165,9 +164,11 @@ def _backend(calls: int, rounds: int) -> Rows:
     api.install()
     return interleaved(
         {
-            "forward, by hand": lambda: per_call(by_hand, fewer),
+            "forward, by hand": lambda: per_call(lambda: by_hand(query, key, value), fewer),
             "forward, attnreg": lambda: per_call(attnregs, fewer),
-            "forward + backward, by hand": lambda: per_call(lambda: _back(by_hand(), grad), fewer),
+            "forward + backward, by hand": lambda: per_call(
+                lambda: _back(by_hand(query, key, value), grad), fewer
+            ),
             "forward + backward, attnreg": lambda: per_call(lambda: _back(attnregs(), grad), fewer),
         },
         rounds,
@@ -176,20 +177,3 @@ def _backend(calls: int, rounds: int) -> Rows:
 
 def _back(out: Tensor, grad: Tensor) -> None:
     out.backward(grad)  # type: ignore[no-untyped-call]
-
-
-class _ByHand(torch.autograd.Function):
-    """The least that a varlen_attn needs which knows its one backend: no checks, no choice."""
-
-    @staticmethod
-    def forward(ctx: Any, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
-        """Call the backend's forward."""
-        out, lse = kernels.forward(query, key, value, call)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.kernels, ctx.call = kernels, call
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:
-        """Call the backend's backward."""
-        return None, *ctx.kernels.backward(grad_out, *ctx.saved_tensors, ctx.call), None

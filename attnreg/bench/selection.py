@@ -2,7 +2,7 @@
 
 For each case and direction: the time through attnreg with a measured table, over that of the best
 single kernel. The best is taken twice, since a small call is bound by the host: of the kernels called
-by hand, without registry, checks and autograd, and of the backends through the same front, each led by
+by hand, joined by the least autograd, and of the backends through the same front, each led by
 `register_backend`. Beside it attnreg's plain order, each fixed order, and torch alone: its default
 SDPA, its `varlen_attn`.
 
@@ -95,8 +95,8 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     if CHOSEN not in right:
         return None
     runners = {name: Runner.through(one.side, shape.backward) for name, one in right.items()}
-    for name, (runner, results) in hands(batch, job).items():
-        error = truth.error(results())
+    for name, (runner, side, backward) in hands(batch, job).items():
+        error = truth.error(side.results(backward))
         if error <= TOLERANCE[shape.dtype]:
             runners[HAND + name] = runner
         else:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from attnreg import _registry, planning
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
+from attnreg.bench.joined import joined
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 from attnreg.bench.sides import WARM_UP, Side, forward, layers, layers_backward
 from attnreg.bench.summary import CHOSEN, FIXED, ORDER, TORCH
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
+    import torch
 
     from attnreg.bench.inputs import Batch
     from attnreg.bench.report import Job
-    from attnreg.discovery import Entry
 
 __all__ = ["Runner", "by_direction", "hands", "strategies"]
 
@@ -96,44 +94,19 @@ class Runner(NamedTuple):
         return cls(side.within, steps, {})
 
 
-def hands(batch: Batch, job: Job) -> dict[str, tuple[Runner, Callable[[], list[Tensor]]]]:
-    """Return each backend's kernels without any registry or autograd: what times them, and their results."""
-    spec = batch.shape.spec(planning.device_of(job.device))
+def hands(batch: Batch, job: Job) -> dict[str, tuple[Runner, Side, bool]]:
+    """Return each backend's kernels called by hand: what times them, what is called, whether it goes back."""
+    spec, call = batch.shape.spec(planning.device_of(job.device)), batch.call()
     found = {}
     for name in job.backends:
         entry = _registry.find(name)
-        if not entry.reasons(spec, "forward"):
-            backward = batch.shape.backward and not entry.reasons(spec, "backward")
-            found[name] = _hand(batch, entry, backward)
+        if entry.reasons(spec, "forward"):
+            continue
+        backward = batch.shape.backward and not entry.reasons(spec, "backward")
+        kernels = entry.kernel("forward"), entry.kernel("backward") if backward else None
+        side = Side(joined(*kernels, call), batch.sets, by_default)
+        found[name] = Runner.through(side, backward), side, backward
     return found
-
-
-def _hand(batch: Batch, entry: Entry, backward: bool) -> tuple[Runner, Callable[[], list[Tensor]]]:
-    sets, call = [one.plain() for one in batch.sets], batch.call()
-    first, second = entry.kernel("forward"), entry.kernel("backward") if backward else None
-
-    def steps() -> Iterator[Timed]:
-        inputs = cycle(sets)
-        yield Timed(FORWARD, _undifferentiated(lambda: first(*next(inputs).inputs(), call)))
-        if second is not None:
-            given = cycle([(one.grad, *one.inputs(), *first(*one.inputs(), call), call) for one in sets])
-            yield Timed(BACKWARD, _undifferentiated(lambda: second(*next(given))))
-
-    def results() -> list[Tensor]:
-        q, k, v, grad = sets[0]
-        with torch.no_grad(), by_default():
-            out, lse = first(q, k, v, call)
-            return [out, *(second(grad, q, k, v, out, lse, call) if second is not None else ())]
-
-    return Runner(by_default, steps, {}), results
-
-
-def _undifferentiated(run: Callable[[], object]) -> Callable[[], object]:
-    def without() -> object:
-        with torch.no_grad():
-            return run()
-
-    return without
 
 
 def by_direction(turns: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
