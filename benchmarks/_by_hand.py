@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.bench.inputs import Tensors
 
-__all__ = ["ByHand", "attention", "by_hand"]
+__all__ = ["ByHand", "by_hand"]
 
 
 class ByHand(NamedTuple):
@@ -30,34 +30,6 @@ class ByHand(NamedTuple):
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
-
-
-class _Attention(torch.autograd.Function):
-    """The least autograd that joins the two."""
-
-    @staticmethod
-    def forward(ctx: Any, hand: ByHand, *inputs: Tensor) -> Any:
-        """Call the kernel."""
-        results = hand.forward(*inputs)
-        ctx.save_for_backward(*inputs, *results)
-        ctx.hand = hand
-        return results[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:
-        """Call the backward's kernel."""
-        return None, *ctx.hand.backward(grad_out, *ctx.saved_tensors)
-
-
-def attention(hand: ByHand) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of query, key and value that autograd can go back through."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return _Attention.apply(hand, q, k, v)  # type: ignore[no-untyped-call, no-any-return]
-        return hand.forward(q, k, v)[0]
-
-    return run
 
 
 def by_hand(name: str, call: Call, tensors: Tensors) -> ByHand:

@@ -18,12 +18,13 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from _by_hand import attention, by_hand
+from _by_hand import by_hand
 from _here import available, need_gpu
 
 import attnreg
 from attnreg.bench.contexts import by_default, led_by
 from attnreg.bench.inputs import Batch, far
+from attnreg.bench.joined import joined
 from attnreg.bench.report import save, show, show_machine
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import STEPS, Side, misled
@@ -72,7 +73,7 @@ def drawn(size: Size, varlen: bool, device: torch.device) -> Batch:
 
 def pair(name: str, batch: Batch) -> dict[str, Side]:
     """Return the two that are compared."""
-    hand = attention(by_hand(name, batch.call(), batch.sets[0]))
+    hand = joined(*by_hand(name, batch.call(), batch.sets[0]))
     return {
         "attnreg": Side(batch.with_attnreg, batch.front_sets, led_by(name)),
         "by hand": Side(hand, batch.sets, by_default),

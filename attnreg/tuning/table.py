@@ -194,13 +194,11 @@ def check_writable(path: Path, mark: str = "") -> None:
             raise IsADirectoryError(0, "is a folder")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
+        begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
-    if mark and path.is_file():
-        with path.open("rb") as file:
-            begins = file.read(1024)
-        if begins and mark.encode() not in begins:
-            raise ConfigError(f"{path}: is there, and nothing that this command writes: give another file")
+    if begins and mark.encode() not in begins:
+        raise ConfigError(f"{path}: is there, and nothing that this command writes: give another file")
 
 
 def _umask() -> int:

@@ -72,14 +72,24 @@ inline size_t taken(const Place& place, Front front) {
 // What an undefined tensor is.
 inline const c10::TensorImpl* const kNobody = at::Tensor().unsafeGetTensorImpl();
 
+inline void describe_shape(const at::Tensor& tensor, Words& words) {
+  const auto device = tensor.device();
+  words.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index()});
+  words.push_back(tensor.dim());
+  words.append(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+inline int64_t bits_of(double number) {
+  int64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
 // Everything about a tensor but for its values, and whether sixteen bytes can be read at a time.
 inline void describe(const at::Tensor& tensor, Words& words) {
-  const auto device = tensor.device();
-  const bool aligned = tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  words.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index()});
-  words.append({tensor.dim(), aligned});
-  words.append(tensor.sizes().begin(), tensor.sizes().end());
+  describe_shape(tensor, words);
   words.append(tensor.strides().begin(), tensor.strides().end());
+  words.push_back(tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0);
 }
 
 // Return everything about a call but for the values of tensors; nothing where that can't be told.
@@ -106,10 +116,7 @@ inline Words describe(const Place& place, Arguments arguments, Front front, cons
     } else if (argument.isBool()) {
       words.append({kBool, argument.toBool()});
     } else if (argument.isDouble()) {
-      const double number = argument.toDouble();
-      int64_t bits = 0;
-      std::memcpy(&bits, &number, sizeof bits);
-      words.append({kDouble, bits});
+      words.append({kDouble, bits_of(argument.toDouble())});
     } else {
       return {};
     }
@@ -156,6 +163,15 @@ inline bool covered(Arguments arguments) {
   return covered(arguments[3], arguments[4], arguments[0].toTensor().size(0), arguments[1].toTensor().size(0));
 }
 
+// Whether a context variable holds something; holding the interpreter's lock.
+inline bool is_set(PyObject* variable) {
+  PyObject* choice = nullptr;
+  const bool none = PyContextVar_Get(variable, Py_None, &choice) == 0 && choice == Py_None;
+  PyErr_Clear();
+  Py_XDECREF(choice);
+  return !none;
+}
+
 // Whether a choice was made for this thread or task: what it means the router in Python knows.
 inline bool chosen_for() {
   PyObject* variable = choices.load(std::memory_order_acquire);
@@ -163,11 +179,7 @@ inline bool chosen_for() {
     return false;
   }
   const Locked lock;
-  PyObject* choice = nullptr;
-  const bool none = PyContextVar_Get(variable, Py_None, &choice) == 0 && choice == Py_None;
-  PyErr_Clear();
-  Py_XDECREF(choice);
-  return !none;
+  return is_set(variable);
 }
 
 }  // namespace attnreg

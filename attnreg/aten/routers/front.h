@@ -47,10 +47,7 @@ inline bool describe(PyObject* const* arguments, Words& words) {
     if (!is_plain(tensor)) {
       return false;
     }
-    const auto device = tensor.device();
-    words.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index()});
-    words.push_back(tensor.dim());
-    words.append(tensor.sizes().begin(), tensor.sizes().end());
+    describe_shape(tensor, words);
     needs_gradient |= i < 3 && tensor.requires_grad();
   }
   PyObject *const *rest = arguments + kTensors, *causal = rest[2], *window = rest[3], *scale = rest[4], *gqa = rest[5];
@@ -61,9 +58,7 @@ inline bool describe(PyObject* const* arguments, Words& words) {
     return false;
   }
   const double number = scale == Py_None ? 0.0 : PyFloat_AS_DOUBLE(scale);
-  int64_t bits = 0;
-  std::memcpy(&bits, &number, sizeof bits);
-  words.append({causal == Py_True, gqa == Py_True, scale == Py_None, bits, modes()});
+  words.append({causal == Py_True, gqa == Py_True, scale == Py_None, bits_of(number), modes()});
   words.push_back(c10::GradMode::is_enabled() && needs_gradient);
   return true;
 }
@@ -104,19 +99,11 @@ class Unlocked {  // lets go of the interpreter's lock
   PyThreadState* thread_;
 };
 
-inline bool nothing_is_chosen(PyObject* scope) {
-  PyObject* choice = nullptr;
-  const bool none = PyContextVar_Get(scope, Py_None, &choice) == 0 && choice == Py_None;
-  PyErr_Clear();
-  Py_XDECREF(choice);
-  return none;
-}
-
 // Return output and LSE of a call that came before; else what it is known by, or None if it can't be.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != kTensors + 6 || !destination || !enabled || at::impl::torch_function_mode_enabled() ||
-      !nothing_is_chosen(destination->scope)) {
+      is_set(destination->scope)) {
     Py_RETURN_NONE;
   }
   Words words{0};
