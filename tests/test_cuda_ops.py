@@ -527,6 +527,83 @@ def test_a_call_that_came_before_is_answered_without_a_look_at_its_arguments(
         assert asked == both * 4
 
 
+def laid_out(inputs, order):
+    """Return leaves of the same values whose dimensions lie in another order."""
+    back = [order.index(dim) for dim in range(4)]
+    return [x.detach().permute(order).contiguous().permute(back).requires_grad_() for x in inputs]
+
+
+def results_of(inputs, **options):
+    """Return everything that a call of the cuDNN op returns, and its gradients."""
+    results = call("cudnn", inputs, **options)
+    return *results, *torch.autograd.grad(results[0], inputs, random_like(results[0]))
+
+
+def assert_alike(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert not one.is_floating_point() or torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+@pytest.mark.parametrize("dim_v", [8, 16])
+def test_compiled_routers_turn_tensors_as_those_in_python_do(route, ran, fake, order, dim_v):
+    route(torchs_own())
+    query, key, value = tensors(3, 6, heads=(4, 2))
+    inputs = laid_out((query, key, value.repeat(1, 1, 1, dim_v // 8)), order)
+    with attnreg.register_backend(fake("mine").backend):
+        first, *further = (results_of(inputs, scale=0.4) for _ in range(5))
+        for results in further:
+            for one, other in zip(first, results, strict=True):
+                assert_alike(one, other)
+        if native.compiled and dim_v == 8:  # nobody asks there whether Inductor may write to it
+            assert further[-1][6].data_ptr() != further[-2][6].data_ptr()
+        assert ran() == {"mine": (5, 5)}
+        assert (results_of(inputs)[0] != first[0]).any()  # by another scale
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
+def test_a_kernel_of_torchs_that_a_backend_leads_to_is_called_without_python(
+    route, ran, fake, monkeypatch, order
+):
+    originals = torchs_own()
+    route(originals)
+    given = []
+
+    def kernel(op, key):
+        return lambda *args, **options: given.append(op) or originals[op](*args, **options)
+
+    monkeypatch.setattr(native, "kernel", kernel)
+
+    def again(direction, tensors, call):
+        lengths = None, None, call.max_q, call.max_k, 0.0, call.causal
+        if direction == "forward":
+            return native.OpCall(FORWARD["flash"], "CPU", (*lengths, False), {"scale": call.scale}, 2)
+        rest = *lengths, *random_state()
+        return native.OpCall(BACKWARD["flash"], "CPU", rest, {"scale": call.scale}, 3)
+
+    full = fake("mine").backend
+    kernels = full.load()
+    backend = dataclasses.replace(full, load=lambda: kernels._replace(again=again))
+    inputs = laid_out(tensors(heads=(4, 2)), order)
+    with attnreg.register_backend(backend):
+        first = results_of(inputs, scale=0.4, causal=True)
+        for _ in range(5):
+            for one, other in zip(first, results_of(inputs, scale=0.4, causal=True), strict=True):
+                if isinstance(one, torch.Tensor) and one.is_floating_point():
+                    assert one.stride() == other.stride()
+                    truth.assert_near(one, other.double())
+        assert ran() == {"mine": (6, 6)}
+        out, lse, *_ = call("cudnn", inputs, scale=0.4, causal=True)
+        check_against_truth(out, inputs, lse.squeeze(-1), window=CAUSAL, scale=0.4)
+    assert given == []
+    for op in (FORWARD["flash"], BACKWARD["flash"]):
+        assert (len(originals[op].calls) >= 4) is bool(native.compiled)
+
+
 @pytest.mark.parametrize("kind", SDPA)
 def test_a_known_call_with_a_value_of_another_dtype_is_still_an_error(route, ran, fake, kind):
     route(torchs_own())

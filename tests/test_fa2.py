@@ -500,10 +500,13 @@ def test_a_known_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
     out, lse = kernels.forward(q, k, v, call)
     gc.collect()
     before = sum(type(x) is torch.Tensor for x in gc.get_objects())
-    again = kernels.again("backward", (grad, q, k, v, out, lse), call)
+    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is None
     gc.collect()
-    assert again is not None
     assert sum(type(x) is torch.Tensor for x in gc.get_objects()) == before
+    monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: False)
+    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is not None
+    monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: True)
+    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is not None
 
 
 @pytest.mark.parametrize(

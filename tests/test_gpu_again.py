@@ -1,5 +1,6 @@
 """On a GPU: calls that came before take short ways, and give the same."""
 
+import functools
 import sys
 
 import gpu
@@ -10,7 +11,7 @@ import truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import _registry
+from attnreg import _registry, aten
 from attnreg.backend import Call
 from attnreg.state import state
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 TIMES = 6
 CAUSAL = (-1, 0)
+# Of (B, H, S, D): how the dimensions lie.
+HEADS_FIRST, ROWS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
 
 
 def drawn(shape, seed):
@@ -25,16 +28,20 @@ def drawn(shape, seed):
     return torch.randn(shape, device="cuda", generator=generator).to(gpu.BF16)
 
 
+def laid_out(x, order):
+    """Return a leaf of the same values whose dimensions lie in an order that is its own inverse."""
+    return x.permute(order).contiguous().permute(order).requires_grad_()
+
+
 @pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize(("scale", "order"), [(None, HEADS_FIRST), (0.2, ROWS_FIRST)])
 @pytest.mark.parametrize("heads_k", [4, 2])
-def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, heads_k, ran):
+def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, order, heads_k, ran):
     known = []
     with attnreg.register_backend(named), sdpa_kernel(chosen):
         for seed in range(TIMES):
-            query = drawn((2, 4, 200, 64), seed).requires_grad_()
-            key, value = (drawn((2, heads_k, 200, 64), seed + i).requires_grad_() for i in (50, 60))
-            inputs = query, key, value
+            shapes = (2, 4, 200, 64), (2, heads_k, 200, 64), (2, heads_k, 200, 64)
+            inputs = [laid_out(drawn(shape, seed + 50 * i), order) for i, shape in enumerate(shapes)]
             out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
             grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
             leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
@@ -45,6 +52,29 @@ def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen
             known.append(sorted(key[0] for key in state().known))
     assert len(known[-1]) == 2
     assert known[2:] == [known[-1]] * (TIMES - 2), "a call that came before wasn't known again"
+
+
+@pytest.mark.only_for("FA2")
+@pytest.mark.parametrize("order", [HEADS_FIRST, ROWS_FIRST], ids=str)
+def test_known_calls_of_torchs_kernel_below_cudnns_op_take_compiled_routers_no_python(
+    named, compiled_routers, order, ran
+):
+    aten.restore()
+    aten._kept_out = False
+    inputs = [laid_out(drawn((2, 4, 200, 64), seed), order) for seed in (1, 2, 3)]
+    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    right, _ = truth.dense(*leaves, window=CAUSAL)
+    with attnreg.register_backend(named), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for _ in range(TIMES):
+            out, entered = python_of(
+                "attnreg", functools.partial(F.scaled_dot_product_attention, is_causal=True), *inputs
+            )
+            grad = gpu.incoming(out)
+            grads = torch.autograd.grad(out, inputs, grad)
+        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
+        gpu.assert_near((out, *grads), (right, *right_grads))
+        assert entered == []
+    assert ran() == {named: (TIMES, TIMES)}
 
 
 @pytest.fixture

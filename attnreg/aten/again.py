@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg.errors import RegistrationError
+from attnreg.native import OpCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.planning import Plan
 
-__all__ = ["Again", "Answer", "Layout", "alike", "answer"]
+__all__ = ["Again", "Answer", "Layout", "Turned", "alike", "answer"]
 
 log = logging.getLogger("attnreg")
 
@@ -29,11 +30,33 @@ class Layout(NamedTuple):
         query: the place of the query among the op's arguments; key and value come next.
         turned: returns what a kernel takes of the op's arguments.
         back: returns the op's results, given the kernel's and the op's arguments.
+        beside: returns what stands behind the kernel's results among the op's. Only where `turned` and
+            `back` are what compiled routers can do themselves, which is what `aten.cudnn` does.
     """
 
     query: int
     turned: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
     back: Callable[[Any, tuple[Any, ...]], Any]
+    beside: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+
+
+class Turned(NamedTuple):
+    """What answers calls for who brings the tensors into the contract's layout, and the results out of it."""
+
+    layout: Layout
+    run: Callable[..., Any]
+    shorter: Callable[..., Callable[..., Any] | None] | None
+
+    def again(self, given: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return what answers calls whose tensors lie as those among the op's arguments `given`."""
+        if self.shorter is None:
+            return self.run
+        found = _asked(self.shorter, self.layout.turned(given))
+        return found if isinstance(found, OpCall) else Again(self.run, self.shorter)
+
+    def beside(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what stands behind its results among those of the op."""
+        return self.layout.beside(given) if self.layout.beside else ()
 
 
 class Answer(NamedTuple):
@@ -43,10 +66,12 @@ class Answer(NamedTuple):
         run: answers them wherever their tensors lie; None from it means the long way.
         shorter: asks the backend for what answers only those whose tensors lie as these; None if it has
             no such thing.
+        turned: the same for compiled routers, where they can turn the tensors.
     """
 
     run: Callable[..., Any]
     shorter: Callable[..., Callable[..., Any] | None] | None = None
+    turned: Turned | None = None
 
     def where_layouts_are_known(self) -> Callable[..., Any]:
         """Return what answers calls whose tensors all lie alike."""
@@ -90,10 +115,7 @@ class Again:
         return results
 
     def _ask(self, given: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        try:
-            self._expected, self._short = _described(results), self._shorter(*given)
-        except Exception as error:  # noqa: BLE001 - the call itself has run
-            log.info("no shorter way for a call that came before: %s: %s", type(error).__name__, error)
+        self._expected, self._short = _described(results), _asked(self._shorter, given)
 
     def _examine(self, results: Any) -> None:
         got, expected = _described(results), self._expected
@@ -102,6 +124,16 @@ class Again:
                 f"a backend's Kernels.again breaks the contract: got {got}, expected {expected}"
             )
         self._expected = []
+
+
+def _asked(
+    shorter: Callable[..., Callable[..., Any] | None], given: tuple[Any, ...]
+) -> Callable[..., Any] | None:
+    try:
+        return shorter(*given)
+    except Exception as error:  # noqa: BLE001 - the call itself has run
+        log.info("no shorter way for a call that came before: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _described(results: Any) -> list[Any]:
@@ -113,18 +145,19 @@ def _described(results: Any) -> list[Any]:
 
 def answer(plan: Plan, call: Call, layout: Layout) -> Answer:
     """Return what answers dense calls like this one, of which each row sees a key."""
-    kernel, ask, (query, turned, back) = plan.kernel, plan.again, layout
+    kernel, ask, (query, turned, back, beside) = plan.kernel, plan.again, layout
+
+    def run_turned(*tensors: Tensor) -> Any:
+        return kernel(*tensors, call)
+
+    def shorter_turned(*tensors: Tensor) -> Callable[..., Any] | None:
+        return None if ask is None else ask(tensors, call)
 
     def run(*given: Any, **_: Any) -> Any:
-        if not alike(*given[query : query + 3]):
-            return None
-        return back(kernel(*turned(given), call), given)
-
-    if ask is None:
-        return Answer(run)
+        return back(run_turned(*turned(given)), given) if alike(*given[query : query + 3]) else None
 
     def shorter(*given: Any) -> Callable[..., Any] | None:
-        short = ask(turned(given), call)
+        short = shorter_turned(*turned(given))
         if short is None:
             return None
 
@@ -134,7 +167,9 @@ def answer(plan: Plan, call: Call, layout: Layout) -> Answer:
 
         return shortly
 
-    return Answer(run, shorter)
+    has_shorter = ask is not None
+    by_routers = Turned(layout, run_turned, shorter_turned if has_shorter else None) if beside else None
+    return Answer(run, shorter if has_shorter else None, by_routers)
 
 
 def alike(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -76,7 +76,8 @@ def _dense_forward(asked: CudnnForward, turn: Turn) -> Any:
         counters.count(plan.counters)
         if rng_state is None:
             drawn = cudnn_extras(query)
-            turn.again(plan, _known(plan, inputs, asked, FORWARD))
+            same = inputs.value.shape[-1] == query.shape[-1]
+            turn.again(plan, _known(plan, inputs, asked, FORWARD if same else FORWARD_OF_OTHER_SIZE))
         else:
             drawn = tuple(word.clone() for word in rng_state.view(torch.int64))
         result = _dense_results(out, lse, query, asked.key, drawn)
@@ -117,8 +118,19 @@ def _backward_results(grads: tuple[Tensor, ...], given: tuple[Any, ...]) -> tupl
     return _heads_first(grads, given[1:4])
 
 
-FORWARD = Layout(0, _forward_turned, _forward_results)
-BACKWARD = Layout(1, _backward_turned, _backward_results)
+def _forward_beside(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key = given[:2]
+    return None, None, query.shape[2], key.shape[2], *shared(cudnn_extras, query), None
+
+
+def _backward_beside(_: tuple[Any, ...]) -> tuple[Any, ...]:
+    return ()
+
+
+FORWARD = Layout(0, _forward_turned, _forward_results, _forward_beside)
+# How an output lies that isn't shaped like the query only Python knows.
+FORWARD_OF_OTHER_SIZE = FORWARD._replace(beside=None)
+BACKWARD = Layout(1, _backward_turned, _backward_results, _backward_beside)
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:

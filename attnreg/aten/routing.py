@@ -14,6 +14,7 @@ from attnreg import counters, scope
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer
 from attnreg.errors import UnsupportedInputError
+from attnreg.native import OpCall
 from attnreg.selection import Preference
 from attnreg.state import state
 
@@ -87,7 +88,7 @@ class Turn(NamedTuple):
         """Have calls like this one answered that way from now on."""
         if answer is not None and plan.proven and self.known_as is not None and self.now is not None:
             self.now.remember(self.known_as, answer, plan.counters)
-            _accept(answer, self.original, plan.counters)
+            _accept(answer, self.original, plan.counters, self.args)
 
     def untouched(self, why: str) -> Any:
         """Run torch's own kernel on a call that only it understands.
@@ -172,7 +173,7 @@ def router(
                     result = answer.run(*args, **kwargs)
                     if result is not None:
                         count(counted)
-                        _accept(answer, original, counted)
+                        _accept(answer, original, counted, args)
                         return result
         return long_way(args, kwargs, now, scoped, known_as, None)
 
@@ -205,12 +206,25 @@ def router(
 
 
 def _accept(
-    answer: Answer, original: Callable[..., Any] | None, counted: tuple[counters.Counter, ...]
+    answer: Answer,
+    original: Callable[..., Any] | None,
+    counted: tuple[counters.Counter, ...],
+    args: tuple[Any, ...],
 ) -> None:
     """Have compiled routers, if there are any, answer further calls like the one under way."""
-    if compiled.extension is not None:
-        run = None if answer.run is original else answer.where_layouts_are_known()
-        compiled.extension.accept(run, counted)
+    extension = compiled.extension
+    if extension is None:
+        return
+    if answer.run is original:
+        extension.accept(None, counted)
+    elif answer.turned is None:
+        extension.accept(answer.where_layouts_are_known(), counted)
+    else:
+        run, beside = answer.turned.again(args), answer.turned.beside(args)
+        if isinstance(run, OpCall):
+            extension.accept_op(run.op, run.key, run.rest, run.options, run.results, counted, beside)
+        else:
+            extension.accept_turned(run, counted, beside)
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:

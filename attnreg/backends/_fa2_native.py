@@ -9,6 +9,7 @@ import torch
 from attnreg import native
 from attnreg.backends import _fa2_rows as rows
 from attnreg.layout import aligned, readable
+from attnreg.native import OpCall
 from attnreg.packed import of_a_graph
 
 if TYPE_CHECKING:
@@ -79,24 +80,13 @@ class Native:
             return None
         if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
             return None
-        lengths, options = _lengths(query, key, call)[2:], _options(query, call)
-
-        def forward(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            ends_q: Tensor | None = None,
-            ends_k: Tensor | None = None,
-        ) -> tuple[Tensor, ...]:
-            out, lse, *_ = self._forward(query, key, value, ends_q, ends_k, *lengths, False, **options)
-            return out, lse
-
-        def backward(*given: Tensor) -> tuple[Tensor, ...]:
-            offsets = given[6:] or (None, None)
-            grads = self._backward(*given[:6], *offsets, *lengths, *_unread(given[1]), **options)
-            return grads[0], grads[1], grads[2]
-
-        return forward if direction == "forward" else backward
+        absent = () if call.varlen else (None, None)
+        rest, options = (*absent, *_lengths(query, key, call)[2:]), _options(query, call)
+        if direction == "forward":
+            return OpCall(OP.format("forward"), "CUDA", (*rest, False), options, 2)
+        if of_a_graph(query) and query.device not in _kept:
+            return None  # what nobody reads would lie in the graph's memory
+        return OpCall(OP.format("backward"), "CUDA", (*rest, *_unread(query)), options, 3)
 
 
 _kept: dict[torch.device, tuple[Tensor, Tensor]] = {}

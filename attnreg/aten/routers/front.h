@@ -151,6 +151,9 @@ inline c10::IValue from_plain(PyObject* value) {
   if (value == Py_None) {
     return {};
   }
+  if (THPVariable_Check(value)) {
+    return THPVariable_Unpack(value);
+  }
   if (PyBool_Check(value)) {
     return value == Py_True;
   }
@@ -164,12 +167,13 @@ inline c10::IValue from_plain(PyObject* value) {
   return static_cast<int64_t>(number);
 }
 
-// Return the op's arguments behind the tensors: some by place, some by name, the others as they are by default.
-inline std::vector<c10::IValue> behind_tensors(const c10::FunctionSchema& schema, PyObject* rest, PyObject* options) {
+// Return an op's arguments behind some tensors: some by place, some by name, the others as they are by default.
+inline std::vector<c10::IValue> behind_tensors(
+    const c10::FunctionSchema& schema, size_t tensors, PyObject* rest, PyObject* options) {
   std::vector<c10::IValue> found;
   const auto& arguments = schema.arguments();
-  for (size_t i = kTensors; i < arguments.size(); i++) {
-    const auto place = static_cast<Py_ssize_t>(i) - kTensors;
+  for (size_t i = tensors; i < arguments.size(); i++) {
+    const auto place = static_cast<Py_ssize_t>(i - tensors);
     PyObject* given = place < PyTuple_GET_SIZE(rest) ? PyTuple_GET_ITEM(rest, place)
                                                       : PyDict_GetItemString(options, arguments[i].name().c_str());
     TORCH_CHECK(given || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());

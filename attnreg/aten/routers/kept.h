@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
@@ -56,11 +57,20 @@ struct Hash {
 using Object = std::shared_ptr<PyObject>;
 using Run = Object;  // a function of Python's; none for torch's own kernel
 
+struct OpCall {  // a kernel of torch's, and the op's arguments behind the tensors
+  c10::OperatorHandle op;
+  c10::SafeKernelFunction kernel;
+  std::vector<c10::IValue> rest;
+  size_t results;  // how many of its results count
+};
+
 struct Way {  // how a call is answered
   Run run;
   Tallies tallies;
-  std::vector<c10::IValue> beside;  // what a forward of `varlen_attn` returns beside its results
-  at::Tensor carrier;               // by which a backward of one is known: nothing else can come to lie there
+  std::vector<c10::IValue> beside{};             // what a forward returns beside its results
+  at::Tensor carrier{};                          // by which a backward of `varlen_attn` is known, held here
+  std::shared_ptr<const OpCall> another = nullptr;  // a kernel of torch's other than the op's own, in place of `run`
+  bool turned = false;                           // whether the tensors have the heads first (`turned.h`)
 };
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -123,8 +133,10 @@ enum Announcement : int64_t { kUnknown = -1, kNothing = 0, kKnown = 1 };
 inline thread_local int64_t announced = kNothing;
 
 struct UnderWay {  // a call that the router in Python has
+  const c10::FunctionSchema* schema;
+  size_t tensors;  // how many the op's arguments begin with
   uint64_t generation = 0;
-  Words call;  // empty where it can't be known again
+  Words call{};  // empty where it can't be known again
   UnderWay* outer = nullptr;
 };
 

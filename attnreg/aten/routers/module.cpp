@@ -60,7 +60,7 @@ Object held(PyObject* object) {
 }
 
 Way way_of(PyObject* run, PyObject* counters) {
-  Way way{nullptr, tallies_of(counters), {}, {}};
+  Way way{nullptr, tallies_of(counters)};
   if (run != Py_None) {
     way.run = held(run);
   }
@@ -204,6 +204,56 @@ PyObject* accept_returned(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// Keep a way of a call under way whose tensors have the heads first, and what it returns beside the results.
+void keep_turned(Way way, PyObject* beside) {
+  const auto& types = under_way->schema->returns();
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(beside));
+  TORCH_CHECK(count < types.size(), "attnreg: ", under_way->schema->name(), " got ", count, " results beside others");
+  for (size_t i = 0; i < count; i++) {
+    PyObject* one = PyTuple_GET_ITEM(beside, static_cast<Py_ssize_t>(i));
+    way.beside.push_back(from_python(one, types[types.size() - count + i].type()));
+  }
+  way.turned = true;
+  keep(std::move(way));
+}
+
+PyObject* accept_turned(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *run = nullptr, *counters = nullptr, *beside = nullptr;
+  if (!PyArg_ParseTuple(args, "OO!O!", &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside)) {
+    return nullptr;
+  }
+  if (under_way) {
+    keep_turned(way_of(run, counters), beside);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* accept_op(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *op = nullptr, *key = nullptr;
+  PyObject *rest = nullptr, *options = nullptr, *counters = nullptr, *beside = nullptr;
+  Py_ssize_t results = 0;
+  if (!PyArg_ParseTuple(
+          args, "ssO!O!nO!O!", &op, &key, &PyTuple_Type, &rest, &PyDict_Type, &options, &results, &PyTuple_Type,
+          &counters, &PyTuple_Type, &beside)) {
+    return nullptr;
+  }
+  const auto site = std::find_if(sites.begin(), sites.end(), [&](const Site& one) {
+    return one.op == op && one.key == c10::parseDispatchKey(key);
+  });
+  if (under_way && site != sites.end()) {
+    Way way = way_of(Py_None, counters);
+    way.another = std::make_shared<const OpCall>(
+        site->handle, site->torchs, behind_tensors(site->handle.schema(), under_way->tensors, rest, options),
+        static_cast<size_t>(results));
+    keep_turned(std::move(way), beside);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* accept_offsets(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *of_queries = nullptr, *of_keys = nullptr;
@@ -253,7 +303,7 @@ PyObject* accept_sending(PyObject*, PyObject* args) {
   if (!destination) {
     Py_RETURN_NONE;  // the routers were taken out meanwhile
   }
-  auto sending = std::make_shared<const Sending>(held(own), behind_tensors(destination->op.schema(), rest, options));
+  auto sending = std::make_shared<const Sending>(held(own), behind_tensors(destination->op.schema(), kTensors, rest, options));
   decltype(kept.sendings) dropped;
   const std::unique_lock lock(guard);
   if (!words.empty() && words[0] == static_cast<int64_t>(kept.generation)) {  // nothing has changed since
@@ -303,6 +353,8 @@ PyMethodDef functions[] = {
     {"announce", announce, METH_O, "Say what `varlen_attn` is about to call: 1 what it knows, -1 what it doesn't, 0 nothing."},
     {"accept_passing", accept_passing, METH_NOARGS, "The call under way is torch's, as is every other."},
     {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
+    {"accept_turned", accept_turned, METH_VARARGS, "A function does, given tensors with the heads turned; and what is returned beside."},
+    {"accept_op", accept_op, METH_VARARGS, "So does a kernel of torch's: its op and key, arguments behind tensors, how many results count."},
     {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; and what is returned beside the results."},
     {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
     {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},

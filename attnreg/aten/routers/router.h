@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
-#include "calls.h"
+#include "turned.h"
 
 namespace attnreg {
 
@@ -40,7 +40,7 @@ inline c10::IValue from_python(PyObject* value, const c10::TypePtr& type) {
 
 // Append what a function of Python's returns for some tensors; false if that is None: it can't answer.
 inline bool call_python(
-    PyObject* run, Arguments given, const c10::FunctionSchema& schema, std::vector<c10::IValue>& results) {
+    PyObject* run, const Given& given, const c10::FunctionSchema& schema, std::vector<c10::IValue>& results) {
   const Locked lock;
   std::vector<PyObject*> arguments;
   for (const c10::IValue& one : given) {
@@ -76,7 +76,7 @@ class Router final : public c10::OperatorKernel {
     if (!enabled.load(std::memory_order_relaxed)) {
       return pythons_.callBoxed(op, keys, stack);
     }
-    UnderWay call;
+    UnderWay call{&op.schema(), taken(place_, Front::kTorchs)};
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     const Answer answer = look_up(arguments, announcement, call);
     if (answer.passes) {
@@ -94,24 +94,39 @@ class Router final : public c10::OperatorKernel {
   bool answered(
       const Answer& answer, Arguments arguments, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       torch::jit::Stack* stack) const {
-    const Run& run = answer.way->run;
-    std::vector<c10::IValue> results;
-    if (!run) {
+    const Way& way = *answer.way;
+    if (!way.run && !way.another) {
       torchs_.callBoxed(op, keys, stack);
-    } else if (call_python(run.get(), arguments.slice(0, answer.taken), op.schema(), results)) {
-      torch::jit::drop(*stack, arguments.size());
-      stack->insert(stack->end(), results.begin(), results.end());
-    } else {
+      torch::jit::drop(*stack, way.beside.size());
+      stack->insert(stack->end(), way.beside.begin(), way.beside.end());
+      return true;
+    }
+    const auto first = arguments.slice(0, answer.taken);
+    Given given(first.begin(), first.end());
+    if (way.turned) {
+      turn(given, place_);
+    }
+    std::vector<c10::IValue> results;
+    if (way.another) {
+      call_torch(*way.another, given, keys, results);
+    } else if (!call_python(way.run.get(), given, op.schema(), results)) {
       return false;
     }
-    const auto& beside = answer.way->beside;
-    if (!beside.empty()) {
-      if (!run) {
-        torch::jit::drop(*stack, beside.size());
-      }
-      stack->insert(stack->end(), beside.begin(), beside.end());
+    if (way.turned) {
+      turn_back(results, arguments, place_);
+    }
+    torch::jit::drop(*stack, arguments.size());
+    stack->insert(stack->end(), results.begin(), results.end());
+    for (const c10::IValue& one : way.beside) {
+      stack->push_back(way.turned ? anew(one) : one);
     }
     return true;
+  }
+
+  // What Inductor compiles may write to an op's outputs. Calls of `varlen_attn`'s own front aren't compiled.
+  static c10::IValue anew(const c10::IValue& one) {
+    const bool present = one.isTensor() && one.toTensor().defined();
+    return present ? c10::IValue(at::empty_like(one.toTensor())) : one;
   }
 
   Answer look_up(Arguments arguments, int64_t announcement, UnderWay& call) const {
