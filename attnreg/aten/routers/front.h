@@ -147,24 +147,14 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-inline c10::IValue from_plain(PyObject* value) {
-  if (value == Py_None) {
-    return {};
-  }
-  if (THPVariable_Check(value)) {
-    return THPVariable_Unpack(value);
-  }
+inline c10::IValue from_plain(PyObject* value, const c10::TypePtr& type) {
   if (PyBool_Check(value)) {
     return value == Py_True;
   }
   if (PyFloat_Check(value)) {
     return PyFloat_AS_DOUBLE(value);
   }
-  const long long number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) {
-    throw_error_of_python();
-  }
-  return static_cast<int64_t>(number);
+  return from_python(value, type);
 }
 
 // Return an op's arguments behind some tensors: some by place, some by name, the others as they are by default.
@@ -177,7 +167,7 @@ inline std::vector<c10::IValue> behind_tensors(
     PyObject* given = place < PyTuple_GET_SIZE(rest) ? PyTuple_GET_ITEM(rest, place)
                                                       : PyDict_GetItemString(options, arguments[i].name().c_str());
     TORCH_CHECK(given || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());
-    found.push_back(given ? from_plain(given) : *arguments[i].default_value());
+    found.push_back(given ? from_plain(given, arguments[i].type()) : *arguments[i].default_value());
   }
   return found;
 }

@@ -28,7 +28,7 @@ inline c10::IValue from_python(PyObject* value, const c10::TypePtr& type) {
     return THPVariable_Unpack(value);
   }
   if (value == Py_None) {
-    // Where a tensor is returned, which may be undefined, that is what None stands for.
+    // Where there has to be a tensor, which may be undefined, that is what None stands for.
     return type->kind() == c10::TypeKind::TensorType ? c10::IValue(at::Tensor()) : c10::IValue();
   }
   const long long number = PyLong_AsLongLong(value);
