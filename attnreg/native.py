@@ -75,6 +75,10 @@ class OpCall:
         self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
         self._run = kernel(op, key)
 
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as a compiled router takes it."""
+        return self.op, self.key, self.rest, self.options, self.results
+
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results for these tensors."""
         return tuple(self._run(*tensors, *self.rest, **self.options)[: self.results])

@@ -17,7 +17,7 @@ import truth
 
 import attnreg
 from attnreg import aten, native
-from attnreg.aten import cudnn, flash, routing
+from attnreg.aten import compiled, cudnn, flash, routing
 from attnreg.aten.routing import router
 from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
@@ -565,29 +565,37 @@ def test_compiled_routers_turn_tensors_as_those_in_python_do(route, ran, fake, o
         assert (results_of(inputs)[0] != first[0]).any()  # by another scale
 
 
+def leading_to_flash(fake, monkeypatch, originals, prefix=""):
+    """Return a backend that leads to the flash op's kernel; who was asked; what Python called of it."""
+    asked, given = [], []
+
+    def kernel(op, key):
+        original = originals[op.removeprefix(prefix)]
+        return lambda *args, **options: given.append(op) or original(*args, **options)
+
+    monkeypatch.setattr(native, "kernel", kernel)
+
+    def again(direction, tensors, call):
+        asked.append(direction)
+        lengths = None, None, call.max_q, call.max_k, 0, call.causal
+        if direction == "forward":
+            op, rest, results = FORWARD["flash"], (*lengths, False), 2
+        else:
+            op, rest, results = BACKWARD["flash"], (*lengths, *random_state()), 3
+        return native.OpCall(prefix + op, "CPU", rest, {"scale": call.scale}, results)
+
+    full = fake("mine").backend
+    kernels = full.load()
+    return dataclasses.replace(full, load=lambda: kernels._replace(again=again)), asked, given
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
 def test_a_kernel_of_torchs_that_a_backend_leads_to_is_called_without_python(
     route, ran, fake, monkeypatch, order
 ):
     originals = torchs_own()
     route(originals)
-    given = []
-
-    def kernel(op, key):
-        return lambda *args, **options: given.append(op) or originals[op](*args, **options)
-
-    monkeypatch.setattr(native, "kernel", kernel)
-
-    def again(direction, tensors, call):
-        lengths = None, None, call.max_q, call.max_k, 0.0, call.causal
-        if direction == "forward":
-            return native.OpCall(FORWARD["flash"], "CPU", (*lengths, False), {"scale": call.scale}, 2)
-        rest = *lengths, *random_state()
-        return native.OpCall(BACKWARD["flash"], "CPU", rest, {"scale": call.scale}, 3)
-
-    full = fake("mine").backend
-    kernels = full.load()
-    backend = dataclasses.replace(full, load=lambda: kernels._replace(again=again))
+    backend, _, given = leading_to_flash(fake, monkeypatch, originals)
     inputs = laid_out(tensors(heads=(4, 2)), order)
     with attnreg.register_backend(backend):
         first = results_of(inputs, scale=0.4, causal=True)
@@ -602,6 +610,52 @@ def test_a_kernel_of_torchs_that_a_backend_leads_to_is_called_without_python(
     assert given == []
     for op in (FORWARD["flash"], BACKWARD["flash"]):
         assert (len(originals[op].calls) >= 4) is bool(native.compiled)
+
+
+def test_one_that_no_router_covers_is_called_by_python(route, ran, fake, monkeypatch):
+    originals = torchs_own()
+    route(originals)
+    backend, asked, given = leading_to_flash(fake, monkeypatch, originals, prefix="another")
+    inputs = tensors(heads=(4, 2))
+    with attnreg.register_backend(backend):
+        for _ in range(12):
+            check_against_truth(call("cudnn", inputs)[0], inputs)
+        assert ran() == {"mine": (12, 12)}
+    if native.compiled:
+        assert len(given) >= 16
+        assert len(asked) <= 8  # and not at every call
+
+
+def test_a_backend_is_asked_for_no_shorter_way_while_compiled_routers_rest(route, fake, monkeypatch):
+    originals = torchs_own()
+    route(originals)
+    backend, asked, _ = leading_to_flash(fake, monkeypatch, originals)
+    inputs = tensors()
+    with attnreg.register_backend(backend), compiled.idle():
+        for _ in range(4):
+            check_against_truth(call("cudnn", inputs)[0], inputs)
+    assert asked == []
+
+
+@pytest.mark.parametrize("changed", [lambda out, lse: (out,), lambda out, lse: (out, lse, lse)])
+def test_a_kernel_whose_results_become_fewer_or_more_is_an_error_each_time(route, fake, changed):
+    route(torchs_own())
+    full = fake("mine").backend
+    kernels, calls = full.load(), []
+
+    def forward(*given):
+        calls.append(1)
+        results = kernels.forward(*given)
+        return results if len(calls) < 3 else changed(*results)
+
+    backend = dataclasses.replace(full, load=lambda: kernels._replace(forward=forward))
+    inputs = [x.detach() for x in tensors()]
+    with attnreg.register_backend(backend):
+        for _ in range(2):
+            call("cudnn", inputs)
+        for _ in range(3):
+            with pytest.raises((TypeError, ValueError, RuntimeError), match=r"results|argument|unpack"):
+                call("cudnn", inputs)
 
 
 @pytest.mark.parametrize("kind", SDPA)

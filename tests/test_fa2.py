@@ -500,13 +500,18 @@ def test_a_known_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
     out, lse = kernels.forward(q, k, v, call)
     gc.collect()
     before = sum(type(x) is torch.Tensor for x in gc.get_objects())
-    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is None
+    again = kernels.again("backward", (grad, q, k, v, out, lse), call)
     gc.collect()
     assert sum(type(x) is torch.Tensor for x in gc.get_objects()) == before
+    assert not isinstance(again, native.OpCall)
+    for one, other in zip(
+        again(grad, q, k, v, out, lse), kernels.backward(grad, q, k, v, out, lse, call), strict=True
+    ):
+        assert torch.equal(one, other)
     monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: False)
-    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is not None
-    monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: True)
-    assert kernels.again("backward", (grad, q, k, v, out, lse), call) is not None
+    assert isinstance(kernels.again("backward", (grad, q, k, v, out, lse), call), native.OpCall)
+    monkeypatch.setattr(_fa2_native, "of_a_graph", lambda tensor: True)  # now there is something kept
+    assert isinstance(kernels.again("backward", (grad, q, k, v, out, lse), call), native.OpCall)
 
 
 @pytest.mark.parametrize(

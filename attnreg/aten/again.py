@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.planning import Plan
 
-__all__ = ["Again", "Answer", "Layout", "Turned", "alike", "answer"]
+__all__ = ["Again", "Answer", "Layout", "Turned", "alike", "answer", "tried"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("attnreg")
 
@@ -47,12 +49,14 @@ class Turned(NamedTuple):
     run: Callable[..., Any]
     shorter: Callable[..., Callable[..., Any] | None] | None
 
-    def again(self, given: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return what answers calls whose tensors lie as those among the op's arguments `given`."""
-        if self.shorter is None:
-            return self.run
-        found = _asked(self.shorter, self.layout.turned(given))
-        return found if isinstance(found, OpCall) else Again(self.run, self.shorter)
+    def again(self) -> Callable[..., Any]:
+        """Return what answers calls whose tensors all lie alike."""
+        return self.run if self.shorter is None else Again(self.run, self.shorter)
+
+    def op_call(self, given: tuple[Any, ...]) -> OpCall | None:
+        """Return the kernel of torch's that answers calls whose tensors lie as the op's arguments `given`."""
+        found = None if self.shorter is None else tried(self.shorter, self.layout.turned(given))
+        return found if isinstance(found, OpCall) else None
 
     def beside(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what stands behind its results among those of the op."""
@@ -115,7 +119,7 @@ class Again:
         return results
 
     def _ask(self, given: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        self._expected, self._short = _described(results), _asked(self._shorter, given)
+        self._expected, self._short = _described(results), tried(self._shorter, given)
 
     def _examine(self, results: Any) -> None:
         got, expected = _described(results), self._expected
@@ -126,11 +130,10 @@ class Again:
         self._expected = []
 
 
-def _asked(
-    shorter: Callable[..., Callable[..., Any] | None], given: tuple[Any, ...]
-) -> Callable[..., Any] | None:
+def tried(ask: Callable[..., T | None], given: tuple[Any, ...]) -> T | None:
+    """Return the answer, or None where asking fails: that is no reason for the call to."""
     try:
-        return shorter(*given)
+        return ask(*given)
     except Exception as error:  # noqa: BLE001 - the call itself has run
         log.info("no shorter way for a call that came before: %s: %s", type(error).__name__, error)
         return None

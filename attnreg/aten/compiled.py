@@ -17,7 +17,7 @@ from attnreg.errors import AttnregError, BuildError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["capture", "cover", "extension", "idle", "uncover"]
+__all__ = ["capture", "cover", "extension", "idle", "listening", "uncover"]
 
 log = logging.getLogger("attnreg")
 
@@ -59,6 +59,11 @@ def uncover() -> None:
         extension, native.compiled = None, None
         _loaded.uncover()
         _registry.changed()
+
+
+def listening() -> Any:
+    """Return the module of compiled routers while they answer calls, or None."""
+    return extension if native.compiled else None
 
 
 @contextmanager

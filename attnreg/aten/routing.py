@@ -12,9 +12,8 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.aten import compiled
-from attnreg.aten.again import Answer
+from attnreg.aten.again import Answer, tried
 from attnreg.errors import UnsupportedInputError
-from attnreg.native import OpCall
 from attnreg.selection import Preference
 from attnreg.state import state
 
@@ -212,7 +211,7 @@ def _accept(
     args: tuple[Any, ...],
 ) -> None:
     """Have compiled routers, if there are any, answer further calls like the one under way."""
-    extension = compiled.extension
+    extension = compiled.listening()
     if extension is None:
         return
     if answer.run is original:
@@ -220,11 +219,10 @@ def _accept(
     elif answer.turned is None:
         extension.accept(answer.where_layouts_are_known(), counted)
     else:
-        run, beside = answer.turned.again(args), answer.turned.beside(args)
-        if isinstance(run, OpCall):
-            extension.accept_op(run.op, run.key, run.rest, run.options, run.results, counted, beside)
-        else:
-            extension.accept_turned(run, counted, beside)
+        turned, beside = answer.turned, answer.turned.beside(args)
+        found = turned.op_call(args)
+        if found is None or not tried(extension.accept_op, (*found.described(), counted, beside)):
+            extension.accept_turned(turned.again(), counted, beside)
 
 
 def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:

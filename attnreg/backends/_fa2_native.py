@@ -84,9 +84,15 @@ class Native:
         rest, options = (*absent, *_lengths(query, key, call)[2:]), _options(query, call)
         if direction == "forward":
             return OpCall(OP.format("forward"), "CUDA", (*rest, False), options, 2)
-        if of_a_graph(query) and query.device not in _kept:
-            return None  # what nobody reads would lie in the graph's memory
-        return OpCall(OP.format("backward"), "CUDA", (*rest, *_unread(query)), options, 3)
+        if query.device in _kept or not of_a_graph(query):
+            return OpCall(OP.format("backward"), "CUDA", (*rest, *_unread(query)), options, 3)
+
+        def backward(*given: Tensor) -> tuple[Tensor, ...]:
+            # What nobody reads would lie in the graph's memory, if it were kept.
+            grads = self._backward(*given, *rest, *_unread(given[1]), **options)
+            return grads[0], grads[1], grads[2]
+
+        return backward
 
 
 _kept: dict[torch.device, tuple[Tensor, Tensor]] = {}

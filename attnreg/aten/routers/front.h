@@ -151,8 +151,10 @@ inline c10::IValue from_plain(PyObject* value, const c10::TypePtr& type) {
   if (PyBool_Check(value)) {
     return value == Py_True;
   }
-  if (PyFloat_Check(value)) {
-    return PyFloat_AS_DOUBLE(value);
+  const auto optional = type->cast<c10::OptionalType>();
+  const auto kind = (optional ? optional->getElementType() : type)->kind();
+  if (PyFloat_Check(value) || (PyLong_Check(value) && kind == c10::TypeKind::FloatType)) {
+    return PyFloat_AsDouble(value);
   }
   return from_python(value, type);
 }
@@ -162,13 +164,17 @@ inline std::vector<c10::IValue> behind_tensors(
     const c10::FunctionSchema& schema, size_t tensors, PyObject* rest, PyObject* options) {
   std::vector<c10::IValue> found;
   const auto& arguments = schema.arguments();
+  Py_ssize_t by_name = 0;
   for (size_t i = tensors; i < arguments.size(); i++) {
     const auto place = static_cast<Py_ssize_t>(i - tensors);
     PyObject* given = place < PyTuple_GET_SIZE(rest) ? PyTuple_GET_ITEM(rest, place)
                                                       : PyDict_GetItemString(options, arguments[i].name().c_str());
+    by_name += given && place >= PyTuple_GET_SIZE(rest);
     TORCH_CHECK(given || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());
     found.push_back(given ? from_plain(given, arguments[i].type()) : *arguments[i].default_value());
   }
+  const bool all = tensors + PyTuple_GET_SIZE(rest) <= arguments.size() && by_name == PyDict_GET_SIZE(options);
+  TORCH_CHECK(all, "attnreg: ", schema.name(), " got arguments that it doesn't take");
   return found;
 }
 

@@ -243,14 +243,17 @@ PyObject* accept_op(PyObject*, PyObject* args) {
   const auto site = std::find_if(sites.begin(), sites.end(), [&](const Site& one) {
     return one.op == op && one.key == c10::parseDispatchKey(key);
   });
-  if (under_way && site != sites.end()) {
+  if (site == sites.end()) {
+    Py_RETURN_FALSE;
+  }
+  if (under_way) {
     Way way = way_of(Py_None, counters);
     way.another = std::make_shared<const OpCall>(
         site->handle, site->torchs, behind_tensors(site->handle.schema(), under_way->tensors, rest, options),
         static_cast<size_t>(results));
     keep_turned(std::move(way), beside);
   }
-  Py_RETURN_NONE;
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -354,7 +357,7 @@ PyMethodDef functions[] = {
     {"accept_passing", accept_passing, METH_NOARGS, "The call under way is torch's, as is every other."},
     {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
     {"accept_turned", accept_turned, METH_VARARGS, "A function does, given tensors with the heads turned; and what is returned beside."},
-    {"accept_op", accept_op, METH_VARARGS, "So does a kernel of torch's: its op and key, arguments behind tensors, how many results count."},
+    {"accept_op", accept_op, METH_VARARGS, "So does a kernel of torch's, if it was captured: its op and key, arguments behind tensors, how many results count."},
     {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; and what is returned beside the results."},
     {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
     {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},

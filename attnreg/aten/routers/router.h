@@ -101,6 +101,10 @@ class Router final : public c10::OperatorKernel {
       stack->insert(stack->end(), way.beside.begin(), way.beside.end());
       return true;
     }
+    std::optional<Locked> lock;  // as long as there is anything that Python has seen
+    if (way.run) {
+      lock.emplace();
+    }
     const auto first = arguments.slice(0, answer.taken);
     Given given(first.begin(), first.end());
     if (way.turned) {
@@ -113,20 +117,24 @@ class Router final : public c10::OperatorKernel {
       return false;
     }
     if (way.turned) {
+      const auto expected = op.schema().returns().size() - way.beside.size();
+      TORCH_CHECK(results.size() == expected, "attnreg: ", op.schema().name(), " got ", results.size(),
+                  " results of a kernel, expected ", expected);
       turn_back(results, arguments, place_);
     }
+    const auto device = arguments[place_.query].toTensor().device();
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), results.begin(), results.end());
     for (const c10::IValue& one : way.beside) {
-      stack->push_back(way.turned ? anew(one) : one);
+      stack->push_back(way.turned ? anew(one, device) : one);
     }
     return true;
   }
 
   // What Inductor compiles may write to an op's outputs. Calls of `varlen_attn`'s own front aren't compiled.
-  static c10::IValue anew(const c10::IValue& one) {
+  static c10::IValue anew(const c10::IValue& one, c10::Device device) {
     const bool present = one.isTensor() && one.toTensor().defined();
-    return present ? c10::IValue(at::empty_like(one.toTensor())) : one;
+    return present ? c10::IValue(at::empty_like(one.toTensor(), at::TensorOptions().device(device))) : one;
   }
 
   Answer look_up(Arguments arguments, int64_t announcement, UnderWay& call) const {

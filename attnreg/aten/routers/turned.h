@@ -19,6 +19,8 @@ inline at::Tensor turned(const c10::IValue& x) {
 
 // The result with the strides that torch's own kernels give what is shaped like a model.
 inline at::Tensor like(const at::Tensor& result, const at::Tensor& model) {
+  TORCH_CHECK(result.sizes() == model.sizes() && result.scalar_type() == model.scalar_type(), "attnreg: a kernel's ",
+              "result is ", result.toString(), result.sizes(), ", expected ", model.toString(), model.sizes());
   if (result.strides() == model.strides()) {
     return result;
   }
