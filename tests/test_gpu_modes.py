@@ -8,6 +8,7 @@ import gpu
 import pytest
 import torch
 import torch.nn.functional as F
+import truth
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,6 +90,30 @@ def test_reduced_overhead_replays_the_backend_that_was_recorded(named, compiled,
     for results in outputs:
         gpu.assert_near(results, gpu.expected(given)[0])
     assert torch.equal(outputs[2][0], outputs[3][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA ?[Gg]raph")
+def test_so_it_does_below_sdpa_where_two_layers_are_alike(named, compiled, ran):
+    """Nothing that the first layer's call leaves behind may lie in the graph's memory."""
+
+    def layers(query, key, value):
+        first = F.scaled_dot_product_attention(query * 1, key, value)
+        return first, F.scaled_dot_product_attention(key * 1, query, value)
+
+    inputs = gpu.heads_first()
+    query, key, value = (x.detach().cpu().double().requires_grad_() for x in inputs)
+    right, other = truth.dense(query, key, value)[0], truth.dense(key, query, value)[0]
+    step = compiled(layers, mode="reduce-overhead")
+    with attnreg.register_backend(named):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            outs = step(*inputs)
+            incoming = gpu.incoming(outs[0])
+            grads = torch.autograd.grad(outs, inputs, (incoming, torch.zeros_like(incoming)))
+            got = [x.clone() for x in (*outs, *grads)]
+    assert set(ran()) == {named}
+    right_grads = torch.autograd.grad(right, (query, key, value), incoming.cpu().double())
+    gpu.assert_near(got, (right.detach(), other.detach(), *right_grads))
 
 
 # ---- autocast, checkpointing, determinism
