@@ -1,0 +1,160 @@
+// The backward: weights again from the LSE, and from them five products for each block of keys.
+
+#pragma once
+
+#include "problem.h"
+#include "products.h"
+
+namespace attnreg {
+
+// The gradients of key and value of a sequence, as sums.
+struct KeySums {
+  Panels k, v;
+
+  static int64_t size(const Problem& problem, const Sequence& sequence) {
+    const int64_t height = padded(sequence.keys, kSteps) + kSteps;
+    return Panels::size(problem.size, height) + Panels::size(problem.value_size, height);
+  }
+
+  // Blocks of keys begin anywhere, and their last tile may reach beyond the last key.
+  static KeySums in(float* memory, const Problem& problem, const Sequence& sequence) {
+    const int64_t height = padded(sequence.keys, kSteps) + kSteps;
+    return {{memory, height}, {memory + Panels::size(problem.size, height), height}};
+  }
+};
+
+template <class Number>
+class Backward {
+ public:
+  static constexpr int64_t kKeys = 64;
+  // Rows that are packed at a time, in every form that a product needs.
+  static constexpr int64_t kRows = 5 * kWidest * kLanes;
+
+  explicit Backward(const Problem& problem) : problem_(problem) {}
+
+  // Where the task is one of several, `shared` has zeros to add to.
+  void run(const Task& task, float* shared) {
+    const int64_t count = KeySums::size(problem_, *task.sequence);
+    float* memory = shared ? shared : sums_.take(count);
+    std::fill_n(memory, count, 0.0f);
+    const KeySums sums = KeySums::in(memory, problem_, *task.sequence);
+    for (int64_t done = 0; done < task.rows; done += kRows) {
+      chunk({task.sequence, task.key_head, task.row + done, std::min(kRows, task.rows - done), task.part}, sums);
+    }
+    if (!shared) {
+      write(task, sums);
+    }
+  }
+
+  void write(const Task& task, const KeySums& sums) const {
+    const int64_t keys = task.sequence->keys;
+    unpack_rows(sums.k, static_cast<float>(problem_.scale), key_rows<Number>(problem_.grad_k, task), keys, problem_.size);
+    unpack_rows(sums.v, 1.0f, key_rows<Number>(problem_.grad_v, task), keys, problem_.value_size);
+  }
+
+ private:
+  void chunk(const Task& task, const KeySums& sums) {
+    const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
+    const int64_t lanes = padded(task.rows, kLanes);
+    const auto queries = query_rows<Number>(problem_.q, task, group);
+    const auto grads = query_rows<Number>(problem_.grad_out, task, group);
+    const Panels q = q_.panels(size, task.rows), q_columns = q_columns_.panels(lanes, size);
+    const Panels grad_out = grad_out_.panels(value_size, task.rows);
+    const Panels grad_out_columns = grad_out_columns_.panels(lanes, value_size);
+    const Panels grad_q = grad_q_.zeros(lanes, padded(size, kSteps));
+    pack_rows(queries, task.row, task.rows, size, q);
+    pack_columns(queries, task.row, task.rows, size, static_cast<float>(problem_.scale / kLog2), q_columns);
+    pack_rows(grads, task.row, task.rows, value_size, grad_out);
+    pack_columns(grads, task.row, task.rows, value_size, 1.0f, grad_out_columns);
+    float* lse = lse_.take(lanes);
+    float* delta = delta_.take(lanes);
+    describe(task, grad_out, lse, delta);
+    bounds_.set(task, group);
+
+    const Panels k = k_.panels(size, kKeys), k_columns = k_columns_.panels(kKeys, size);
+    const Panels v_columns = v_columns_.panels(kKeys, value_size);
+    const Panels weights = weights_.panels(kWidest * kLanes, kKeys), grad_scores = grad_scores_.panels(kWidest * kLanes, kKeys);
+    const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
+    for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
+      const int64_t count = std::min(kKeys, bounds_.highest() - key);
+      pack_rows(keys, key, count, size, k);
+      pack_columns(keys, key, count, size, 1.0f, k_columns);
+      pack_columns(values, key, count, value_size, 1.0f, v_columns);
+      for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
+        width = width_of_next((lanes - lane) / kLanes);
+        const auto span = bounds_.of(lane, width * kLanes, key, count);
+        if (span.from >= span.to) {
+          continue;
+        }
+        const int64_t panel = lane / kLanes, rows = std::min(task.rows - lane, width * kLanes);
+        const int64_t end = padded(span.to, kSteps);
+        with_width(width, [&](auto known) {
+          constexpr int64_t kWidth = decltype(known)::value;
+          columns_by_rows<kWidth, Begin::kNothing>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
+          columns_by_rows<kWidth, Begin::kNothing>(
+              v_columns, grad_out_columns.from(panel), grad_scores, span.from, end, 0, value_size);
+          if (span.masked) {
+            bounds_.mask(weights, kWidth, lane, key, span);
+          }
+          for (int64_t i = 0; i < kWidth; i++) {
+            const int64_t here = lane + i * kLanes;
+            weigh(weights.from(i), grad_scores.from(i), span.from, span.to, lse + here, delta + here);
+          }
+          columns_by_rows<kWidth, Begin::kSum>(
+              k, grad_scores, grad_q.from(panel), 0, padded(size, kSteps), span.from, span.to);
+        });
+        const Panels some_q{q.at(0, lane), q.height}, some_grads{grad_out.at(0, lane), grad_out.height};
+        add_rows_by_all_rows(weights, some_grads, sums.v, padded(value_size, kLanes) / kLanes, key, span.from, end, rows);
+        add_rows_by_all_rows(grad_scores, some_q, sums.k, padded(size, kLanes) / kLanes, key, span.from, end, rows);
+      }
+    }
+    std::fill_n(lse, lanes, static_cast<float>(problem_.scale));
+    unpack_columns(grad_q, lse, query_rows<Number>(problem_.grad_q, task, group), task.row, task.rows, size);
+  }
+
+  // For each row the LSE to base 2, and the sum of its output times its gradient.
+  void describe(const Task& task, Panels grad_out, float* lse, float* delta) const {
+    const int64_t group = problem_.group(), size = problem_.value_size;
+    const auto lses = query_rows<Float32>(problem_.lse, task, group);
+    const auto outs = query_rows<Number>(problem_.out, task, group);
+    for (int64_t row = 0; row < padded(task.rows, kLanes); row++) {
+      // A weight is exp(score - LSE): 0 in a row that sees nothing, or that there isn't.
+      const float found = row < task.rows ? *lses[task.row + row] : -kInfinity;
+      lse[row] = found == -kInfinity ? kInfinity : static_cast<float>(found / kLog2);
+      delta[row] = 0.0f;
+      if (row < task.rows) {
+        const auto* out = outs[task.row + row];
+        Floats products{};
+        for (int64_t column = 0; column < size; column += kLanes) {
+          products += read<Number>(out + column, size - column) * load<Floats>(grad_out.at(column / kLanes, row));
+        }
+        for (int64_t i = 0; i < kLanes; i++) {
+          delta[row] += products[i];
+        }
+      }
+    }
+  }
+
+  // Scores become weights, and the gradients of weights those of scores; both are 0 up to a whole step.
+  static void weigh(Panels weights, Panels grad_scores, int64_t from, int64_t to, const float* lse, const float* delta) {
+    const Floats row_lse = load<Floats>(lse), row_delta = load<Floats>(delta);
+    int64_t row = from;
+    for (; row < to; row++) {
+      float *weight = weights.at(0, row), *grad = grad_scores.at(0, row);
+      const Floats found = exp2(load<Floats>(weight) - row_lse);
+      store(weight, found);
+      store(grad, found * (load<Floats>(grad) - row_delta));
+    }
+    for (; row % kSteps; row++) {
+      store(weights.at(0, row), Floats{});
+      store(grad_scores.at(0, row), Floats{});
+    }
+  }
+
+  const Problem& problem_;
+  Bounds bounds_;
+  Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
+  Buffer weights_, grad_scores_, lse_, delta_;
+};
+
+}  // namespace attnreg

@@ -1,0 +1,129 @@
+// The forward: softmax on the way, over blocks of keys.
+//
+// Scores and outputs are computed with the rows as columns, so that what is done to each row is done to a vector
+// of them.
+
+#pragma once
+
+#include <cmath>
+
+#include "problem.h"
+#include "products.h"
+
+namespace attnreg {
+
+template <class Number>
+class Forward {
+ public:
+  // Keys of a block: its scores stay in the nearest cache.
+  static constexpr int64_t kKeys = 128;
+  // Rows of a task, at most: they share what is packed of a block.
+  static constexpr int64_t kRows = 10 * kWidest * kLanes;
+
+  explicit Forward(const Problem& problem) : problem_(problem) {}
+
+  void run(const Task& task) {
+    const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
+    const int64_t lanes = padded(task.rows, kLanes);
+    const Panels q = q_.panels(lanes, size), out = out_.zeros(lanes, padded(value_size, kSteps));
+    const Panels k = k_.panels(kKeys, size), v = v_.panels(value_size, kKeys);
+    const Panels scores = scores_.panels(kWidest * kLanes, kKeys);
+    float* highest = highest_.take(lanes);
+    float* sums = sums_.take(lanes);
+    std::fill_n(highest, lanes, -kInfinity);
+    std::fill_n(sums, lanes, 0.0f);
+    bounds_.set(task, group);
+    pack_columns(query_rows<Number>(problem_.q, task, group), task.row, task.rows, size,
+                 static_cast<float>(problem_.scale / kLog2), q);
+    const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
+    for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
+      const int64_t count = std::min(kKeys, bounds_.highest() - key);
+      pack_columns(keys, key, count, size, 1.0f, k);
+      pack_rows(values, key, count, value_size, v);
+      for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
+        width = width_of_next((lanes - lane) / kLanes);
+        const auto span = bounds_.of(lane, width * kLanes, key, count);
+        if (span.from >= span.to) {
+          continue;
+        }
+        const int64_t panel = lane / kLanes;
+        with_width(width, [&](auto known) {
+          constexpr int64_t kWidth = decltype(known)::value;
+          columns_by_rows<kWidth, Begin::kNothing>(
+              k, q.from(panel), scores, span.from, padded(span.to, kSteps), 0, size);
+          if (span.masked) {
+            bounds_.mask(scores, kWidth, lane, key, span);
+          }
+          float factors[kWidth * kLanes];
+          for (int64_t i = 0; i < kWidth; i++) {
+            const int64_t here = i * kLanes;
+            weigh(scores.from(i), span.from, span.to, highest + lane + here, sums + lane + here, factors + here);
+          }
+          columns_by_rows<kWidth, Begin::kScaled>(
+              v, scores, out.from(panel), 0, padded(value_size, kSteps), span.from, span.to, factors);
+        });
+      }
+    }
+    finish(task, out, highest, sums);
+  }
+
+ private:
+  // Scores become weights, relative to the highest score so far; says by what the weights so far shrink.
+  static void weigh(Panels scores, int64_t from, int64_t to, float* highest, float* sums, float* factors) {
+    const Floats before = load<Floats>(highest);
+    Floats most[4] = {before, before, before, before};
+    int64_t row = from;
+    for (; row + 4 <= to; row += 4) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; i++) {
+        most[i] = larger(load<Floats>(scores.at(0, row + i)), most[i]);
+      }
+    }
+    for (; row < to; row++) {
+      most[0] = larger(load<Floats>(scores.at(0, row)), most[0]);
+    }
+    const Floats now = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    // Where nothing is seen yet, -inf - -inf would be NaN.
+    const Floats base = now == -kInfinity ? Floats{} : now;
+    Floats sum[2] = {};
+    row = from;
+    for (; row + 2 <= to; row += 2) {
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < 2; i++) {
+        float* at = scores.at(0, row + i);
+        const Floats weight = exp2(load<Floats>(at) - base);
+        store(at, weight);
+        sum[i] += weight;
+      }
+    }
+    for (; row < to; row++) {
+      float* at = scores.at(0, row);
+      const Floats weight = exp2(load<Floats>(at) - base);
+      store(at, weight);
+      sum[0] += weight;
+    }
+    const Floats factor = exp2(before - base);
+    store(factors, factor);
+    store(sums, load<Floats>(sums) * factor + (sum[0] + sum[1]));
+    store(highest, now);
+  }
+
+  void finish(const Task& task, Panels out, const float* highest, float* sums) const {
+    const int64_t group = problem_.group();
+    const auto lse = query_rows<Float32>(problem_.lse, task, group);
+    for (int64_t row = 0; row < task.rows; row++) {
+      *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(highest[row] * kLog2 + std::log(double(sums[row])));
+    }
+    for (int64_t lane = 0; lane < padded(task.rows, kLanes); lane += kLanes) {
+      const Floats sum = load<Floats>(sums + lane);
+      store(sums + lane, sum == 0.0f ? Floats{} : 1.0f / sum);
+    }
+    unpack_columns(out, sums, query_rows<Number>(problem_.out, task, group), task.row, task.rows, problem_.value_size);
+  }
+
+  const Problem& problem_;
+  Bounds bounds_;
+  Buffer q_, k_, v_, scores_, out_, highest_, sums_;
+};
+
+}  // namespace attnreg

@@ -1,0 +1,172 @@
+// Attention on a CPU, as a library without Python: `_cpu_compiled.py` has it compiled and calls it.
+//
+// Sequences of any lengths are one call, cut into tasks that torch's threads take one after the other. Matrices
+// are packed into panels (panels.h) in float32, whatever the dtype, and multiplied by tiles (products.h).
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <exception>
+
+#include "backward.h"
+#include "forward.h"
+
+namespace attnreg {
+
+// Runs the tasks 0 to `count` in torch's own threads, each with a worker of its own.
+template <class Make, class Work>
+void in_parallel(int64_t count, Make&& make, Work&& work) {
+  std::atomic<int64_t> next{0};
+  const auto take = [&] {
+    auto worker = make();
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      work(worker, i);
+    }
+  };
+  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  if (threads < 2 || at::in_parallel_region()) {
+    return take();
+  }
+  // `at::parallel_for` is a template that needs this file to be compiled with the OpenMP that torch was; a loop
+  // over a tensor with an element for each thread asks it of torch itself.
+  const at::Tensor each = at::empty({threads}, at::kByte);
+  auto iterator = at::TensorIteratorConfig().add_output(each).build();
+  iterator.for_each([&](char**, const int64_t*, int64_t, int64_t) { take(); }, 1);
+}
+
+// The tasks of a problem, with at most `most` rows; fewer where there are many threads.
+std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
+  const int64_t group = problem.group(), threads = at::get_num_threads();
+  int64_t rows = 0;
+  for (int64_t i = 0; i < problem.count; i++) {
+    rows += problem.sequences[i].rows * problem.heads;
+  }
+  const int64_t tile = kWidest * kLanes;
+  if (threads > 1) {
+    most = std::clamp(padded(rows / (threads * 4), tile), tile, most);
+  }
+  std::vector<Task> tasks;
+  for (int64_t i = 0; i < problem.count; i++) {
+    const Sequence& sequence = problem.sequences[i];
+    const int64_t all = sequence.rows * group, pieces = (all + most - 1) / most;
+    const int64_t piece = pieces < 2 ? all : padded((all + pieces - 1) / pieces, tile);
+    for (int64_t head = 0; head < problem.key_heads; head++) {
+      for (int64_t row = 0; row < all; row += piece) {
+        tasks.push_back({&sequence, head, row, std::min(piece, all - row), -1});
+      }
+    }
+  }
+  sort(tasks, group);
+  return tasks;
+}
+
+template <class Number>
+void forward(const Problem& problem) {
+  using Worker = Forward<Number>;
+  const auto tasks = forward_tasks(problem, Worker::kRows);
+  in_parallel(
+      tasks.size(), [&] { return Worker(problem); }, [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
+}
+
+// A sequence and head that several tasks have a part in, each with sums of its own.
+struct Shared {
+  Task whole;
+  int64_t parts;
+  std::unique_ptr<float[]> sums;
+  int64_t size;
+};
+
+template <class Number>
+void backward(const Problem& problem) {
+  using Worker = Backward<Number>;
+  const int64_t group = problem.group(), threads = at::get_num_threads();
+  std::vector<Task> wholes;
+  double cost = 0;
+  for (int64_t i = 0; i < problem.count; i++) {
+    for (int64_t head = 0; head < problem.key_heads; head++) {
+      wholes.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group, -1});
+      cost += wholes.back().cost(group);
+    }
+  }
+  // What takes longer than half of a thread's share is cut by its rows.
+  const double share = cost / double(2 * threads);
+  std::vector<Task> tasks;
+  std::vector<Shared> shared;
+  std::vector<std::pair<int64_t, int64_t>> owners;
+  for (const Task& whole : wholes) {
+    const int64_t chunks = (whole.rows + Worker::kRows - 1) / Worker::kRows;
+    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(whole.cost(group) / share), 1, chunks);
+    if (parts == 1) {
+      tasks.push_back(whole);
+      continue;
+    }
+    const int64_t piece = (chunks + parts - 1) / parts * Worker::kRows;
+    int64_t part = 0;
+    for (int64_t row = 0; row < whole.rows; row += piece) {
+      tasks.push_back({whole.sequence, whole.key_head, row, std::min(piece, whole.rows - row),
+                       static_cast<int64_t>(owners.size())});
+      owners.emplace_back(shared.size(), part++);
+    }
+    const int64_t size = KeySums::size(problem, *whole.sequence);
+    shared.push_back({whole, part, std::unique_ptr<float[]>(new float[part * size]), size});
+  }
+  sort(tasks, group);
+  in_parallel(
+      tasks.size(), [&] { return Worker(problem); },
+      [&](Worker& worker, int64_t i) {
+        const Task& task = tasks[i];
+        if (task.part < 0) {
+          return worker.run(task, nullptr);
+        }
+        const auto& [owner, part] = owners[task.part];
+        worker.run(task, shared[owner].sums.get() + part * shared[owner].size);
+      });
+  in_parallel(
+      shared.size(), [&] { return Worker(problem); },
+      [&](Worker& worker, int64_t i) {
+        const Shared& each = shared[i];
+        float* sums = each.sums.get();
+        for (int64_t part = 1; part < each.parts; part++) {
+          for (int64_t at = 0; at < each.size; at++) {
+            sums[at] += sums[part * each.size + at];
+          }
+        }
+        worker.write(each.whole, KeySums::in(sums, problem, *each.whole.sequence));
+      });
+}
+
+// Does what is to be done for a dtype; returns whether it could be.
+template <class Body>
+int64_t guarded(int64_t dtype, Body&& body) {
+  try {
+    switch (dtype) {
+      case 0:
+        body(Float32());
+        return 0;
+      case 1:
+        body(BFloat16());
+        return 0;
+      default:
+        body(Float16());
+        return 0;
+    }
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+
+}  // namespace attnreg
+
+extern "C" {
+
+// Returns 0, or 1 where there isn't enough memory.
+int64_t attnreg_forward(int64_t dtype, const attnreg::Problem* problem) {
+  return attnreg::guarded(dtype, [&](auto number) { attnreg::forward<decltype(number)>(*problem); });
+}
+
+int64_t attnreg_backward(int64_t dtype, const attnreg::Problem* problem) {
+  return attnreg::guarded(dtype, [&](auto number) { attnreg::backward<decltype(number)>(*problem); });
+}
+}

@@ -1,0 +1,176 @@
+// A call, as it comes from Python, and what tasks it is cut into.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "panels.h"
+
+namespace attnreg {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kLog2 = 0.6931471805599453;
+
+// A tensor (batch, token, head, size): where it begins, and its strides but for the last, which is 1.
+struct Operand {
+  void* data;
+  int64_t batch, token, head;
+
+  template <class Number>
+  typename Number::Stored* at(int64_t in_batch, int64_t in_token, int64_t in_head) const {
+    return static_cast<typename Number::Stored*>(data) + in_batch * batch + in_token * token + in_head * head;
+  }
+};
+
+// Row i sees key j if shift - left <= j - i <= shift + right, where shift is keys - rows; -1 is unbounded.
+struct Sequence {
+  int64_t batch, row, rows, key, keys, left, right;
+
+  int64_t first_key(int64_t row) const {
+    return left < 0 ? 0 : std::clamp<int64_t>(row + keys - rows - left, 0, keys);
+  }
+  int64_t keys_end(int64_t row) const {
+    return right < 0 ? keys : std::clamp<int64_t>(row + keys - rows + right + 1, 0, keys);
+  }
+};
+
+struct Problem {
+  int64_t heads, key_heads, size, value_size, count;
+  const Sequence* sequences;
+  Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+  double scale;
+
+  int64_t group() const { return heads / key_heads; }
+};
+
+// Rows of all query heads that share a key head, those of one token next to each other.
+struct Task {
+  const Sequence* sequence;
+  int64_t key_head, row, rows;
+  int64_t part;  // which of several of a sequence, that add to the same gradients; -1 if it is the only one
+
+  double cost(int64_t group) const {
+    const int64_t last = (row + rows - 1) / group;
+    return double(rows) * double(sequence->keys_end(last) - sequence->first_key(row / group));
+  }
+};
+
+// The costly ones first: threads that take one after the other then end together.
+inline void sort(std::vector<Task>& tasks, int64_t group) {
+  std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& one, const Task& other) {
+    return one.cost(group) > other.cost(group);
+  });
+}
+
+// Memory that is used again, beginning on a cache line.
+class Buffer {
+ public:
+  float* take(int64_t count) {
+    if (count > size_) {
+      memory_.reset();
+      size_ = 0;
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, padded(count * sizeof(float), 64))));
+      if (!memory_) {
+        throw std::bad_alloc();
+      }
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+  Panels panels(int64_t columns, int64_t height) { return {take(Panels::size(columns, height)), height}; }
+
+  Panels zeros(int64_t columns, int64_t height) {
+    const Panels found = panels(columns, height);
+    std::fill_n(found.data, Panels::size(columns, height), 0.0f);
+    return found;
+  }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  int64_t size_ = 0;
+};
+
+// Which keys each row of a task sees.
+class Bounds {
+ public:
+  void set(const Task& task, int64_t group) {
+    const int64_t lanes = padded(task.rows, kLanes);
+    first_.resize(lanes);
+    end_.resize(lanes);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      // Lanes behind the last row see what it does: so they need no case of their own.
+      const int64_t token = (task.row + std::min(lane, task.rows - 1)) / group;
+      first_[lane] = task.sequence->first_key(token);
+      end_[lane] = task.sequence->keys_end(token);
+    }
+  }
+
+  // Neither bound ever falls from one row to the next.
+  int64_t lowest(int64_t lane = 0) const { return first_[lane]; }
+  int64_t highest() const { return end_.back(); }
+
+  // The keys of a block, counted from its first, that some row of a tile sees, the first one rounded down to a
+  // whole number of steps; and whether some row sees only some of these.
+  struct Span {
+    int64_t from, to;
+    bool masked;
+  };
+
+  Span of(int64_t lane, int64_t lanes, int64_t key, int64_t keys) const {
+    const int64_t from = std::max<int64_t>(first_[lane] - key, 0) / kSteps * kSteps;
+    const int64_t to = std::min<int64_t>(end_[lane + lanes - 1] - key, keys);
+    return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
+  }
+
+  // Lowers what isn't seen to minus infinity.
+  void mask(Panels scores, int64_t panels, int64_t lane, int64_t key, const Span& span) const {
+    const Floats hidden = splat(-kInfinity);
+    for (int64_t panel = 0; panel < panels; panel++) {
+      const Ints first = load<Ints>(&first_[lane + panel * kLanes]), end = load<Ints>(&end_[lane + panel * kLanes]);
+      for (int64_t row = span.from; row < span.to; row++) {
+        const Ints here = Ints{} + static_cast<int32_t>(key + row);
+        float* at = scores.at(panel, row);
+        store(at, here < first ? hidden : here >= end ? hidden : load<Floats>(at));
+      }
+    }
+  }
+
+ private:
+  std::vector<int32_t> first_, end_;
+};
+
+// Calls what takes a number of panels at compile time.
+template <class Body>
+inline void with_width(int64_t width, Body&& body) {
+  switch (width) {
+    case 1:
+      return body(std::integral_constant<int64_t, 1>());
+    case 2:
+      return body(std::integral_constant<int64_t, 2>());
+    default:
+      return body(std::integral_constant<int64_t, 3>());
+  }
+}
+
+template <class Number>
+Rows<Number> query_rows(const Operand& operand, const Task& task, int64_t group) {
+  const auto& [sequence, key_head, row, rows, part] = task;
+  return {operand.at<Number>(sequence->batch, sequence->row, key_head * group), operand.token, operand.head, group};
+}
+
+template <class Number>
+Rows<Number> key_rows(const Operand& operand, const Task& task) {
+  const auto& [sequence, key_head, row, rows, part] = task;
+  return {operand.at<Number>(sequence->batch, sequence->key, key_head), operand.token, operand.head, 1};
+}
+
+}  // namespace attnreg

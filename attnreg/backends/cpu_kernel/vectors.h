@@ -1,0 +1,100 @@
+// Vectors as wide as the instruction set has them, and what torch has no loop for over them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace attnreg {
+
+// Numbers of a vector, and rows of a tile: with three vectors a tile fills the registers, but for those that
+// it is computed from.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16, kSteps = 8;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8, kSteps = 4;
+#else
+constexpr int64_t kLanes = 4, kSteps = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+
+template <class To, class From>
+inline To bits_of(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats splat(float number) {
+  return Floats{} + number;
+}
+
+inline Floats larger(Floats one, Floats other) {
+  return one > other ? one : other;
+}
+
+// 2 to the power of at most 127, to two units in the last place: 0 where that would be too small for a normal
+// number, NaN of NaN.
+inline Floats exp2(Floats power) {
+  constexpr float kRound = 12582912.0f + 127.0f;  // the last bit that stays is 1; below it is the exponent's bias
+  power = power < -126.0f ? splat(-127.0f) : power;
+  const Floats shifted = power + kRound;
+  const Floats rest = power - (shifted - kRound);
+  Floats sum = splat(0.00015353362f) * rest + 0.0013398875f;
+  sum = sum * rest + 0.009618437f;
+  sum = sum * rest + 0.055503324f;
+  sum = sum * rest + 0.24022648f;
+  sum = sum * rest + 0.6931472f;
+  sum = sum * rest + 1.0f;
+  // Multiplied, as NaN has to stay NaN.
+  return sum * bits_of<Floats>(bits_of<Words>(shifted) << 23);
+}
+
+template <size_t... kLane>
+inline Floats interleaved(Floats one, Floats other, bool high, std::index_sequence<kLane...>) {
+#if defined(__clang__)
+  return high ? __builtin_shufflevector(one, other, ((kLanes + kLane) / 2 + kLane % 2 * kLanes)...)
+              : __builtin_shufflevector(one, other, (kLane / 2 + kLane % 2 * kLanes)...);
+#else
+  return high ? __builtin_shuffle(one, other, Ints{((kLanes + kLane) / 2 + kLane % 2 * kLanes)...})
+              : __builtin_shuffle(one, other, Ints{(kLane / 2 + kLane % 2 * kLanes)...});
+#endif
+}
+
+// Each step is a perfect shuffle of all numbers; as many as a number of a lane has bits swap lanes and rows.
+inline void transpose(Floats (&rows)[kLanes]) {
+  constexpr auto kAll = std::make_index_sequence<kLanes>();
+#pragma GCC unroll 4
+  for (int64_t step = 1; step < kLanes; step *= 2) {
+    Floats shuffled[kLanes];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kLanes / 2; i++) {
+      shuffled[2 * i] = interleaved(rows[i], rows[i + kLanes / 2], false, kAll);
+      shuffled[2 * i + 1] = interleaved(rows[i], rows[i + kLanes / 2], true, kAll);
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; i++) {
+      rows[i] = shuffled[i];
+    }
+  }
+}
+
+}  // namespace attnreg
