@@ -1,9 +1,10 @@
-"""The backend on CPU, built on torch's own CPU flash kernel.
+"""The backend on CPU, built on torch's own CPU flash kernel, and on one of its own where that is compiled.
 
 That kernel is what SDPA runs on a CPU too; here it also takes packed sequences, windows and
 bottom-right masks. `_cpu_runs` finds the sequences of a call, `_cpu_tiles` cuts their masks,
 `_cpu_dense` and `_cpu_varlen` call the kernel, which `_cpu_flash` keeps to the contract. Where the
-CPU multiplies bfloat16 in hardware, `_cpu_bfloat16` has a faster backward for it.
+CPU multiplies bfloat16 in hardware, `_cpu_bfloat16` has a faster backward for it. `_cpu_compiled` calls the
+kernel in `cpu_kernel`; what it doesn't take goes the way that all calls go without it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from attnreg.backend import Backend, Kernels
 from attnreg.backends import _cpu_bfloat16 as bfloat16
+from attnreg.backends import _cpu_compiled as compiled
 from attnreg.backends import _cpu_dense as dense
 from attnreg.backends import _cpu_varlen as varlen
 from attnreg.backends._cpu_flash import Flash, additive, forward_dtype, lse_dtype, readable
@@ -105,9 +107,11 @@ CAPABILITIES = Capabilities(
 
 
 def load() -> Kernels:
-    """Capture torch's kernels."""
+    """Capture torch's kernels, and load the compiled one where there is one."""
     flash = Flash.captured()
-    return Kernels(functools.partial(forward, flash), functools.partial(backward, flash))
+    kernels = Kernels(functools.partial(forward, flash), functools.partial(backward, flash))
+    own = compiled.load()
+    return kernels if own is None else own.before(kernels)
 
 
 BACKEND = Backend(name="cpu", priority=100, forward=CAPABILITIES, backward=CAPABILITIES, load=load)

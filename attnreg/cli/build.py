@@ -1,4 +1,4 @@
-"""`attnreg build`: compile the routers, so that a call costs the host less."""
+"""`attnreg build`: compile what attnreg has in C++, so that calls cost less."""
 
 import time
 
@@ -12,7 +12,7 @@ __all__ = ["build"]
 
 
 def build(as_json: AsJson = False) -> None:
-    """Compile the routers: a call costs the host less.
+    """Compile the routers, so that a call costs the host less, and a kernel for this CPU.
 
     For this torch and Python, with the C++ compiler that CXX names or that is found, into the user's cache
     folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves them out.
@@ -25,6 +25,8 @@ def build(as_json: AsJson = False) -> None:
     try:
         with place.status("compiling the routers"):
             file = building.build()
+        with place.status("compiling the CPU kernel"):
+            kernel = building.build(building.CPU_KERNEL)
     except BuildError as error:
         typer.echo(f"attnreg: {error}", err=True)
         if as_json:
@@ -32,6 +34,6 @@ def build(as_json: AsJson = False) -> None:
         raise typer.Exit(NOTHING_RUNS) from None
     took = round(time.perf_counter() - began, 1)
     if as_json:
-        print_json({"file": str(file), "seconds": took})
+        print_json({"file": str(file), "cpu_kernel": str(kernel), "seconds": took})
     else:
-        table(console(), ("", ""), (("built", str(file)), ("in", f"{took} s")))
+        table(console(), ("", ""), (("built", str(file)), ("and", str(kernel)), ("in", f"{took} s")))

@@ -3,12 +3,14 @@
 // Sequences of any lengths are one call, cut into tasks that torch's threads take one after the other. Matrices
 // are packed into panels (panels.h) in float32, whatever the dtype, and multiplied by tiles (products.h).
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/ops/empty.h>
+#include <ATen/core/Tensor.h>
 
 #include <atomic>
-#include <exception>
+#include <cmath>
+#include <new>
 
 #include "backward.h"
 #include "forward.h"
@@ -31,8 +33,8 @@ void in_parallel(int64_t count, Make&& make, Work&& work) {
   }
   // `at::parallel_for` is a template that needs this file to be compiled with the OpenMP that torch was; a loop
   // over a tensor with an element for each thread asks it of torch itself.
-  const at::Tensor each = at::empty({threads}, at::kByte);
-  auto iterator = at::TensorIteratorConfig().add_output(each).build();
+  const at::TensorBase each = at::detail::empty_cpu({threads}, at::kByte);
+  auto iterator = at::TensorIteratorConfig().check_all_same_dtype(false).resize_outputs(false).add_output(each).build();
   iterator.for_each([&](char**, const int64_t*, int64_t, int64_t) { take(); }, 1);
 }
 
@@ -137,7 +139,7 @@ void backward(const Problem& problem) {
       });
 }
 
-// Does what is to be done for a dtype; returns whether it could be.
+// Does what is to be done for a dtype; no exception may leave.
 template <class Body>
 int64_t guarded(int64_t dtype, Body&& body) {
   try {
@@ -152,8 +154,10 @@ int64_t guarded(int64_t dtype, Body&& body) {
         body(Float16());
         return 0;
     }
-  } catch (const std::exception&) {
+  } catch (const std::bad_alloc&) {
     return 1;
+  } catch (...) {
+    return 2;
   }
 }
 
@@ -161,7 +165,7 @@ int64_t guarded(int64_t dtype, Body&& body) {
 
 extern "C" {
 
-// Returns 0, or 1 where there isn't enough memory.
+// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had.
 int64_t attnreg_forward(int64_t dtype, const attnreg::Problem* problem) {
   return attnreg::guarded(dtype, [&](auto number) { attnreg::forward<decltype(number)>(*problem); });
 }
