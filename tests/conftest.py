@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import functools
 import logging
@@ -15,6 +17,7 @@ import torch
 
 import attnreg
 from attnreg import _registry, aten, building, caches, counters, policy, scope, trace
+from attnreg.backends import _cpu_compiled
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.state import state
@@ -125,22 +128,52 @@ def fresh_registry(monkeypatch):
 BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 
 
-@pytest.fixture(scope="session")
-def built_routers():
-    """Compile the routers, as `attnreg build` does, and return the file."""
+@contextlib.contextmanager
+def compiled_here(library):
+    """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
     if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip("compiling the routers takes a C++ compiler")
+        pytest.skip(f"compiling {library.what} takes a C++ compiler")
     BUILT.mkdir(parents=True, exist_ok=True)
     BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setattr(caches, "folder", lambda purpose: BUILT)
         building.target.cache_clear()
-        file = building.target()
+        file = building.target(library)
         if not file.is_file():
-            building.build()
+            building.build(library)
+        yield file
         building.target.cache_clear()
-    return file
+
+
+@pytest.fixture(scope="session")
+def built_routers():
+    """Compile the routers, as `attnreg build` does, and return the file."""
+    with compiled_here(building.ROUTERS) as file:
+        return file
+
+
+@pytest.fixture(scope="session")
+def built_cpu_kernel():
+    """Compile the kernel of the cpu backend, as `attnreg build` does, and return the file."""
+    with compiled_here(building.CPU_KERNEL) as file:
+        return file
+
+
+@pytest.fixture(scope="session")
+def cpu_kernel(built_cpu_kernel):
+    """Return the compiled kernel of the cpu backend."""
+    return _cpu_compiled.Compiled.of(ctypes.CDLL(str(built_cpu_kernel)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wanted_cpu_kernel(request):
+    """Have the cpu backend use its compiled kernel only in runs about what is compiled."""
+    compiled = request.config.getoption("--routers") == "compiled"
+    found = request.getfixturevalue("cpu_kernel") if compiled else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cpu_compiled, "load", lambda: found)
+        yield
 
 
 @pytest.fixture

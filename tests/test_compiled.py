@@ -971,15 +971,25 @@ def test_a_compiler_that_is_missing_or_fails_is_told(unbuilt, monkeypatch):
     assert list(unbuilt.iterdir()) == []
 
 
-def test_build_makes_a_file_that_loads_and_tells_where(unbuilt, built_routers, monkeypatch, tmp_path):
+def test_build_makes_files_that_load_and_tells_where(
+    unbuilt, built_routers, built_cpu_kernel, monkeypatch, tmp_path
+):
     script = tmp_path / "compiler"
     # What a compiler would take half a minute for was made before.
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cp {built_routers} "$2"\n')
+    script.write_text(
+        f"""#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+case "$2" in *attnreg_cpu*) cp {built_cpu_kernel} "$2";; *) cp {built_routers} "$2";; esac
+"""
+    )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", f"{script} --an-option")
     result = CliRunner().invoke(app, ["build", "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["file"] == str(building.target())
+    made = json.loads(result.stdout)
+    assert made["file"] == str(building.target())
+    assert made["cpu_kernel"] == str(building.target(building.CPU_KERNEL))
+    assert building.loaded_cpu_kernel()
     assert list(unbuilt.iterdir()) == [building.target()]
     assert building.built() == building.target()
     info = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)

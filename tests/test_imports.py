@@ -271,6 +271,7 @@ def test_a_backend_knows_the_contract_torchs_kernels_and_its_own_helpers_only():
     assert "backends.math" in files
     contract = {
         "backend", "capabilities", "spec", "errors", "locks", "native", "packed", "layout", "apart", "caches",
+        "building",
     }  # fmt: skip
     for module in files:
         family = module.removeprefix("backends.").strip("_").split("_")[0]

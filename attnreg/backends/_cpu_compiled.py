@@ -60,6 +60,14 @@ class Compiled(NamedTuple):
     forward_entry: Any
     backward_entry: Any
 
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> Compiled:
+        """Return the functions of a library."""
+        entries = library.attnreg_forward, library.attnreg_backward
+        for entry in entries:
+            entry.argtypes, entry.restype = (ctypes.c_int64, ctypes.c_void_p), ctypes.c_int64
+        return cls(*entries)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output and the LSE."""
         table = table_of(q, k, call)
@@ -106,14 +114,10 @@ class Compiled(NamedTuple):
 def load() -> Compiled | None:
     """Return the library, or None where it isn't built or can't be loaded."""
     try:
-        library = building.loaded_cpu_kernel()
+        return Compiled.of(building.loaded_cpu_kernel())
     except BuildError as error:
         log.debug("the cpu backend has torch's kernel alone: %s", error)
         return None
-    entries = library.attnreg_forward, library.attnreg_backward
-    for entry in entries:
-        entry.argtypes, entry.restype = (ctypes.c_int64, ctypes.c_void_p), ctypes.c_int64
-    return Compiled(*entries)
 
 
 def table_of(q: Tensor, k: Tensor, call: Call) -> Table:

@@ -68,7 +68,7 @@ class Backward {
     pack_columns(grads, task.row, task.rows, value_size, 1.0f, grad_out_columns);
     float* lse = lse_.take(lanes);
     float* delta = delta_.take(lanes);
-    describe(task, grad_out, lse, delta);
+    describe(task, grad_out_columns, lse, delta);
     bounds_.set(task, group);
 
     const Panels k = k_.panels(size, kKeys), k_columns = k_columns_.panels(kKeys, size);
@@ -113,25 +113,24 @@ class Backward {
   }
 
   // For each row the LSE to base 2, and the sum of its output times its gradient.
-  void describe(const Task& task, Panels grad_out, float* lse, float* delta) const {
-    const int64_t group = problem_.group(), size = problem_.value_size;
+  void describe(const Task& task, Panels grad_out_columns, float* lse, float* delta) {
+    const int64_t group = problem_.group(), size = problem_.value_size, lanes = padded(task.rows, kLanes);
     const auto lses = query_rows<Float32>(problem_.lse, task, group);
-    const auto outs = query_rows<Number>(problem_.out, task, group);
-    for (int64_t row = 0; row < padded(task.rows, kLanes); row++) {
+    for (int64_t row = 0; row < lanes; row++) {
       // A weight is exp(score - LSE): 0 in a row that sees nothing, or that there isn't.
       const float found = row < task.rows ? *lses[task.row + row] : -kInfinity;
       lse[row] = found == -kInfinity ? kInfinity : static_cast<float>(found / kLog2);
-      delta[row] = 0.0f;
-      if (row < task.rows) {
-        const auto* out = outs[task.row + row];
-        Floats products{};
-        for (int64_t column = 0; column < size; column += kLanes) {
-          products += read<Number>(out + column, size - column) * load<Floats>(grad_out.at(column / kLanes, row));
-        }
-        for (int64_t i = 0; i < kLanes; i++) {
-          delta[row] += products[i];
-        }
+    }
+    // Summed in the order in which the product of value and gradient is: where a row sees one key both are the
+    // same, and their difference is 0.
+    const Panels out = out_columns_.panels(lanes, size);
+    pack_columns(query_rows<Number>(problem_.out, task, group), task.row, task.rows, size, 1.0f, out);
+    for (int64_t panel = 0; panel * kLanes < lanes; panel++) {
+      Floats sum{};
+      for (int64_t column = 0; column < size; column++) {
+        sum += load<Floats>(out.at(panel, column)) * load<Floats>(grad_out_columns.at(panel, column));
       }
+      store(delta + panel * kLanes, sum);
     }
   }
 
@@ -154,7 +153,7 @@ class Backward {
   const Problem& problem_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer weights_, grad_scores_, lse_, delta_;
+  Buffer out_columns_, weights_, grad_scores_, lse_, delta_;
 };
 
 }  // namespace attnreg
