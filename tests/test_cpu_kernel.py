@@ -1,6 +1,7 @@
 """The cpu backend's compiled kernel: options and sizes against float64, and when it is the one that runs."""
 
 import ctypes
+import dataclasses
 import itertools
 import math
 import random
@@ -40,7 +41,7 @@ def refuse(*arguments):
 @pytest.fixture
 def kernels(cpu_kernel, monkeypatch):
     """Return the compiled kernel as the backend uses it; what it leaves to torch fails."""
-    monkeypatch.setattr(compiled, "_has_amx", lambda: False)
+    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
     return cpu_kernel.before(Kernels(refuse, refuse))
 
 
@@ -380,6 +381,14 @@ def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, m
     assert left_to_torch(cpu_kernel, ragged((700, 3), dtype="float16")) == []
 
 
+def test_few_queries_and_many_float32_keys_are_left_to_torch(cpu_kernel):
+    one = ragged((1, 1), (300, 200), dtype="float32")
+    assert left_to_torch(cpu_kernel, one) == ["forward"]
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, heads=(16, 1))) == []
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, dtype="float16")) == []
+    assert left_to_torch(cpu_kernel, ragged((4, 1, 3), dtype="float32")) == []
+
+
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
     monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
@@ -435,6 +444,7 @@ def test_narrower_vectors_keep_the_rule(unbuilt, monkeypatch, known):
     if known == "AVX2" and not machine.startswith("AVX"):
         pytest.skip("about machines with AVX2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
     library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
     kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
     for dtype, window in itertools.product(DTYPES, (OPEN, CAUSAL, (20, 5))):

@@ -32,6 +32,8 @@ log = logging.getLogger("attnreg")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Keys from which on torch's bfloat16 forward gains more by AMX than it loses by its calls.
 _LONG = 512
+# Rows of a key head that aren't worth packing its keys for, and keys to a row that are many.
+_FEW, _MANY = 8, 16
 
 
 class _Problem(ctypes.Structure):
@@ -96,7 +98,7 @@ class Compiled(NamedTuple):
         assert rest is not None
 
         def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-            if _takes(q, k, v, call) and not _torch_is_faster(q, call):
+            if _takes(q, k, v, call) and not _torch_is_faster(q, k, call):
                 return self.forward(q, k, v, call)
             return kernels.forward(q, k, v, call)
 
@@ -179,9 +181,16 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     return q.dtype in _DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
 
 
-def _torch_is_faster(q: Tensor, call: Call) -> bool:
-    """Return whether torch's forward is faster: it multiplies bfloat16 by AMX, the library float32."""
-    return q.dtype == torch.bfloat16 and call.max_k >= _LONG and _has_amx()
+def _torch_is_faster(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Return whether torch's forward is faster.
+
+    It multiplies bfloat16 by AMX, the library float32; and it reads float32 keys where they lie, which is
+    all there is to do for a few queries.
+    """
+    if q.dtype == torch.bfloat16:
+        return call.max_k >= _LONG and _has_amx()
+    rows = call.max_q * q.size(-2) // k.size(-2)
+    return q.dtype == torch.float32 and rows <= _FEW and call.max_k >= _MANY * rows
 
 
 @functools.cache

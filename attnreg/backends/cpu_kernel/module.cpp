@@ -17,9 +17,12 @@
 
 namespace attnreg {
 
+// Scores that take as long as it takes to wake a thread, at a size of heads as is common.
+constexpr double kWorthAThread = 4096;
+
 // Runs the tasks 0 to `count` in torch's own threads, each with a worker of its own.
 template <class Make, class Work>
-void in_parallel(int64_t count, Make&& make, Work&& work) {
+void in_parallel(int64_t count, double cost, Make&& make, Work&& work) {
   std::atomic<int64_t> next{0};
   const auto take = [&] {
     auto worker = make();
@@ -27,7 +30,8 @@ void in_parallel(int64_t count, Make&& make, Work&& work) {
       work(worker, i);
     }
   };
-  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  const int64_t worth = std::min(cost / kWorthAThread, 1e6);
+  const int64_t threads = std::min<int64_t>({count, at::get_num_threads(), worth});
   if (threads < 2 || at::in_parallel_region()) {
     return take();
   }
@@ -36,6 +40,14 @@ void in_parallel(int64_t count, Make&& make, Work&& work) {
   const at::TensorBase each = at::detail::empty_cpu({threads}, at::kByte);
   auto iterator = at::TensorIteratorConfig().check_all_same_dtype(false).resize_outputs(false).add_output(each).build();
   iterator.for_each([&](char**, const int64_t*, int64_t, int64_t) { take(); }, 1);
+}
+
+double cost_of(const std::vector<Task>& tasks, int64_t group) {
+  double cost = 0;
+  for (const Task& task : tasks) {
+    cost += task.cost(group);
+  }
+  return cost;
 }
 
 // The tasks of a problem, with at most `most` rows; fewer where there are many threads.
@@ -69,7 +81,8 @@ void forward(const Problem& problem) {
   using Worker = Forward<Number>;
   const auto tasks = forward_tasks(problem, Worker::kRows);
   in_parallel(
-      tasks.size(), [&] { return Worker(problem); }, [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
+      tasks.size(), cost_of(tasks, problem.group()), [&] { return Worker(problem); },
+      [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
 }
 
 // A sequence and head that several tasks have a part in, each with sums of its own.
@@ -85,13 +98,12 @@ void backward(const Problem& problem) {
   using Worker = Backward<Number>;
   const int64_t group = problem.group(), threads = at::get_num_threads();
   std::vector<Task> wholes;
-  double cost = 0;
   for (int64_t i = 0; i < problem.count; i++) {
     for (int64_t head = 0; head < problem.key_heads; head++) {
       wholes.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group, -1});
-      cost += wholes.back().cost(group);
     }
   }
+  const double cost = cost_of(wholes, group);
   // What takes longer than half of a thread's share is cut by its rows.
   const double share = cost / double(2 * threads);
   std::vector<Task> tasks;
@@ -116,7 +128,7 @@ void backward(const Problem& problem) {
   }
   sort(tasks, group);
   in_parallel(
-      tasks.size(), [&] { return Worker(problem); },
+      tasks.size(), cost, [&] { return Worker(problem); },
       [&](Worker& worker, int64_t i) {
         const Task& task = tasks[i];
         if (task.part < 0) {
@@ -126,7 +138,7 @@ void backward(const Problem& problem) {
         worker.run(task, shared[owner].sums.get() + part * shared[owner].size);
       });
   in_parallel(
-      shared.size(), [&] { return Worker(problem); },
+      shared.size(), cost, [&] { return Worker(problem); },
       [&](Worker& worker, int64_t i) {
         const Shared& each = shared[i];
         float* sums = each.sums.get();

@@ -115,7 +115,7 @@ class Bounds {
   }
 
   // Neither bound ever falls from one row to the next.
-  int64_t lowest(int64_t lane = 0) const { return first_[lane]; }
+  int64_t lowest() const { return first_.front(); }
   int64_t highest() const { return end_.back(); }
 
   // The keys of a block, counted from its first, that some row of a tile sees, the first one rounded down to a
@@ -147,19 +147,6 @@ class Bounds {
  private:
   std::vector<int32_t> first_, end_;
 };
-
-// Calls what takes a number of panels at compile time.
-template <class Body>
-inline void with_width(int64_t width, Body&& body) {
-  switch (width) {
-    case 1:
-      return body(std::integral_constant<int64_t, 1>());
-    case 2:
-      return body(std::integral_constant<int64_t, 2>());
-    default:
-      return body(std::integral_constant<int64_t, 3>());
-  }
-}
 
 template <class Number>
 Rows<Number> query_rows(const Operand& operand, const Task& task, int64_t group) {

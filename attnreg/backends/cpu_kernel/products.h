@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "panels.h"
 
 namespace attnreg {
@@ -12,6 +14,19 @@ constexpr int64_t kWidest = 3;
 // Cuts panels into as even parts as the widest tile allows: one panel alone reads more than it computes.
 inline int64_t width_of_next(int64_t left) {
   return left == 4 ? 2 : left < kWidest ? left : kWidest;
+}
+
+// Calls what takes a number of panels at compile time.
+template <class Body>
+inline void with_width(int64_t width, Body&& body) {
+  switch (width) {
+    case 1:
+      return body(std::integral_constant<int64_t, 1>());
+    case 2:
+      return body(std::integral_constant<int64_t, 2>());
+    default:
+      return body(std::integral_constant<int64_t, 3>());
+  }
 }
 
 // How a tile begins: from nothing, from what is there, or from that with each column multiplied by a factor.
@@ -105,16 +120,9 @@ inline void add_rows_by_all_rows(
   for (int64_t panel = 0, width; panel < panels; panel += width) {
     width = width_of_next(panels - panel);
     const Panels b = right.from(panel), c = result.from(panel);
-    switch (width) {
-      case 1:
-        add_rows_by_rows<1>(left, b, c, shift, from, to, last);
-        break;
-      case 2:
-        add_rows_by_rows<2>(left, b, c, shift, from, to, last);
-        break;
-      default:
-        add_rows_by_rows<3>(left, b, c, shift, from, to, last);
-    }
+    with_width(width, [&](auto known) {
+      add_rows_by_rows<decltype(known)::value>(left, b, c, shift, from, to, last);
+    });
   }
 }
 
