@@ -48,8 +48,9 @@ class Backward {
 
   void write(const Task& task, const KeySums& sums) const {
     const int64_t keys = task.sequence->keys;
-    unpack_rows(sums.k, static_cast<float>(problem_.scale), key_rows<Number>(problem_.grad_k, task), keys, problem_.size);
-    unpack_rows(sums.v, 1.0f, key_rows<Number>(problem_.grad_v, task), keys, problem_.value_size);
+    const auto grad_k = key_rows<Number>(problem_.grad_k, task), grad_v = key_rows<Number>(problem_.grad_v, task);
+    unpack_rows(sums.k, static_cast<float>(problem_.scale), grad_k, keys, problem_.size);
+    unpack_rows(sums.v, 1.0f, grad_v, keys, problem_.value_size);
   }
 
  private:
@@ -73,7 +74,8 @@ class Backward {
 
     const Panels k = k_.panels(size, kKeys), k_columns = k_columns_.panels(kKeys, size);
     const Panels v_columns = v_columns_.panels(kKeys, value_size);
-    const Panels weights = weights_.panels(kWidest * kLanes, kKeys), grad_scores = grad_scores_.panels(kWidest * kLanes, kKeys);
+    const Panels weights = weights_.panels(kWidest * kLanes, kKeys);
+    const Panels grad_scores = grad_scores_.panels(kWidest * kLanes, kKeys);
     const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = std::min(kKeys, bounds_.highest() - key);
@@ -104,8 +106,9 @@ class Backward {
               k, grad_scores, grad_q.from(panel), 0, padded(size, kSteps), span.from, span.to);
         });
         const Panels some_q{q.at(0, lane), q.height}, some_grads{grad_out.at(0, lane), grad_out.height};
-        add_rows_by_all_rows(weights, some_grads, sums.v, padded(value_size, kLanes) / kLanes, key, span.from, end, rows);
-        add_rows_by_all_rows(grad_scores, some_q, sums.k, padded(size, kLanes) / kLanes, key, span.from, end, rows);
+        const int64_t q_panels = padded(size, kLanes) / kLanes, v_panels = padded(value_size, kLanes) / kLanes;
+        add_rows_by_all_rows(weights, some_grads, sums.v, v_panels, key, span.from, end, rows);
+        add_rows_by_all_rows(grad_scores, some_q, sums.k, q_panels, key, span.from, end, rows);
       }
     }
     std::fill_n(lse, lanes, static_cast<float>(problem_.scale));
@@ -135,7 +138,8 @@ class Backward {
   }
 
   // Scores become weights, and the gradients of weights those of scores; both are 0 up to a whole step.
-  static void weigh(Panels weights, Panels grad_scores, int64_t from, int64_t to, const float* lse, const float* delta) {
+  static void weigh(
+      Panels weights, Panels grad_scores, int64_t from, int64_t to, const float* lse, const float* delta) {
     const Floats row_lse = load<Floats>(lse), row_delta = load<Floats>(delta);
     int64_t row = from;
     for (; row < to; row++) {

@@ -112,13 +112,15 @@ class Forward {
     const int64_t group = problem_.group();
     const auto lse = query_rows<Float32>(problem_.lse, task, group);
     for (int64_t row = 0; row < task.rows; row++) {
-      *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(highest[row] * kLog2 + std::log(double(sums[row])));
+      const double found = highest[row] * kLog2 + std::log(double(sums[row]));
+      *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(found);
     }
     for (int64_t lane = 0; lane < padded(task.rows, kLanes); lane += kLanes) {
       const Floats sum = load<Floats>(sums + lane);
       store(sums + lane, sum == 0.0f ? Floats{} : 1.0f / sum);
     }
-    unpack_columns(out, sums, query_rows<Number>(problem_.out, task, group), task.row, task.rows, problem_.value_size);
+    const auto rows = query_rows<Number>(problem_.out, task, group);
+    unpack_columns(out, sums, rows, task.row, task.rows, problem_.value_size);
   }
 
   const Problem& problem_;
