@@ -92,8 +92,8 @@ class Backward {
         const int64_t end = padded(span.to, kSteps);
         with_width(width, [&](auto known) {
           constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, Begin::kNothing>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
-          columns_by_rows<kWidth, Begin::kNothing>(
+          columns_by_rows<kWidth, To::kNothing>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
+          columns_by_rows<kWidth, To::kNothing>(
               v_columns, grad_out_columns.from(panel), grad_scores, span.from, end, 0, value_size);
           if (span.masked) {
             bounds_.mask(weights, kWidth, lane, key, span);
@@ -102,7 +102,7 @@ class Backward {
             const int64_t here = lane + i * kLanes;
             weigh(weights.from(i), grad_scores.from(i), span.from, span.to, lse + here, delta + here);
           }
-          columns_by_rows<kWidth, Begin::kSum>(
+          columns_by_rows<kWidth, To::kSum>(
               k, grad_scores, grad_q.from(panel), 0, padded(size, kSteps), span.from, span.to);
         });
         const Panels some_q{q.at(0, lane), q.height}, some_grads{grad_out.at(0, lane), grad_out.height};

@@ -49,7 +49,7 @@ class Forward {
         const int64_t panel = lane / kLanes;
         with_width(width, [&](auto known) {
           constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, Begin::kNothing>(
+          columns_by_rows<kWidth, To::kNothing>(
               k, q.from(panel), scores, span.from, padded(span.to, kSteps), 0, size);
           if (span.masked) {
             bounds_.mask(scores, kWidth, lane, key, span);
@@ -59,7 +59,7 @@ class Forward {
             const int64_t here = i * kLanes;
             weigh(scores.from(i), span.from, span.to, highest + lane + here, sums + lane + here, factors + here);
           }
-          columns_by_rows<kWidth, Begin::kScaled>(
+          columns_by_rows<kWidth, To::kScaled>(
               v, scores, out.from(panel), 0, padded(value_size, kSteps), span.from, span.to, factors);
         });
       }

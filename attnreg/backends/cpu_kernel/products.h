@@ -29,25 +29,13 @@ inline void with_width(int64_t width, Body&& body) {
   }
 }
 
-// How a tile begins: from nothing, from what is there, or from that with each column multiplied by a factor.
-enum class Begin { kNothing, kSum, kScaled };
+// What the sums of a tile are added to: nothing, what is there, or that with each column multiplied by a factor.
+// They begin at 0 each time: the sum of sums loses less to rounding than one long sum.
+enum class To { kNothing, kSum, kScaled };
 
-template <int64_t kWidth, Begin kBegin>
+template <int64_t kWidth, To kTo>
 struct Tile {
-  Floats sums[kSteps][kWidth];
-
-  inline __attribute__((always_inline)) Tile(Panels to, int64_t row, const float* factors) {
-#pragma GCC unroll 3
-    for (int64_t n = 0; n < kWidth; n++) {
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < kSteps; i++) {
-        sums[i][n] = kBegin == Begin::kNothing ? Floats{} : load<Floats>(to.at(n, row + i));
-        if constexpr (kBegin == Begin::kScaled) {
-          sums[i][n] *= load<Floats>(factors + n * kLanes);
-        }
-      }
-    }
-  }
+  Floats sums[kSteps][kWidth] = {};
 
   template <int64_t kApart>
   inline __attribute__((always_inline)) void add(const float* left, const float* right, int64_t panel) {
@@ -66,12 +54,19 @@ struct Tile {
     }
   }
 
-  inline __attribute__((always_inline)) void write(Panels to, int64_t row) const {
+  inline __attribute__((always_inline)) void write(Panels to, int64_t row, const float* factors) const {
 #pragma GCC unroll 3
     for (int64_t n = 0; n < kWidth; n++) {
 #pragma GCC unroll 8
       for (int64_t i = 0; i < kSteps; i++) {
-        store(to.at(n, row + i), sums[i][n]);
+        float* at = to.at(n, row + i);
+        if constexpr (kTo == To::kNothing) {
+          store(at, sums[i][n]);
+        } else if constexpr (kTo == To::kSum) {
+          store(at, load<Floats>(at) + sums[i][n]);
+        } else {
+          store(at, load<Floats>(at) * load<Floats>(factors + n * kLanes) + sums[i][n]);
+        }
       }
     }
   }
@@ -79,18 +74,18 @@ struct Tile {
 
 // Row r of the result is the sum over k of column r of the left, row k, times row k of the right. Rows are `from`
 // to `to`, a whole number of tiles; `first` to `last` is summed over.
-template <int64_t kWidth, Begin kBegin>
+template <int64_t kWidth, To kTo>
 void columns_by_rows(
     Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t first, int64_t last,
     const float* factors = nullptr) {
   const int64_t panel = right.height * kLanes;
   for (int64_t row = from; row < to; row += kSteps) {
-    Tile<kWidth, kBegin> tile(result, row, factors);
+    Tile<kWidth, kTo> tile;
     const float *a = left.at(row / kLanes, first) + row % kLanes, *b = right.at(0, first);
     for (int64_t k = first; k < last; k++, a += kLanes, b += kLanes) {
       tile.template add<1>(a, b, panel);
     }
-    tile.write(result, row);
+    tile.write(result, row, factors);
   }
 }
 
@@ -101,7 +96,7 @@ void add_rows_by_rows(
     Panels left, Panels right, Panels result, int64_t shift, int64_t from, int64_t to, int64_t last) {
   const int64_t panel = right.height * kLanes;
   for (int64_t row = from; row < to; row += kSteps) {
-    Tile<kWidth, Begin::kSum> tile(result, shift + row, nullptr);
+    Tile<kWidth, To::kSum> tile;
     const float* b = right.at(0, 0);
     for (int64_t k = 0; k < last; k += kLanes) {
       const float* a = left.at(k / kLanes, row);
@@ -110,7 +105,7 @@ void add_rows_by_rows(
         tile.template add<kLanes>(a + lane, b, panel);
       }
     }
-    tile.write(result, shift + row);
+    tile.write(result, shift + row, nullptr);
   }
 }
 
