@@ -375,10 +375,12 @@ def test_it_takes_what_it_serves_and_leaves_the_rest(cpu_kernel, monkeypatch, dt
 
 def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, monkeypatch):
     monkeypatch.setattr(compiled, "_has_amx", lambda: True)
-    assert left_to_torch(cpu_kernel, ragged((700, 3))) == ["forward"]
-    assert left_to_torch(cpu_kernel, ragged((70, 3))) == []
-    assert left_to_torch(cpu_kernel, ragged((700, 3), dtype="float32")) == []
-    assert left_to_torch(cpu_kernel, ragged((700, 3), dtype="float16")) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000))) == ["forward"]
+    assert left_to_torch(cpu_kernel, ragged((300,) * 4)) == ["forward"]  # in one call of torch's kernel
+    assert left_to_torch(cpu_kernel, ragged((300, 301, 302, 303))) == []
+    assert left_to_torch(cpu_kernel, ragged((200,) * 8)) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float32")) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float16")) == []
 
 
 def test_few_queries_and_many_float32_keys_are_left_to_torch(cpu_kernel):

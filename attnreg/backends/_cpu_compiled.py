@@ -16,6 +16,7 @@ import torch
 
 from attnreg import building
 from attnreg.backend import Kernels
+from attnreg.backends._cpu_runs import runs_of
 from attnreg.backends._cpu_tiles import visible
 from attnreg.errors import BuildError
 
@@ -30,8 +31,8 @@ log = logging.getLogger("attnreg")
 
 # As the library numbers them.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Keys from which on torch's bfloat16 forward gains more by AMX than it loses by its calls.
-_LONG = 512
+# From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
+_LONG, _ROWS_OF_A_CALL = 256, 1024
 # Rows of a key head that aren't worth packing its keys for, and keys to a row that are many.
 _FEW, _MANY = 8, 16
 
@@ -188,7 +189,9 @@ def _torch_is_faster(q: Tensor, k: Tensor, call: Call) -> bool:
     all there is to do for a few queries.
     """
     if q.dtype == torch.bfloat16:
-        return call.max_k >= _LONG and _has_amx()
+        if call.max_k < _LONG or not _has_amx():
+            return False
+        return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(runs_of(q, k, call))
     rows = call.max_q * q.size(-2) // k.size(-2)
     return q.dtype == torch.float32 and rows <= _FEW and call.max_k >= _MANY * rows
 
