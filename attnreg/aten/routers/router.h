@@ -133,8 +133,11 @@ class Router final : public c10::OperatorKernel {
 
   // What Inductor compiles may write to an op's outputs. Calls of `varlen_attn`'s own front aren't compiled.
   static c10::IValue anew(const c10::IValue& one, c10::Device device) {
-    const bool present = one.isTensor() && one.toTensor().defined();
-    return present ? c10::IValue(at::empty_like(one.toTensor(), at::TensorOptions().device(device))) : one;
+    if (!one.isTensor() || !one.toTensor().defined()) {
+      return one;
+    }
+    // Not `empty_like`: of a tensor that only says what it is, that is written in Python.
+    return at::empty(one.toTensor().sizes(), at::TensorOptions().dtype(one.toTensor().dtype()).device(device));
   }
 
   Answer look_up(Arguments arguments, int64_t announcement, UnderWay& call) const {
