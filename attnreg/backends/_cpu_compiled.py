@@ -18,7 +18,7 @@ from attnreg import building
 from attnreg.backend import Kernels
 from attnreg.backends._cpu_runs import runs_of
 from attnreg.backends._cpu_tiles import visible
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, InvalidInputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ class Compiled(NamedTuple):
         def backward(
             grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
         ) -> tuple[Tensor, Tensor, Tensor]:
-            if _takes(q, k, v, call):
+            if _takes(q, k, v, call) and _fit(grad_out, out, lse, q, v):
                 return self.backward(grad_out, q, k, v, out, lse, call)
             return rest(grad_out, q, k, v, out, lse, call)
 
@@ -145,7 +145,12 @@ class _Lengths(NamedTuple):
         """Return the first token of a sequence, in its batch entry, and how many there are."""
         if self.offsets is None:
             return 0, self.tokens
-        return self.offsets[index], self.offsets[index + 1] - self.offsets[index]
+        begin, end = self.offsets[index], self.offsets[index + 1]
+        if not 0 <= begin <= end <= self.tokens:
+            raise InvalidInputError(
+                f"offsets: got {begin} to {end} at index {index}, expected tokens of the {self.tokens} there are"
+            )
+        return begin, end - begin
 
     @property
     def all_tokens(self) -> int:
@@ -159,14 +164,25 @@ def _lengths(cu_seqlens: Tensor | None, x: Tensor) -> _Lengths:
     return _Lengths(offsets, x.size(0), len(offsets) - 1)
 
 
-# The backward asks again what its forward did, and so does the next layer.
+# The backward asks again what its forward did, and so does the next layer. What is wrong was told a forward
+# before it came here; a backward may be handed something else, and the library would read any address.
 @functools.lru_cache(maxsize=32)
 def _table(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window: tuple[int, int]) -> Table:
+    counts = of_q.sequences if used is None else len(used)
+    if not of_q.sequences == of_k.sequences == counts:
+        raise InvalidInputError(
+            f"sequences: got {of_q.sequences} of the query, {of_k.sequences} of the key and {counts} counts of keys, "
+            "expected as many of each"
+        )
     numbers = array("q")
     rows_left, keys_left = of_q.all_tokens, of_k.all_tokens
     for index in range(of_q.sequences):
         (row, rows), (key, keys) = of_q.of(index), of_k.of(index)
         if used is not None:
+            if not 0 <= used[index] <= keys:
+                raise InvalidInputError(
+                    f"seqused_k: got {used[index]} at index {index}, expected 0 to {keys}, the keys there are"
+                )
             keys = used[index]
         seen = visible(rows, keys, window)
         if seen is None:
@@ -180,6 +196,12 @@ def _table(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window:
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     return q.dtype in _DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+
+
+def _fit(grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> bool:
+    """Return whether a backward is handed what a forward gives, for all that is read by its address."""
+    shape = (*q.shape[:-1], v.size(-1))
+    return grad_out.shape == out.shape == shape and lse.shape == _lse_shape(q) and grad_out.dtype == out.dtype == q.dtype
 
 
 def _torch_is_faster(q: Tensor, k: Tensor, call: Call) -> bool:

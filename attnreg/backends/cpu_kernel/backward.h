@@ -144,7 +144,9 @@ class Backward {
     int64_t row = from;
     for (; row < to; row++) {
       float *weight = weights.at(0, row), *grad = grad_scores.at(0, row);
-      const Floats found = exp2(load<Floats>(weight) - row_lse);
+      // No weight is above 1, whatever rounding has left of scores that are very large.
+      const Floats power = load<Floats>(weight) - row_lse;
+      const Floats found = exp2(power > 0.0f ? Floats{} : power);
       store(weight, found);
       store(grad, found * (load<Floats>(grad) - row_delta));
     }
