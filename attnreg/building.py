@@ -25,13 +25,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg import caches
-from attnreg.errors import BuildError
+from attnreg import caches, environment
+from attnreg.errors import AttnregError, BuildError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["CPU_KERNEL", "ROUTERS", "build", "built", "loaded", "loaded_cpu_kernel", "target"]
+__all__ = [
+    "CPU_KERNEL",
+    "ROUTERS",
+    "build",
+    "built",
+    "has_cpu_kernel",
+    "has_cpu_kernel_file",
+    "loaded",
+    "loaded_cpu_kernel",
+    "target",
+]
 
 MODULE = "attnreg_routers"
 COMPILERS = ("c++", "g++", "clang++")
@@ -186,16 +196,47 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
     """Return the kernel of the CPU backend that `build` has made.
 
     Raises:
-        BuildError: as `loaded`.
+        BuildError: as `loaded`, or ATTNREG_ROUTERS leaves out what is compiled.
     """
+    file = _cpu_kernel_to_load()
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` makes it anew") from error
+
+
+def has_cpu_kernel() -> bool:
+    """Return whether there is a kernel of the CPU backend to load: looks at the file, not into it."""
+    try:
+        _cpu_kernel_to_load()
+    except BuildError:
+        return False
+    return True
+
+
+def has_cpu_kernel_file() -> bool:
+    """Return whether it was built and nobody has left it out, even if it can't be loaded."""
+    return not _are_left_out() and _built(CPU_KERNEL) is not None
+
+
+def _cpu_kernel_to_load() -> Path:
+    if _are_left_out():
+        raise BuildError("ATTNREG_ROUTERS=python leaves it out")
     file = _built(CPU_KERNEL)
     if file is None:
         raise BuildError("none is compiled for this torch and this machine; `attnreg build` does it")
     try:
         _check_ours(file)
-        return ctypes.CDLL(str(file))
     except OSError as error:
-        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` makes it anew") from error
+        raise BuildError(f"{file} can't be read: {error}") from error
+    return file
+
+
+def _are_left_out() -> bool:
+    try:
+        return environment.read().routers == "python"
+    except AttnregError:
+        return False  # what is wrong there is an error of the calls that it would govern
 
 
 def _check_ours(file: Path) -> None:

@@ -105,7 +105,9 @@ VARIABLES = {
         "lock", _path, "the lockfile (JSON) of `attnreg lock`: what it says runs, or the call is an error"
     ),
     "ATTNREG_ROUTERS": Variable(
-        "routers", _routers, "compiled: an error unless `attnreg build` was run; python: not those"
+        "routers",
+        _routers,
+        "compiled: an error unless `attnreg build` was run; python: nothing that it has made is used",
     ),
 }
 

@@ -173,6 +173,7 @@ def wanted_cpu_kernel(request):
     found = request.getfixturevalue("cpu_kernel") if compiled else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_cpu_compiled, "load", lambda: found)
+        patch.setattr(_cpu_compiled, "is_there", lambda: compiled)
         yield
 
 

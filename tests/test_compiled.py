@@ -1010,6 +1010,30 @@ def test_what_was_compiled_and_does_not_load_is_not_kept(unbuilt, monkeypatch, t
     assert list(unbuilt.iterdir()) == []
 
 
+def test_where_one_of_both_can_not_be_compiled_the_other_is_kept(
+    unbuilt, built_routers, monkeypatch, tmp_path
+):
+    script = tmp_path / "compiler"
+    script.write_text(
+        f"""#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+case "$2" in *attnreg_cpu*) echo no such instructions >&2; exit 1;; *) cp {built_routers} "$2";; esac
+"""
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    result = CliRunner().invoke(app, ["build", "--json"])
+    assert result.exit_code == 1
+    assert "the CPU kernel can't be compiled" in result.stderr and "no such instructions" in result.stderr
+    made = json.loads(result.stdout)
+    assert made["file"] == str(building.target()) and "cpu_kernel" not in made
+    assert "the CPU kernel can't be compiled" in made["error"]["message"]
+    assert building.built() == building.target()
+    result = CliRunner().invoke(app, ["build"])
+    assert result.exit_code == 1
+    assert "built" in result.stdout and "the CPU kernel" in result.stderr
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_what_others_can_write_to_is_not_run(unbuilt, built_routers, caplog, mode):
     unbuilt.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import importlib.util
 import itertools
 import math
 import random
@@ -17,7 +18,9 @@ from attnreg import building
 from attnreg.backend import Call, Kernels
 from attnreg.backends import _cpu_compiled as compiled
 from attnreg.backends import cpu
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, InvalidInputError
+from attnreg.tuning.matching import matched
+from attnreg.tuning.table import Environment
 from attnreg.verification import Case, measure
 from attnreg.verification.inputs import inputs
 
@@ -186,6 +189,77 @@ def test_sharp_scores_leave_exact_zeros_and_nothing_else(kernels):
         out, lse = kernels.forward(q, k, v, Call(1.0, 1, 3))
         assert float(out[0, 0, 0, 1]) == pytest.approx(weight / (1 + 2 * weight), rel=1e-6, abs=0.0)
         assert float(lse) == pytest.approx(math.log1p(2 * weight), rel=1e-3, abs=1e-30)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e8, 1e30])
+def test_weights_of_very_large_scores_stay_weights_in_the_backward(kernels, scale):
+    """The LSE has fewer digits than they need: a weight above 1 would be 2 to the power of an error."""
+    q, k, v = torch.randn(3, 1, 50, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    _, _, dq, dk, dv = solved(kernels, q, k, v, torch.ones_like(v), Call(scale, 50, 50))
+    assert dq.isfinite().all() and dk.isfinite().all()
+    assert dv.abs().max() <= 50.0
+
+
+# ---- what doesn't fit
+
+
+def wrong_calls():
+    def call(offsets, offsets_k=(0, 4, 8), used=None):
+        ints = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (offsets, offsets_k, used)]
+        return Call(0.25, 8, 8, cu_seqlens_q=ints[0], cu_seqlens_k=ints[1], seqused_k=ints[2])
+
+    good = (0, 4, 8)
+    yield call((0, 4, 9000)), "4 to 9000 at index 1"
+    yield call((-4000, 4, 8)), "-4000 to 4 at index 0"
+    yield call((0, 5, 4)), "5 to 4 at index 1"
+    yield call(good, (0, 9000, 8)), "0 to 9000 at index 0"
+    yield call(good, (0, 8)), "2 of the query, 1 of the key"
+    yield call(good, used=(5, 4)), "got 5 at index 0, expected 0 to 4"
+    yield call(good, used=(4, -1)), "got -1 at index 1"
+    yield call(good, used=(4,)), "1 counts of keys"
+
+
+@pytest.mark.parametrize(("call", "message"), [*wrong_calls()])
+def test_what_lies_outside_of_the_tensors_is_never_read(kernels, call, message):
+    """Whoever calls aten's backward by itself, or writes to offsets after the forward, may hand it this."""
+    x = torch.randn(8, 2, 16)
+    with pytest.raises(InvalidInputError, match=message):
+        kernels.forward(x, x, x, call)
+    with pytest.raises(InvalidInputError, match=message):
+        kernels.backward(x, x, x, x, x, torch.zeros(2, 8), call)
+
+
+def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(cpu_kernel):
+    asked = Asked()
+    kernels = cpu_kernel.before(asked.kernels())
+    x, lse, call = torch.randn(2, 9, 2, 16), torch.zeros(2, 2, 9), Call(0.25, 9, 9)
+    kernels.backward(x[:, :8], x, x, x, x, lse, call)
+    kernels.backward(x.half(), x, x, x, x, lse, call)
+    kernels.backward(x, x, x, x, x[..., :8], lse, call)
+    kernels.backward(x, x, x, x, x.double(), lse, call)
+    kernels.backward(x, x, x, x, x, lse.mT, call)
+    assert asked.found == ["backward"] * 5
+
+
+@pytest.mark.parametrize("which", ["grad expanded", "grad transposed", "lse strided", "lse double"])
+def test_a_backward_reads_tensors_however_they_lie(kernels, which):
+    q, k, v, grad, call = inputs(ragged((40, 9, 70), dtype="float32", heads=(4, 2)))
+    if which == "grad expanded":
+        grad = grad[:1, :1, :1].expand(grad.shape)
+    out, lse = kernels.forward(q, k, v, call)
+    expected = kernels.backward(grad.contiguous(), q, k, v, out, lse, call)
+    if which == "grad transposed":
+        grad = grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    elif which == "lse strided":
+        lse = (
+            torch.stack((lse, lse.new_zeros(lse.shape)), -1)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)[..., 0]
+        )
+    elif which == "lse double":
+        lse = lse.double()
+    assert_same(kernels.backward(grad, q, k, v, out, lse, call), expected)
 
 
 # ---- what a dtype holds
@@ -399,7 +473,8 @@ def unbuilt(monkeypatch, tmp_path):
     building.target.cache_clear()
 
 
-def test_without_it_the_backend_has_torchs_kernel(unbuilt):
+def test_without_it_the_backend_has_torchs_kernel(unbuilt, loads, monkeypatch):
+    monkeypatch.setattr(compiled, "load", loads)
     with pytest.raises(BuildError, match="`attnreg build` does it"):
         building.loaded_cpu_kernel()
     assert cpu.BACKEND.load().forward.func is cpu.forward
@@ -421,6 +496,78 @@ def test_a_file_that_others_can_write_to_or_that_does_not_load_is_not_used(unbui
     file.chmod(0o722)
     with pytest.raises(BuildError, match="others may write to it"):
         building.loaded_cpu_kernel()
+
+
+def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
+    assert loads() is None and caplog.messages == []
+    unbuilt.mkdir(mode=0o700)
+    building.target(building.CPU_KERNEL).write_bytes(b"no library")
+    assert loads() is None
+    assert len(caplog.messages) == 1 and "can't be loaded" in caplog.messages[0]
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return what loads the library as in a fresh process, in a run where none is loaded, too."""
+    here = importlib.util.find_spec(compiled.__name__)
+    fresh = importlib.util.module_from_spec(here)
+    here.loader.exec_module(fresh)
+    return fresh.load.__wrapped__
+
+
+@pytest.fixture
+def installed(unbuilt, built_cpu_kernel, monkeypatch):
+    """Have the kernel lie where `attnreg build` puts it, and the backend look there."""
+    unbuilt.mkdir(mode=0o700)
+    file = building.target(building.CPU_KERNEL)
+    file.write_bytes(built_cpu_kernel.read_bytes())
+    file.chmod(0o700)
+    monkeypatch.setattr(compiled, "is_there", building.has_cpu_kernel)
+    return file
+
+
+def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
+    without, found = torch.__version__, f"{torch.__version__} (compiled kernel)"
+    monkeypatch.setattr(building.ctypes, "CDLL", refuse)
+    assert cpu.BACKEND.version() == found
+    installed.chmod(0o702)
+    assert cpu.BACKEND.version() == without
+    installed.chmod(0o700)
+    installed.parent.chmod(0o720)
+    assert cpu.BACKEND.version() == without
+    installed.parent.chmod(0o700)
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    assert cpu.BACKEND.version() == without
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    assert cpu.BACKEND.version() == found
+    monkeypatch.setenv("ATTNREG_ROUTERS", "wrong")  # an error of the calls, not of this
+    assert cpu.BACKEND.version() == found
+    installed.unlink()
+    assert cpu.BACKEND.version() == without
+
+
+def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
+    assert loads() is not None
+    monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
+    assert loads() is None and caplog.messages == []
+    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves it out"):
+        building.loaded_cpu_kernel()
+
+
+def test_a_table_measured_without_it_is_not_one_measured_with_it(installed):
+    def here():
+        return Environment(
+            device="a CPU", torch=torch.__version__, backends={"cpu": cpu.BACKEND.version()}, threads="2"
+        )
+
+    with_it = here()
+    installed.unlink()
+    for measured, now in ((with_it, here()), (here(), with_it)):
+        assert len(matched(measured, now).refused) == 1
+    assert not matched(with_it, with_it).refused
+    # Tables from before cpu had a version were measured without.
+    older = dataclasses.replace(here(), backends={"cpu": ""})
+    assert not matched(older, here()).refused and matched(older, with_it).refused
 
 
 @pytest.mark.parametrize(

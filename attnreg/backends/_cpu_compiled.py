@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnreg.backend import Call
 
-__all__ = ["Compiled", "Table", "load", "table_of"]
+__all__ = ["Compiled", "Table", "is_there", "load", "table_of"]
 
 log = logging.getLogger("attnreg")
 
@@ -119,8 +119,15 @@ def load() -> Compiled | None:
     try:
         return Compiled.of(building.loaded_cpu_kernel())
     except BuildError as error:
-        log.debug("the cpu backend has torch's kernel alone: %s", error)
+        # One that is there and isn't used is worth a word; none at all is no matter.
+        level = logging.WARNING if building.has_cpu_kernel_file() else logging.DEBUG
+        log.log(level, "the cpu backend has torch's kernel alone: %s", error)
         return None
+
+
+def is_there() -> bool:
+    """Return whether there is a library to load; loads nothing."""
+    return building.has_cpu_kernel()
 
 
 def table_of(q: Tensor, k: Tensor, call: Call) -> Table:
@@ -148,7 +155,7 @@ class _Lengths(NamedTuple):
         begin, end = self.offsets[index], self.offsets[index + 1]
         if not 0 <= begin <= end <= self.tokens:
             raise InvalidInputError(
-                f"offsets: got {begin} to {end} at index {index}, expected tokens of the {self.tokens} there are"
+                f"offsets: got {begin} to {end} at index {index}, expected some of {self.tokens} tokens"
             )
         return begin, end - begin
 
@@ -171,8 +178,8 @@ def _table(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window:
     counts = of_q.sequences if used is None else len(used)
     if not of_q.sequences == of_k.sequences == counts:
         raise InvalidInputError(
-            f"sequences: got {of_q.sequences} of the query, {of_k.sequences} of the key and {counts} counts of keys, "
-            "expected as many of each"
+            f"sequences: got {of_q.sequences} of the query, {of_k.sequences} of the key "
+            f"and {counts} counts of keys, expected as many of each"
         )
     numbers = array("q")
     rows_left, keys_left = of_q.all_tokens, of_k.all_tokens
@@ -201,7 +208,11 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 def _fit(grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> bool:
     """Return whether a backward is handed what a forward gives, for all that is read by its address."""
     shape = (*q.shape[:-1], v.size(-1))
-    return grad_out.shape == out.shape == shape and lse.shape == _lse_shape(q) and grad_out.dtype == out.dtype == q.dtype
+    return (
+        grad_out.shape == out.shape == shape
+        and lse.shape == _lse_shape(q)
+        and grad_out.dtype == out.dtype == q.dtype
+    )
 
 
 def _torch_is_faster(q: Tensor, k: Tensor, call: Call) -> bool:

@@ -114,4 +114,11 @@ def load() -> Kernels:
     return kernels if own is None else own.before(kernels)
 
 
-BACKEND = Backend(name="cpu", priority=100, forward=CAPABILITIES, backward=CAPABILITIES, load=load)
+def version() -> str:
+    """Return torch's version, and whether the compiled kernel is there: times and numbers differ by it."""
+    return f"{torch.__version__} (compiled kernel)" if compiled.is_there() else str(torch.__version__)
+
+
+BACKEND = Backend(
+    name="cpu", priority=100, forward=CAPABILITIES, backward=CAPABILITIES, load=load, version=version
+)

@@ -15,25 +15,33 @@ def build(as_json: AsJson = False) -> None:
     """Compile the routers, so that a call costs the host less, and a kernel for this CPU.
 
     For this torch and Python, with the C++ compiler that CXX names or that is found, into the user's cache
-    folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves them out.
+    folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves both out. Where one
+    can't be compiled the other is, and the exit status is 1.
     """
     import_torch()
     from attnreg import building
     from attnreg.errors import BuildError
 
     place, began = console(stderr=True), time.perf_counter()
-    try:
-        with place.status("compiling the routers"):
-            file = building.build()
-        with place.status("compiling the CPU kernel"):
-            kernel = building.build(building.CPU_KERNEL)
-    except BuildError as error:
-        typer.echo(f"attnreg: {error}", err=True)
-        if as_json:
-            print_json({"error": {"type": "BuildError", "message": str(error)}})
-        raise typer.Exit(NOTHING_RUNS) from None
+    made: dict[str, str] = {}
+    failures: list[str] = []
+    for name, library in (("file", building.ROUTERS), ("cpu_kernel", building.CPU_KERNEL)):
+        try:
+            with place.status(f"compiling {library.what}"):
+                made[name] = str(building.build(library))
+        except BuildError as error:
+            failures.append(str(error))
+            typer.echo(f"attnreg: {error}", err=True)
     took = round(time.perf_counter() - began, 1)
     if as_json:
-        print_json({"file": str(file), "cpu_kernel": str(kernel), "seconds": took})
-    else:
-        table(console(), ("", ""), (("built", str(file)), ("and", str(kernel)), ("in", f"{took} s")))
+        said = (
+            {"error": {"type": "BuildError", "message": "\n".join(failures)}}
+            if failures
+            else {"seconds": took}
+        )
+        print_json({**made, **said})
+    elif made:
+        rows = [*zip(("built", "and"), made.values(), strict=False), ("in", f"{took} s")]
+        table(console(), ("", ""), rows)
+    if failures:
+        raise typer.Exit(NOTHING_RUNS)
