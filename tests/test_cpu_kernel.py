@@ -13,7 +13,9 @@ import threading
 import pytest
 import torch
 import truth
+from torch._subclasses import FakeTensorMode
 
+import attnreg
 from attnreg import building
 from attnreg.backend import Call, Kernels
 from attnreg.backends import _cpu_compiled as compiled
@@ -407,6 +409,74 @@ def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel, 
         [sys.executable, "-c", LONG, str(built_cpu_kernel)], capture_output=True, text=True, check=True
     )
     assert int(run.stdout) < 64 * 1024  # KiB; a square of scores would be a gigabyte
+
+
+SHORT_OF_MEMORY = """
+import ctypes, resource, sys, torch
+from attnreg.backend import Call
+from attnreg.backends._cpu_compiled import Compiled
+torch.set_num_threads(2)
+kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
+
+def solve(x, lse=None):
+    call = Call(1.0, x.size(1), x.size(1))
+    out, found = kernel.forward(x, x, x, call) if lse is None else (x, lse)
+    return (out, found, *kernel.backward(x, x, x, x, out, found, call))
+
+small = torch.randn(1, 600, 2, 16)
+before = solve(small)
+wide, lse = torch.zeros(1, 64, 2, 2**18), torch.zeros(1, 2, 64)  # results fit, blocks of both threads don't
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**29
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+for given in (None, lse):
+    try:
+        solve(wide, given)
+    except MemoryError as error:
+        print(error)
+print(all(map(torch.equal, before, solve(small))))
+"""
+
+
+def test_a_thread_without_memory_is_an_error_and_not_the_end(built_cpu_kernel, threads):
+    if threads == 1:
+        pytest.skip("the process has its own threads")
+    run = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, str(built_cpu_kernel)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refused = "no memory for the blocks that attention works on"
+    assert (run.stdout.splitlines(), run.returncode) == ([refused, refused, "True"], 0), run.stderr
+
+
+def test_threads_may_change_between_forward_and_backward(kernels, threads):
+    q, k, v, grad, call = inputs(ragged((700, 30), dtype="float32"))
+    out, lse = kernels.forward(q, k, v, call)
+    expected = kernels.backward(grad, q, k, v, out, lse, call)
+    torch.set_num_threads(3 - threads)
+    for got, wanted in zip(kernels.backward(grad, q, k, v, out, lse, call), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_without_data_never_reach_it(kernels, cpu_kernel, monkeypatch, packed):
+    """Of tensors that stand for others, and where a negation waits, the kernel sees what they stand for."""
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel)
+    *_, offsets, _, longest, _ = packed((3, 37))
+    x = torch.complex(*torch.randn(2, 40, 4, 16).unbind()).conj().imag
+    assert x.is_neg()
+
+    def attend(x, offsets):
+        return attnreg.varlen_attn(x, x, x, offsets, offsets, longest, longest, backend="cpu")
+
+    assert_same([attend(x, offsets)], [attend(x.clone(), offsets)])
+    monkeypatch.setattr(compiled, "_run", refuse)
+    with pytest.raises(AssertionError, match="left to torch"):
+        attend(x, offsets)
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(each) for each in (x.clone(), offsets)]
+    with mode:
+        assert attend(*fake).shape == x.shape
 
 
 # ---- when it runs
