@@ -105,12 +105,12 @@ def varlen_attn(
         and num_splits is None
         and backend is None
         and type(query) is Tensor
-        and query.is_cuda
+        and (query.is_cuda or query.is_cpu)
     ):
         # Most calls came before, and all that follows came out the same.
         tensors = query, key, value, cu_seq_q, cu_seq_k
         rest = max_q, max_k, is_causal, window_size, scale, enable_gqa
-        sent = _sent(*tensors, *rest)
+        sent = _sent(*tensors, *rest) if query.is_cuda else None
         if type(sent) is tuple:
             return _returned(*sent, return_aux)
         if (
@@ -119,11 +119,11 @@ def varlen_attn(
             and (scale is None or type(scale) is float)
             and type(window_size) is tuple
             and scope.current() is None
-            and not torch.is_autocast_enabled("cuda")
+            and not torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu")
         ):
             known_as = express.known_as(*tensors, *rest)
             own = state().express.get(known_as)
-            if own is not None and aten.usable() and not aten.shadowed_by():
+            if own is not None and aten.usable() and not (query.is_cuda and aten.shadowed_by()):
                 return _returned(*_known(own, sent, *tensors), return_aux)
             own = scope.Own(known_as)
     if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
@@ -240,7 +240,7 @@ def _eager(
     token = None
     if backend is not None:
         token = scope.enter(scope.exclusive(backend))
-    elif scope.current() is None and (arguments[0].is_cuda or not state().active):
+    elif scope.current() is None and (arguments[0].is_cuda or own is not None or not state().active):
         token = scope.enter(own or scope.OWN)
     # What is as it would be anyway isn't named: taking a keyword apart costs torch a microsecond.
     if scale is not None:

@@ -3,12 +3,14 @@
 import contextlib
 import types
 
+import numpy
 import pytest
 import torch
+import truth
 
 import attnreg
 from attnreg import counters, packed, scope
-from attnreg.aten import express
+from attnreg.aten import express, flash
 from attnreg.backend import Call
 from attnreg.planning import Plan
 from attnreg.state import state
@@ -25,7 +27,9 @@ def covered(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def not_capturing(monkeypatch):
+def as_on_a_gpu(monkeypatch):
+    """Take tensors for those of a device whose memory the host doesn't read."""
+    monkeypatch.setattr(express, "_on_host", lambda tensor: False)
     monkeypatch.setattr(express, "_capturing", lambda: False)
 
 
@@ -328,3 +332,57 @@ def test_a_backward_with_an_lse_that_lies_otherwise_is_not_handed_to_torchs_kern
     assert express.backward(kernel, tuple(args), {}, now, None) == RESULTS[:3]
     assert kernel.calls == []
     assert len(ran) == 1
+
+
+# ---- on a CPU
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch, as_on_a_gpu):
+    monkeypatch.setattr(express, "_on_host", lambda tensor: True)
+
+
+def assert_right(query, offsets, window=(-1, -1), **options):
+    """Call `varlen_attn`, forward and backward, and hold it to float64."""
+    leaves = [query.detach().clone().requires_grad_() for _ in "qkv"]
+    out = attnreg.varlen_attn(*leaves, offsets, offsets, 6, 6, window_size=window, **options)
+    grad = torch.ones_like(out)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    right, _ = truth.varlen(*exact, offsets, offsets, window=window)
+    got, wanted = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(right, exact, grad.double())
+    for one, other in zip((out, *got), (right, *wanted), strict=True):
+        truth.assert_near(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_calls_on_a_cpu_are_known_and_their_offsets_looked_at_each_time(on_a_cpu, ran, monkeypatch, name):
+    memory = numpy.array([0, 2, 6], dtype=numpy.int32)
+    offsets = torch.from_numpy(memory)
+    with attnreg.register_backend(name):
+        for _ in range(4):
+            assert_right(QUERY, offsets)
+        assert len(state().express) == 1
+        monkeypatch.setattr(flash, "prepare", lambda *_: pytest.fail("looked up again"))
+        assert_right(torch.randn(6, 2, 8), offsets)
+        memory[1] = 5  # which leaves no trace in the tensor
+        assert_right(QUERY, offsets)
+        memory[1] = 7
+        with pytest.raises(attnreg.InvalidInputError, match="no decrease"):
+            assert_right(QUERY, offsets)
+        monkeypatch.undo()
+    assert ran() == {name: (6, 6)}
+
+
+def test_what_is_known_on_a_cpu_gives_way_to_scopes_and_registrations(on_a_cpu, ran):
+    for _ in range(4):
+        assert_right(QUERY, ENDS)
+    assert ran() == {"cpu": (4, 4)}
+    with attnreg.use_backend("math"):
+        assert_right(QUERY, ENDS)
+    assert_right(QUERY, ENDS, backend="math")
+    with attnreg.register_backend("math"):
+        assert_right(QUERY, ENDS)
+    assert ran() == {"math": (3, 3)}
+    assert_right(QUERY, ENDS)
+    assert_right(QUERY, ENDS, window=(1, 0))
+    assert ran() == {"cpu": (2, 2)}

@@ -21,6 +21,7 @@ from attnreg.aten import compiled
 from attnreg.aten.again import Again
 from attnreg.aten.beside import flash_extras, shared
 from attnreg.packed import facts_of, of_a_graph, stream_of
+from attnreg.validation import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,11 +104,13 @@ def forward(
 ) -> tuple[Any, ...] | None:
     """Return the results of a forward that came before; None if it has to go the long way."""
     known = own.express if own is not None else None
-    if known is None or own is None or _capturing() or not _as_sent(own, args, kwargs):
+    if known is None or own is None or _captured(args[0]) or not _as_sent(own, args, kwargs):
         return None
     if now.express.get(own.known_as) is not own:
         return None  # something has changed since the front has sent it
     query, key, _, ends_q, ends_k = args[:5]
+    if _on_host(query):
+        return _by_values(own, known, args)
     if not facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered:
         return None
     as_sent = known.direct and all(map(_lies_well, args[:3]))
@@ -122,6 +125,20 @@ def forward(
             run = _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
         compiled.extension.accept_sent(run, known.plan.counters, known.beside)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
+    return out, lse, *known.beside
+
+
+def _by_values(own: Own, known: Express, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the results of a forward whose offsets are at hand.
+
+    Whoever shares the memory of its offsets can write to them without a trace: they are looked at each time,
+    and compiled routers are told nothing.
+    """
+    query, key, value, ends_q, ends_k = args[:TENSORS]
+    call = known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+    check_values(query, key, call)
+    out, lse = _saved(own, known.plan.kernel(query, key, value, call))
+    counters.count(known.plan.counters)
     return out, lse, *known.beside
 
 
@@ -190,7 +207,7 @@ def backward(
             return None
         if mine:
             now.returns[id(carrier)] = Return(carrier, known, modes)
-    if _capturing():
+    if _captured(args[0]):
         return None
     grads: tuple[Any, ...]
     as_sent = known.direct and all(map(_lies_well, args[:6]))
@@ -208,10 +225,12 @@ def backward(
 def _looked_up(args: tuple[Any, ...], kwargs: dict[str, Any], now: State) -> Express | None:
     if scope.read_stamp(args[13]) is not scope.OWN:
         return None
-    known = now.backwards.get(_backward_known_as(args, kwargs))
+    known: Express | None = now.backwards.get(_backward_known_as(args, kwargs))
     if known is None:
         return None
     query, key, ends_q, ends_k = args[1], args[2], args[6], args[7]
+    if _on_host(query):
+        return known  # whose kernel reads the offsets
     return known if facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered else None
 
 
@@ -273,6 +292,14 @@ def _beside(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with torch.inference_mode(False):  # or autograd couldn't save them later
         rng_state, _, mask = shared(flash_extras, query)
         return rng_state, scope.stamp(scope.OWN, rng_state), mask
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def _captured(tensor: Tensor) -> bool:
+    return not _on_host(tensor) and _capturing()
 
 
 def _lies_well(x: Tensor) -> bool:

@@ -117,7 +117,7 @@ def _remember(direction: str, turn: Turn, plan: Plan, call: Call) -> None:
     if call.cu_seqlens_q is None:
         if _dense_sees(call) and call.dropout == 0.0 and turn.args[0].dtype != torch.float64:
             turn.again(plan, answer(plan, call, DENSE_FORWARD if direction == "forward" else DENSE_BACKWARD))
-    elif turn.pin is scope.OWN and plan.proven and turn.original is not None and turn.now is not None:
+    elif turn.pin is scope.OWN and plan.proven and turn.now is not None:
         express.remember(direction, turn.args, turn.kwargs, plan, call, FA2.name, turn.now, turn.own)
 
 

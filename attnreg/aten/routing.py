@@ -132,7 +132,7 @@ def router(
     """Return the function to register for a route; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
     op, arguments, serve, carrier, quick = route.op, route.arguments, route.serve, route.carrier, route.quick
-    express = route.express if original is not None else None
+    express = route.express
     at, flags, carried_at, absent = quick or Quick(0, slice(0))
     this, that = absent or (0, 0)
     # Names of this function are found faster than attributes of modules; this is every call's way.
