@@ -27,11 +27,12 @@ from attnreg.verification import Case, measure
 from attnreg.verification.inputs import inputs
 
 CAUSAL, OPEN = (-1, 0), (-1, -1)
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
+# Tests about threads ask for several themselves.
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], autouse=True)
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -350,6 +351,7 @@ def test_nan_stays_where_it_belongs_and_nowhere_else(kernels, which, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(200, 3, 64, 64, 1, 700), (1500,)])
+@pytest.mark.parametrize("threads", [2], indirect=True)
 def test_results_are_bitwise_repeatable(kernels, lengths, dtype):
     given = inputs(ragged(lengths, dtype=dtype, heads=(2, 1), window=CAUSAL))
     first = solved(kernels, *given)
@@ -402,9 +404,7 @@ print(peak(16384) - short)
 """
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel, threads):
-    if threads == 1:
-        pytest.skip("the process has its own threads")
+def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel):
     run = subprocess.run(
         [sys.executable, "-c", LONG, str(built_cpu_kernel)], capture_output=True, text=True, check=True
     )
@@ -437,9 +437,7 @@ print(all(map(torch.equal, before, solve(small))))
 """
 
 
-def test_a_thread_without_memory_is_an_error_and_not_the_end(built_cpu_kernel, threads):
-    if threads == 1:
-        pytest.skip("the process has its own threads")
+def test_a_thread_without_memory_is_an_error_and_not_the_end(built_cpu_kernel):
     run = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY, str(built_cpu_kernel)],
         capture_output=True,
@@ -666,7 +664,7 @@ def test_narrower_vectors_keep_the_rule(unbuilt, monkeypatch, known):
     monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
     library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
     kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
-    for dtype, window in itertools.product(DTYPES, (OPEN, CAUSAL, (20, 5))):
+    for dtype, window in itertools.product(("float32", "bfloat16", "float16"), (OPEN, CAUSAL, (20, 5))):
         assert_held(
             kernels, ragged((1, 17, 300, 64), heads=(4, 2), dims=(40, 24), dtype=dtype, window=window)
         )

@@ -15,6 +15,7 @@ from tuned import asked, point, table
 
 import attnreg
 from attnreg import RanksDifferError, _registry, ranks
+from attnreg.backends import _cpu_compiled
 from attnreg.lockfile import Lockfile, Row
 from attnreg.replay import Lock
 from attnreg.selection import Policy, Preference
@@ -237,7 +238,9 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes_compare_over_the_jobs_own_store(tmp_path):
+def test_two_processes_compare_over_the_jobs_own_store(tmp_path, monkeypatch):
+    # The table is to be one of the processes', whatever is compiled for them or here.
+    monkeypatch.setattr(_cpu_compiled, "is_there", lambda: False)
     for name, took in (("shared", 1.0), ("own0", 2.0), ("own1", 3.0)):
         spec = asked(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
         measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
@@ -245,6 +248,7 @@ def test_two_processes_compare_over_the_jobs_own_store(tmp_path):
         dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
         (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    environ |= {"ATTNREG_ROUTERS": "python"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(number), str(tmp_path / "store"), str(tmp_path / "shared.toml"),
