@@ -160,7 +160,7 @@ def _sent(*arguments: Any) -> tuple[Tensor, Tensor] | bytes | None:
 
 
 def _known(
-    own: scope.Own, known_by: tuple[Tensor, Tensor] | bytes | None, *tensors: Tensor | None
+    own: scope.Own, known_by: tuple[Tensor, Tensor] | bytes | None, query: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run a call that came before; the router takes from the scope what it came down to.
 
@@ -170,8 +170,10 @@ def _known(
     token = scope.enter(own)
     try:
         if with_compiled is not None:
-            with_compiled.announce(scope.KNOWN if GRAPH_TREES not in sys.modules else scope.UNKNOWN)
-        out, lse, *_ = _flash_forward(*tensors, *own.rest, **own.options)
+            # Of offsets on a CPU they keep nothing either.
+            keep = query.is_cuda and GRAPH_TREES not in sys.modules
+            with_compiled.announce(scope.KNOWN if keep else scope.UNKNOWN)
+        out, lse, *_ = _flash_forward(query, *others, *own.rest, **own.options)
     finally:
         scope.leave(token)
         if with_compiled is not None:
