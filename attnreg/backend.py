@@ -97,7 +97,9 @@ class Kernels(NamedTuple):
     call's were), where all else is as in `call`. All of their rows belong to sequences that have queries and
     keys, and each query sees a key. Thread, stream and current device may be others, and a CUDA graph may be
     captured. It returns what the function above does, only that a forward's LSE may have any strides; or None
-    if after all it can't. It calls no op of aten's that attnreg routes.
+    if after all it can't. It calls no op of aten's that attnreg routes. Where it would only call a kernel, it
+    may be a `native.OpCall` or an `addresses.AddressCall`, for which compiled routers need no Python objects
+    of tensors.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]

@@ -4,11 +4,30 @@ A graph keeps what was described to it; running it reads the buffers by the desc
 and offsets only, as cuDNN would. What cuDNN 9.19 was seen to get wrong on an H200 is wrong here, too.
 """
 
+import ctypes
 import threading
 import types
 from math import inf, nan
 
 import torch
+
+DTYPES = {
+    "HALF": torch.float16,
+    "BFLOAT16": torch.bfloat16,
+    "FLOAT": torch.float32,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+}
+
+
+HANDLES = {}
+
+
+def memory(address, dtype, size, stride):
+    """Return what lies at an address as a tensor."""
+    count = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    there = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(there, dtype=dtype).as_strided(size, stride)
 
 
 class GraphNotSupportedError(RuntimeError):
@@ -55,6 +74,8 @@ class Graph:
         assert intermediate_data_type == compute_data_type == "FLOAT"
         self.io_data_type, self.tensors, self.options, self.steps = io_data_type, {}, {}, []
         self.running = threading.local()
+        self.selected_engine, self.plans, self._plan_index = None, [types.SimpleNamespace(cpp_index=3)], 0
+        self._lowered_graph = Lowered(self)
 
     def tensor(self, *, dim, stride, data_type, uid, name):
         assert uid not in self.tensors
@@ -110,34 +131,49 @@ class Graph:
         assert self.steps == ["validate", "operations", "plans", "support", "build"]
         assert workspace.numel() >= 64
         assert handle.stream is not None
+        running = dict(zip(tensor_uids, buffers, strict=True))
+        assert len(running) == len(buffers)
+        for uid, buffer in running.items():
+            described = self.described(uid)
+            assert buffer.dtype == DTYPES[described.data_type]
+            assert described.starts is not None or buffer.numel() >= described.dim[0]
+        self.run({uid: buffer.data_ptr() for uid, buffer in running.items()}, handle)
+
+    def described(self, uid):
+        return self.tensors.get(uid) or next(one for one in self.results if one.uid == uid)
+
+    def run(self, addresses, handle):
         handle.ran += 1
-        self.running.buffers = dict(zip(tensor_uids, buffers, strict=True))
-        assert len(self.running.buffers) == len(buffers)
+        self.running.addresses = addresses
         batch = self.inputs[0].dim[0]
         for entry in range(batch):
             (self._backward if len(self.inputs) > 3 else self._forward)(entry)
 
     def _view(self, tensor, entry, length):
         """Return (H, S, D) of one sequence, as the description says it lies in the buffer."""
-        buffer = self.running.buffers[tensor.uid]
         _, heads, longest, size = tensor.dim
         start = entry * tensor.stride[0]
         if tensor.starts is not None:
             assert list(tensor.starts.dim) == [tensor.dim[0] + 1, 1, 1, 1]
-            assert self.running.buffers[tensor.starts.uid].dtype == torch.int64
-            start = int(self.running.buffers[tensor.starts.uid][entry])
+            assert tensor.starts.data_type == "INT64"
+            start = self._number(tensor.starts, entry)
             assert length <= longest
+        dtype = DTYPES[tensor.data_type]
         if length == 0:
-            return buffer.new_empty(heads, 0, size)
-        return buffer.as_strided((heads, length, size), tensor.stride[1:], buffer.storage_offset() + start)
+            return torch.empty(heads, 0, size, dtype=dtype)
+        address = self.running.addresses[tensor.uid] + start * dtype.itemsize
+        return memory(address, dtype, (heads, length, size), tensor.stride[1:])
+
+    def _number(self, vector, entry):
+        dtype = DTYPES[vector.data_type]
+        return memory(self.running.addresses[vector.uid], dtype, (vector.dim[0],), (1,))[entry].item()
 
     def _lengths(self, entry):
         q, k = self.inputs[:2]
         if "seq_len_q" not in self.options:
             return q.dim[2], k.dim[2]
-        return tuple(
-            int(self.running.buffers[self.options[name].uid][entry]) for name in ("seq_len_q", "seq_len_kv")
-        )
+        assert {self.options[name].data_type for name in ("seq_len_q", "seq_len_kv")} == {"INT32"}
+        return tuple(self._number(self.options[name], entry) for name in ("seq_len_q", "seq_len_kv"))
 
     def _scores(self, entry):
         rows, keys = self._lengths(entry)
@@ -192,11 +228,40 @@ class Graph:
             self._view(result, entry, length).copy_(shared)
 
 
+class Lowered:
+    """What the frontend's graph runs underneath: told addresses, in the order of ascending uids."""
+
+    def __init__(self, graph):
+        self.graph, self.prepared = graph, False
+
+    def _prepare_variant_pack_template(self):
+        assert self.graph.steps[-1:] == ["build"]
+        self.prepared = True
+
+    def _get_variant_pack_uids_sorted(self):
+        results = [one.uid for one in self.graph.results]
+        return sorted({*self.graph.tensors, *results}) if self.prepared else []
+
+    def _execute_with_raw_ptrs(self, user_ptrs_array, n_user, workspace, handle, plan_index=-1):
+        assert plan_index == 3
+        assert workspace % 16 == 0
+        assert workspace
+        handle = HANDLES[handle]
+        assert handle.stream is not None
+        uids = self._get_variant_pack_uids_sorted()
+        assert n_user == len(uids)
+        pointers = (ctypes.c_void_p * n_user).from_address(user_ptrs_array)
+        handle.by_address += 1
+        self.graph.run(dict(zip(uids, pointers, strict=True)), handle)
+
+
 class Handle:
     """A cuDNN handle: which thread made it, the stream it is set to, how often it ran something."""
 
     def __init__(self):
-        self.stream, self.ran, self.set = None, 0, 0
+        self.stream, self.ran, self.set, self.by_address = None, 0, 0, 0
+        self.backend_handle = len(HANDLES) + 1
+        HANDLES[self.backend_handle] = self
 
 
 def module():

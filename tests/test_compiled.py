@@ -1,5 +1,7 @@
 """Promises of compiled routers: which calls they answer, and that it changes nothing about them."""
 
+import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -13,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_cudnn import memory
 from typer.testing import CliRunner
 
 import attnreg
 from attnreg import aten, building, native, scope
+from attnreg.addresses import AddressCall
 from attnreg.aten import compiled, routing
 from attnreg.cli import app
 from attnreg.errors import BuildError, ConfigError
@@ -536,8 +540,8 @@ def ends_of(ends):
 class Front:
     """Calls the op as `varlen_attn` does, and has its router tell what it tells of such calls."""
 
-    def __init__(self, op, run, back):
-        self.op, self.run, self.back = op, run, back
+    def __init__(self, op, run, back, saved=False):
+        self.op, self.run, self.back, self.saved = op, run, back, saved
         self.counter = attnreg.counters.Counter()
 
     def forward(self, ends, tensors=(Q, K, V)):
@@ -545,7 +549,7 @@ class Front:
 
         def tell(module):
             beside = (BESIDE[0], CARRIER, BESIDE[2])
-            module.accept_sent(self.run, (self.counter,), beside)
+            module.accept_sent(self.run, (self.counter,), beside, self.saved)
             module.accept_offsets(*ends_of(ends), 6, 6)
 
         self.op.then = tell
@@ -566,11 +570,53 @@ class Front:
         return value
 
 
-@pytest.fixture(params=["torch", "function"])
+class OnAddresses:
+    """The tests' kernels, run on addresses: a forward or a backward of tensors that lie like `Q`."""
+
+    def __init__(self, backward=False, **options):
+        first = ((*Q.shape,), Q.stride(), torch.float32)
+        others = [first] * 2 if backward else [((6, 2), (1, 6), torch.float32)]
+        self.launched, self.derived, self.can, self.keep = [], [], True, True
+        given = 6 if backward else 3
+        operands = 0, *range(given, given + len(others) + 1), given + len(others) + 1
+        self.lse = given - 1 if backward else None
+        described = AddressCall(
+            None, self.launch, operands + ((self.lse,) if backward else ()), (first, *others), 48, None,
+            self.derive,
+        )  # fmt: skip
+        self.described = dataclasses.replace(described, **options).described()
+
+    def derive(self, *ends):
+        self.derived.append(ends)
+        vector = ends[0].double()
+        return ([vector], self.keep) if self.can is not None else None
+
+    def launch(self, addresses, workspace, stream):
+        pointers = (ctypes.c_void_p * 6).from_address(addresses)
+        self.launched.append((workspace, stream))
+        memory(workspace, torch.uint8, (48,), (1,)).fill_(1)
+        if not self.can:
+            return False
+        source = memory(pointers[0], torch.float32, Q.shape, Q.stride())
+        memory(pointers[1], torch.float32, Q.shape, Q.stride()).copy_(source + 1)
+        if self.lse is None:
+            memory(pointers[2], torch.float32, (6, 2), (1, 6)).copy_(source.sum(-1))
+            self.vector = memory(pointers[3], torch.float64, (3,), (1,)).tolist()
+        else:
+            for place in (2, 3):
+                memory(pointers[place], torch.float32, Q.shape, Q.stride()).copy_(source + place)
+            self.vector = memory(pointers[4], torch.float64, (3,), (1,)).tolist()
+            self.lse_read = memory(pointers[5], torch.float32, (Q.numel(),), (1,)).clone()
+        return True
+
+
+@pytest.fixture(params=["torch", "function", "addresses"])
 def front(op, ends, request):
     """Return a front whose calls came before, and who answers them."""
     if request.param == "torch":
         made = Front(op, None, None)
+    elif request.param == "addresses":
+        made = Front(op, OnAddresses().described, OnAddresses(backward=True).described)
     else:
         made = Front(
             op,
@@ -579,7 +625,7 @@ def front(op, ends, request):
         )
     assert made.forward(ends)[0] == ["router"]
     assert made.backward(ends)[0] == ["router"]
-    return made, [request.param]
+    return made, ["torch" if request.param == "torch" else "function"]
 
 
 def test_a_packed_call_that_came_before_is_answered_with_what_lies_beside(front, ends):
@@ -672,7 +718,7 @@ def test_another_call_than_the_one_announced_goes_to_the_router(front, ends):
 
 def test_a_call_that_its_front_doesnt_know_goes_to_the_router(front, ends):
     made, who = front
-    made.op.then = lambda module: module.accept_sent(None, (), ())
+    made.op.then = lambda module: module.accept_sent(None, (), (), False)
     made.op.told.clear()
     made.op.module.announce(scope.UNKNOWN)
     made.op.forward(Q, K, V, ends, ends)
@@ -707,6 +753,93 @@ def test_a_change_forgets_packed_calls(front, ends):
     assert made.backward(ends)[0] == ["router"]
     assert made.forward(ends)[0] == who
     assert made.backward(ends)[0] == who
+
+
+# ---- kernels that are run on addresses
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_kernel_is_run_on_addresses_alone(op, ends, saved):
+    kernel, back = OnAddresses(), OnAddresses(backward=True)
+    front = Front(op, kernel.described, back.described, saved)
+    front.forward(ends)
+    front.backward(ends)
+    (_, (out, lse, *_)), (_, (again, *_)) = front.forward(ends), front.forward(ends)
+    assert torch.equal(out, Q + 1)
+    assert out.data_ptr() != again.data_ptr()
+    assert torch.equal(lse, Q.sum(-1))
+    assert lse.stride() == ((2, 1) if saved else (1, 6))
+    assert kernel.vector == [0, 2, 6]
+    assert [(workspace != 0, stream) for workspace, stream in kernel.launched] == [(True, 0)] * 2
+    answered_by, grads = front.backward(ends)
+    assert answered_by == ["function"]
+    assert all(torch.equal(grad, Q + (1 + number)) for number, grad in enumerate(grads))
+    assert front.counted() == 3
+    assert len(back.launched) == 1
+
+
+def test_an_lse_is_copied_to_where_a_kernel_wants_it(op, ends):
+    kernel = OnAddresses(backward=True, lse_strides=(1, 6, 12))
+    front = Front(op, None, kernel.described)
+    front.backward(ends)
+    assert front.backward(ends)[0] == ["function"]
+    wanted = torch.empty_strided(Q.shape, (1, 6, 12)).copy_(Q)
+    assert torch.equal(kernel.lse_read, wanted.as_strided((Q.numel(),), (1,)))
+
+
+def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(op, ends):
+    kernel, others = OnAddresses(), torch.tensor([0, 3, 6], dtype=torch.int32)
+    front = Front(op, kernel.described, None)
+    for given in (ends, ends, ends, ends, others, others, others, ends, ends):
+        front.forward(given)
+    assert [pair[0] is ends for pair in kernel.derived] == [True, False, True]
+    assert kernel.vector == [0, 2, 6]
+    ends[1] = 1
+    front.forward(ends)
+    assert front.forward(ends)[0] == ["function"]
+    assert kernel.vector == [0, 1, 6]
+    kernel.keep = False
+    ends[1] = 2
+    for _ in range(3):
+        front.forward(ends)
+    assert len(kernel.derived) == 6  # once with what was written first, twice with what was written last
+    del given
+    kernel.derived.clear()
+    before = weakref.ref(others)
+    del others
+    assert before() is None  # what was derived doesn't hold what it was derived of
+
+
+@pytest.mark.parametrize("can", [False, None], ids=["launch", "derive"])
+def test_a_kernel_that_cant_be_run_after_all_leaves_the_call_to_the_router(op, ends, can):
+    kernel = OnAddresses()
+    front = Front(op, kernel.described, None)
+    front.forward(ends)
+    kernel.can = can
+    assert front.forward(ends)[0] == ["router"]
+    assert len(kernel.launched) == (can is False)
+    assert front.counted() == 0
+    kernel.can = True
+    assert front.forward(ends)[0] == ["function"]
+
+
+@pytest.mark.parametrize("what", ["launch", "derive"])
+def test_an_error_of_a_kernel_on_addresses_is_the_callers(op, ends, what):
+    def fails(*_):
+        raise LookupError("of a kernel")
+
+    front = Front(op, OnAddresses(**{what: fails}).described, None)
+    front.forward(ends)
+    with pytest.raises(LookupError, match="of a kernel"):
+        front.forward(ends)
+    assert front.counted() == 0
+
+
+def test_an_operand_that_there_isnt_is_an_error(op, ends):
+    front = Front(op, OnAddresses(operands=(0, 9)).described, None)
+    front.forward(ends)
+    with pytest.raises(RuntimeError, match="operand 9, which there isn't"):
+        front.forward(ends)
 
 
 # ---- the front of varlen_attn

@@ -6,6 +6,7 @@ LSE of a row without keys is +inf, a causal mask of cuDNN's ops is aligned top-l
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import sys
 import threading
@@ -16,13 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 import truth
+from fake_cudnn import memory
 
 import attnreg
 from attnreg import aten, native
+from attnreg.addresses import AddressCall
 from attnreg.aten import compiled, cudnn, flash, routing
 from attnreg.aten.routing import router
 from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
+from attnreg.layout import dense
 
 CAUSAL = (-1, 0)
 ROUTES = {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES)}
@@ -622,6 +626,57 @@ def test_a_kernel_of_torchs_that_a_backend_leads_to_is_called_without_python(
     assert given == []
     for op in (FORWARD["flash"], BACKWARD["flash"]):
         assert (len(originals[op].calls) >= 4) is bool(native.compiled)
+
+
+def run_on(kernels, direction, call, sizes):
+    """Return what launches a backend's kernel on dense tensors of these sizes, given their addresses."""
+    kernel = kernels.forward if direction == "forward" else kernels.backward
+
+    def launch(addresses, workspace, stream):
+        assert (workspace, stream) == (0, 0)
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(addresses)
+        there = [memory(at, torch.float32, *how) for at, how in zip(pointers, sizes, strict=True)]
+        results = 2 if direction == "forward" else 3
+        for result, value in zip(there[-results:], kernel(*there[:-results], call), strict=True):
+            result.copy_(value)
+        return True
+
+    return launch
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
+def test_a_kernel_that_a_backend_leads_to_is_run_on_addresses(route, ran, fake, order):
+    route(torchs_own())
+    full = fake("mine").backend
+    kernels, given = full.load(), []
+
+    def again(direction, tensors, call):
+        model = tensors[:1] if direction == "forward" else tensors[1:4]
+        results = [(tuple(x.shape), dense(x.shape), x.dtype) for x in model]
+        if direction == "forward":
+            batch, rows, heads, _ = tensors[0].shape
+            results.append(((batch, heads, rows), dense((batch, heads, rows)), torch.float32))
+        sizes = [*((x.shape, x.stride()) for x in tensors), *(one[:2] for one in results)]
+        run = kernels.forward if direction == "forward" else kernels.backward
+        launch = run_on(kernels, direction, call, sizes)
+        return AddressCall(
+            lambda *tensors: run(*tensors, call),
+            lambda *addresses: given.append(direction) or launch(*addresses),
+            tuple(range(len(sizes))),
+            tuple(results),
+        )
+
+    backend = dataclasses.replace(full, load=lambda: kernels._replace(again=again))
+    inputs = laid_out(tensors(heads=(4, 2)), order)
+    with attnreg.register_backend(backend):
+        first = results_of(inputs, scale=0.4, causal=True)
+        for _ in range(5):
+            for one, other in zip(first, results_of(inputs, scale=0.4, causal=True), strict=True):
+                assert_alike(one, other)
+        assert ran() == {"mine": (6, 6)}
+    assert given.count("forward") >= 4 * bool(native.compiled)
+    assert given.count("backward") >= 4 * bool(native.compiled)
+    assert bool(given) is bool(native.compiled)
 
 
 def test_one_that_no_router_covers_is_called_by_python(route, ran, fake, monkeypatch):

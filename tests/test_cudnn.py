@@ -13,6 +13,7 @@ import short_ways
 import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
+from attnreg.addresses import AddressCall
 from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, cudnn
 from attnreg.backends._cudnn_problem import rounded
 from attnreg.discovery import Entry
@@ -510,7 +511,43 @@ def test_a_plan_that_was_dropped_is_not_run_again(kernels):
     again = kernels.again("forward", (query, key, value), call)
     plans = kernels.forward.args[0]
     plans._let_go()
-    assert again(query, key, value, *short_ways.ends_of(call)) is None
+    ends = short_ways.ends_of(call)
+    assert again(query, key, value, *ends) is None
+    assert again.launch(0, 0, 7) is False
+    assert again.derive(*ends) is None
+
+
+def test_a_known_call_runs_on_addresses_with_the_threads_handle(kernels, module):
+    query, key, value, call = ragged([3, 9, 30])
+    expected = kernels.forward(query, key, value, call)
+    again = kernels.again("forward", (query, key, value), call)
+    for times in range(1, 3):
+        got = short_ways.run_on_addresses(again, query, key, value, *short_ways.ends_of(call))
+        assert all(map(torch.equal, got, expected))
+        assert [(handle.by_address, handle.set) for handle in module.handles] == [(times, 1)]
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        lambda graph: delattr(graph, "_lowered_graph"),
+        lambda graph: delattr(graph, "plans"),
+        lambda graph: setattr(graph, "selected_engine", object()),
+        lambda graph: setattr(graph._lowered_graph, "_get_variant_pack_uids_sorted", lambda: [1, 2]),
+    ],
+    ids=["no graph below", "no plans", "an engine of its own", "other tensors"],
+)
+def test_where_the_frontend_has_no_way_for_addresses_its_execute_is_called(
+    kernels, module, monkeypatch, breaks
+):
+    built = fake_cudnn.Graph.build_plans
+    monkeypatch.setattr(fake_cudnn.Graph, "build_plans", lambda graph: (built(graph), breaks(graph))[0])
+    query, key, value, call = ragged([3, 9, 30])
+    expected = kernels.forward(query, key, value, call)
+    again = kernels.again("forward", (query, key, value), call)
+    assert not isinstance(again, AddressCall)
+    assert all(map(torch.equal, again(query, key, value, *short_ways.ends_of(call)), expected))
+    assert [handle.by_address for handle in module.handles] == [0]
 
 
 def test_another_current_device_is_left_to_the_long_way(kernels, monkeypatch):

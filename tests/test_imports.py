@@ -18,7 +18,7 @@ ROOT = Path(attnreg.__file__).parent
 LAYERS = [
     line.split()
     for line in (
-        "errors locks layout apart caches",
+        "errors locks layout addresses apart caches",
         "spec environment toml_positions",
         "building capabilities config_types toml_file native validation examination issue_rows arguments",
         "known_issues",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from attnreg.addresses import AddressCall
 from attnreg.errors import RegistrationError
 from attnreg.native import OpCall
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.planning import Plan
 
-__all__ = ["Again", "Answer", "Layout", "Turned", "alike", "answer", "tried"]
+__all__ = ["Again", "Answer", "Layout", "Turned", "address_call", "alike", "answer", "tried"]
 
 T = TypeVar("T")
 
@@ -53,10 +54,10 @@ class Turned(NamedTuple):
         """Return what answers calls whose tensors all lie alike."""
         return self.run if self.shorter is None else Again(self.run, self.shorter)
 
-    def op_call(self, given: tuple[Any, ...]) -> OpCall | None:
-        """Return the kernel of torch's that answers calls whose tensors lie as the op's arguments `given`."""
+    def kernel_call(self, given: tuple[Any, ...]) -> OpCall | AddressCall | None:
+        """Return the kernel, if that is all, that answers calls whose tensors lie as the op's arguments."""
         found = None if self.shorter is None else tried(self.shorter, self.layout.turned(given))
-        return found if isinstance(found, OpCall) else None
+        return found if isinstance(found, (OpCall, AddressCall)) else None
 
     def beside(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what stands behind its results among those of the op."""
@@ -122,12 +123,23 @@ class Again:
         self._expected, self._short = _described(results), tried(self._shorter, given)
 
     def _examine(self, results: Any) -> None:
-        got, expected = _described(results), self._expected
-        if got != expected:
-            raise RegistrationError(
-                f"a backend's Kernels.again breaks the contract: got {got}, expected {expected}"
-            )
+        _compare(_described(results), self._expected)
         self._expected = []
+
+
+def address_call(
+    shorter: Callable[..., Callable[..., Any] | None], given: tuple[Any, ...], results: Any
+) -> AddressCall | None:
+    """Return a backend's shorter way if it is a kernel to be run on addresses; `results` are the long way's.
+
+    Raises:
+        RegistrationError: it would return something else than the long one.
+    """
+    found = tried(shorter, given)
+    if not isinstance(found, AddressCall):
+        return None
+    _compare([(size, dtype) for size, _, dtype in found.results], _described(results))
+    return found
 
 
 def tried(ask: Callable[..., T | None], given: tuple[Any, ...]) -> T | None:
@@ -137,6 +149,13 @@ def tried(ask: Callable[..., T | None], given: tuple[Any, ...]) -> T | None:
     except Exception as error:  # noqa: BLE001 - the call itself has run
         log.info("no shorter way for a call that came before: %s: %s", type(error).__name__, error)
         return None
+
+
+def _compare(got: list[Any], expected: list[Any]) -> None:
+    if got != expected:
+        raise RegistrationError(
+            f"a backend's Kernels.again breaks the contract: got {got}, expected {expected}"
+        )
 
 
 def _described(results: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 
 from attnreg import counters, scope
 from attnreg.aten import compiled
-from attnreg.aten.again import Again
+from attnreg.aten.again import Again, address_call
 from attnreg.aten.beside import flash_extras, shared
 from attnreg.packed import facts_of, of_a_graph, stream_of
 from attnreg.validation import check_values
@@ -120,10 +120,11 @@ def forward(
         out, lse = _saved(own, _run(known, *args[:TENSORS]))
     counters.count(known.plan.counters)
     if compiled.extension is not None:
-        run = None
+        run, saved = None, own.known_as[NEEDS_GRADIENT]
         if not as_sent:
-            run = _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
-        compiled.extension.accept_sent(run, known.plan.counters, known.beside)
+            again = _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
+            run = _by_address(known, args[:TENSORS], (out, lse)) or again
+        compiled.extension.accept_sent(run, known.plan.counters, known.beside, saved)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside
 
@@ -174,20 +175,31 @@ def _again(
 
     `back` makes of a kernel's results what is returned.
     """
-    ask = known.plan.again
 
     def finished(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return kernel if back is None else lambda *tensors: back(kernel(*tensors))
 
-    if ask is None:
-        return finished(run)
-
     def shorter(*tensors: Tensor) -> Callable[..., Any] | None:
-        *operands, ends_q, ends_k = tensors
-        found = ask(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+        found = _shorter(known, *tensors)
         return None if found is None else finished(found)
 
-    return Again(finished(run), shorter)
+    return finished(run) if known.plan.again is None else Again(finished(run), shorter)
+
+
+def _by_address(known: Express, tensors: tuple[Tensor, ...], results: Any) -> tuple[Any, ...] | None:
+    """Return the kernel that answers calls like this one on their addresses, as compiled routers take it."""
+    if of_a_graph(tensors[-1]):
+        return None  # nothing is kept
+    found = address_call(functools.partial(_shorter, known), tensors, results)
+    return None if found is None else found.described()
+
+
+def _shorter(known: Express, *tensors: Tensor) -> Callable[..., Any] | None:
+    """Return the backend's shorter way for what a kernel takes, followed by the offsets."""
+    *operands, ends_q, ends_k = tensors
+    if known.plan.again is None:
+        return None
+    return known.plan.again(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
 
 
 def backward(
@@ -217,7 +229,9 @@ def backward(
         grads = _run(known, *args[:8])
     counters.count(known.plan.counters)
     if mine and compiled.extension is not None:
-        run = None if as_sent else _again(known, functools.partial(_run, known))
+        run = None
+        if not as_sent:
+            run = _by_address(known, args[:8], grads) or _again(known, functools.partial(_run, known))
         compiled.extension.accept_returned(carrier, run, known.plan.counters)
     return grads
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg import counters, scope
+from attnreg.addresses import AddressCall
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer, tried
 from attnreg.errors import UnsupportedInputError
@@ -220,8 +221,10 @@ def _accept(
         extension.accept(answer.where_layouts_are_known(), counted)
     else:
         turned, beside = answer.turned, answer.turned.beside(args)
-        found = turned.op_call(args)
-        if found is None or not tried(extension.accept_op, (*found.described(), counted, beside)):
+        found = turned.kernel_call(args)
+        if isinstance(found, AddressCall):
+            extension.accept_turned(found.described(), counted, beside)
+        elif found is None or not tried(extension.accept_op, (*found.described(), counted, beside)):
             extension.accept_turned(turned.again(), counted, beside)
 
 

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attnreg.addresses import AddressCall
 from attnreg.backends._cudnn_described import described, offsets_of, with_results
 from attnreg.layout import aligned, dense, fresh
-from attnreg.packed import stream_of
+from attnreg.packed import of_a_graph, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from attnreg.addresses import Allocation
     from attnreg.backend import Call
     from attnreg.backends._cudnn_graph import Graph
     from attnreg.backends._cudnn_plans import Plans
@@ -45,6 +47,22 @@ class _Known(NamedTuple):
         stream = stream_of(tensors[0])
         offsets = offsets_of(self.batch, stream, *ends) if ends else None
         self.plans.launch(plan, self.device, tensors, offsets, stream)
+
+    def launch(self, addresses: int, workspace: int, stream: int) -> bool:
+        """Run it on addresses; see `AddressCall`."""
+        plan = self.plan()
+        if plan is None or plan.by_address is None:
+            return False
+        self.plans.launch_on_addresses(plan.by_address.run, self.device, addresses, workspace, stream)
+        return True
+
+    def derive(self, ends_q: Tensor, ends_k: Tensor) -> tuple[list[Tensor], bool] | None:
+        """Return what it reads of these offsets, and whether that may be kept; see `AddressCall`."""
+        plan = self.plan()
+        if plan is None:
+            return None
+        offsets = offsets_of(self.batch, stream_of(ends_q), ends_q, ends_k)
+        return offsets.operands(plan), not of_a_graph(ends_q)
 
 
 def again(
@@ -73,27 +91,31 @@ def _forward(
     known: _Known, query: Tensor, value: Tensor, varlen: bool
 ) -> Callable[..., tuple[Tensor, ...] | None]:
     *rows, heads, _ = query.shape
-    dtype, device = query.dtype, query.device
-    out_size = *rows, heads, value.shape[-1]
-    stats_size = (*rows, heads) if varlen else (rows[0], heads, rows[1])
-    out_strides, stats_strides = dense(out_size), dense(stats_size)
+    device, out_size = query.device, (*rows, heads, value.shape[-1])
+    # Packed: with the token first, and seen the other way round.
+    lse_size = (heads, *rows) if varlen else (rows[0], heads, rows[1])
+    results: tuple[Allocation, ...] = (
+        (out_size, dense(out_size), query.dtype),
+        (lse_size, (1, heads) if varlen else dense(lse_size), torch.float32),
+    )
 
     def run(query: Tensor, key: Tensor, value: Tensor, *ends: Tensor) -> tuple[Tensor, ...] | None:
         plan = known.here()
         if plan is None:
             return None
-        out = fresh(out_size, out_strides, dtype, device)
-        stats = fresh(stats_size, stats_strides, torch.float32, device)
-        known.run(plan, [query, key, value, out, stats], ends)
-        return out, stats.t() if varlen else stats
+        out, lse = (fresh(*one, device) for one in results)
+        known.run(plan, [query, key, value, out, lse], ends)
+        return out, lse
 
-    return run
+    return _on_addresses(known, run, (0, 1, 2, 3, 4), results, varlen)
 
 
 def _backward(
     known: _Known, tensors: tuple[Tensor, ...], varlen: bool
 ) -> Callable[..., tuple[Tensor, ...] | None]:
-    given = [(tuple(x.shape), dense(x.shape), x.dtype, x.device) for x in tensors[1:4]]
+    results = tuple((tuple(x.shape), dense(x.shape), x.dtype) for x in tensors[1:4])
+    device, lse_size = tensors[1].device, tensors[5].shape
+    lse_strides = (1, lse_size[0]) if varlen else dense(lse_size)
 
     def run(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *ends: Tensor
@@ -102,8 +124,29 @@ def _backward(
         if plan is None:
             return None
         stats = (lse.t() if varlen else lse).contiguous()
-        grads = [fresh(*one) for one in given]
+        grads = [fresh(*one, device) for one in results]
         known.run(plan, [query, key, value, out, stats, grad_out, *grads], ends)
         return tuple(grads)
 
-    return run
+    return _on_addresses(known, run, (1, 2, 3, 4, 5, 0, 6, 7, 8), results, varlen, lse_strides)
+
+
+def _on_addresses(
+    known: _Known,
+    run: Callable[..., tuple[Tensor, ...] | None],
+    numbers: tuple[int, ...],
+    results: tuple[Allocation, ...],
+    varlen: bool,
+    lse_strides: tuple[int, ...] | None = None,
+) -> Callable[..., tuple[Tensor, ...] | None]:
+    """Return `run` as what compiled routers can do with addresses alone, if the plan can.
+
+    `numbers` are those of an `AddressCall` that its tensors have; vectors come behind them.
+    """
+    plan = known.plan()
+    if plan is None or plan.by_address is None:
+        return run
+    numbers = *numbers, *range(len(numbers), len(plan.uids))
+    operands = tuple(numbers[place] for place in plan.by_address.order)
+    derive = known.derive if varlen else None
+    return AddressCall(run, known.launch, operands, results, plan.workspace, lse_strides, derive)

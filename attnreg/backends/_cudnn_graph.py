@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnreg.backends._cudnn_addresses import by_address
 from attnreg.backends._cudnn_problem import Slot, Start
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from attnreg.backends._cudnn_addresses import ByAddress
     from attnreg.backends._cudnn_problem import Problem, Strides
 
 __all__ = ["Graph", "build"]
@@ -35,6 +37,7 @@ class Graph:
         vectors: what the others are: lengths and beginnings of packed sequences.
         kind: a number of just these vectors; looked up faster than they are.
         uids: cuDNN's numbers of all of them.
+        by_address: how to run it on their addresses; None if the frontend doesn't tell.
     """
 
     run: Any
@@ -43,6 +46,7 @@ class Graph:
     vectors: tuple[Slot | Start, ...]
     kind: int
     uids: tuple[int, ...]
+    by_address: ByAddress | None = None
 
 
 def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Graph:
@@ -89,9 +93,10 @@ class _Description:
         graph.check_support()
         graph.build_plans()
         tensors, vectors = dict(sorted(self._tensors.items())), tuple(self._vectors.values())
+        uids = (*tensors, *self._vectors)
         return Graph(
             graph, graph.get_workspace_size(), tuple(tensors.values()), vectors,
-            _kinds.setdefault(vectors, len(_kinds)), (*tensors, *self._vectors),
+            _kinds.setdefault(vectors, len(_kinds)), uids, by_address(graph, uids),
         )  # fmt: skip
 
     def _forward(self) -> None:

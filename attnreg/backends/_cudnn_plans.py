@@ -97,6 +97,12 @@ class Plans:
             workspace = fresh((size,), (1,), torch.uint8, tensors[0].device)
         plan.run.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
 
+    def launch_on_addresses(
+        self, run: Callable[[int, int, int], None], device: int, addresses: int, workspace: int, stream: int
+    ) -> None:
+        """Run a plan by its `ByAddress.run`, likewise."""
+        run(addresses, workspace, self._handle(device, stream).backend_handle)
+
     def _let_go(self) -> None:
         """Give back what is the package's, at the end of the process: it prints a list of what outlives it.
 

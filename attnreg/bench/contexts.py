@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from attnreg import _registry, api, aten, planning, policy
 from attnreg.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, ConfigError
@@ -17,7 +19,16 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["by_default", "led_by", "mixed", "settings", "table_in_force", "torch_alone", "untouched"]
+__all__ = [
+    "by_default",
+    "led_by",
+    "mixed",
+    "settings",
+    "table_in_force",
+    "torch_alone",
+    "torch_by",
+    "untouched",
+]
 
 
 @contextlib.contextmanager
@@ -39,6 +50,17 @@ def torch_alone() -> Iterator[None]:
     """Have torch's ops as they are without attnreg."""
     api.uninstall()
     yield
+
+
+def torch_by(kernel: SDPBackend) -> Callable[[], AbstractContextManager[None]]:
+    """Return what has torch's SDPA without attnreg choose one of its kernels."""
+
+    @contextlib.contextmanager
+    def within() -> Iterator[None]:
+        with torch_alone(), sdpa_kernel(kernel):
+            yield
+
+    return within
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <memory>
 #include <new>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -64,20 +65,45 @@ struct OpCall {  // a kernel of torch's, and the op's arguments behind the tenso
   size_t results;  // how many of its results count
 };
 
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using Version = decltype(at::Tensor()._version());
+
+struct Allocation {
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
+struct Derived {  // what was derived of a pair of offsets
+  Weak queries, keys;
+  Version queries_version, keys_version;
+  c10::Stream stream;
+  std::vector<at::Tensor> tensors;
+};
+
+struct AddressCall {  // a kernel that is run on addresses; see `attnreg.addresses`
+  Object launch;
+  std::vector<size_t> operands;
+  std::vector<Allocation> results;
+  int64_t workspace;
+  std::optional<std::vector<int64_t>> lse_strides;
+  Object derive;                                   // none of dense calls
+  mutable std::shared_ptr<const Derived> derived;  // of the last offsets; under the interpreter's lock
+};
+
 struct Way {  // how a call is answered
   Run run;
   Tallies tallies;
   std::vector<c10::IValue> beside{};             // what a forward returns beside its results
   at::Tensor carrier{};                          // by which a backward of `varlen_attn` is known, held here
   std::shared_ptr<const OpCall> another = nullptr;  // a kernel of torch's other than the op's own, in place of `run`
+  std::shared_ptr<const AddressCall> addresses = nullptr;  // or a kernel that is run on addresses
   bool turned = false;                           // whether the tensors have the heads first (`turned.h`)
+  bool saved = false;                            // whether autograd may save the results, which have to lie in order
 };
-
-using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 struct Offsets {  // a pair that was found to leave no row without a key
   Weak queries, keys;
-  decltype(at::Tensor()._version()) queries_version, keys_version;
+  Version queries_version, keys_version;
   int64_t tokens_q, tokens_k;
   c10::Stream stream;  // another one doesn't wait for what was written on this one
 };

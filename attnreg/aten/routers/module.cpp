@@ -21,6 +21,8 @@
 #include <Python.h>
 #include <pthread.h>
 
+#include <torch/csrc/Dtype.h>
+
 #include "front.h"
 
 namespace attnreg {
@@ -59,9 +61,54 @@ Object held(PyObject* object) {
   });
 }
 
+std::vector<int64_t> numbers_of(PyObject* tuple) {
+  std::vector<int64_t> found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+    found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+  }
+  if (PyErr_Occurred()) {
+    throw_error_of_python();
+  }
+  return found;
+}
+
+// An `AddressCall` of Python's, as that describes itself.
+std::shared_ptr<const AddressCall> address_call(PyObject* described) {
+  PyObject *launch = nullptr, *operands = nullptr, *results = nullptr, *lse_strides = nullptr, *derive = nullptr;
+  Py_ssize_t workspace = 0;
+  if (!PyArg_ParseTuple(described, "OO!O!nOO", &launch, &PyTuple_Type, &operands, &PyTuple_Type, &results, &workspace,
+                        &lse_strides, &derive)) {
+    throw_error_of_python();
+  }
+  auto call = std::make_shared<AddressCall>();
+  call->launch = held(launch);
+  for (const int64_t number : numbers_of(operands)) {
+    call->operands.push_back(static_cast<size_t>(number));
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
+    PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "O!O!O!", &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
+                          &THPDtypeType, &dtype)) {
+      throw_error_of_python();
+    }
+    call->results.push_back({numbers_of(sizes), numbers_of(strides), reinterpret_cast<THPDtype*>(dtype)->scalar_type});
+  }
+  call->workspace = workspace;
+  if (lse_strides != Py_None) {
+    call->lse_strides = numbers_of(lse_strides);
+  }
+  if (derive != Py_None) {
+    call->derive = held(derive);
+  }
+  return call;
+}
+
+// How a call is answered: by a function of Python's, an `AddressCall` as it describes itself, or torch's kernel (None).
 Way way_of(PyObject* run, PyObject* counters) {
   Way way{nullptr, tallies_of(counters)};
-  if (run != Py_None) {
+  if (PyTuple_Check(run)) {
+    way.addresses = address_call(run);
+  } else if (run != Py_None) {
     way.run = held(run);
   }
   return way;
@@ -179,10 +226,12 @@ PyObject* accept(PyObject*, PyObject* args) {
 PyObject* accept_sent(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *run = nullptr, *counters = nullptr, *beside = nullptr;
-  if (!PyArg_ParseTuple(args, "OO!O!", &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside)) {
+  int saved = 0;
+  if (!PyArg_ParseTuple(args, "OO!O!p", &run, &PyTuple_Type, &counters, &PyTuple_Type, &beside, &saved)) {
     return nullptr;
   }
   Way way = way_of(run, counters);
+  way.saved = saved != 0 && way.addresses;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(beside); i++) {
     way.beside.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(beside, i)));
   }
@@ -358,7 +407,7 @@ PyMethodDef functions[] = {
     {"accept", accept, METH_VARARGS, "A function answers the call under way, or None: torch; and what to count."},
     {"accept_turned", accept_turned, METH_VARARGS, "A function does, given tensors with the heads turned; and what is returned beside."},
     {"accept_op", accept_op, METH_VARARGS, "So does a kernel of torch's, if it was captured: its op and key, arguments behind tensors, how many results count."},
-    {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; and what is returned beside the results."},
+    {"accept_sent", accept_sent, METH_VARARGS, "So it is, of `varlen_attn`; what is returned beside the results; whether autograd may save what a kernel run on addresses returns."},
     {"accept_returned", accept_returned, METH_VARARGS, "So is the backward of one, known by its carrier."},
     {"accept_offsets", accept_offsets, METH_VARARGS, "Offsets leave no row without a key."},
     {"lead_to", lead_to, METH_VARARGS, "Send what `varlen` is given to an op, with its scope in a context variable."},

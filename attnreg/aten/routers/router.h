@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
-#include "turned.h"
+#include "addresses.h"
 
 namespace attnreg {
 
@@ -95,7 +95,7 @@ class Router final : public c10::OperatorKernel {
       const Answer& answer, Arguments arguments, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       torch::jit::Stack* stack) const {
     const Way& way = *answer.way;
-    if (!way.run && !way.another) {
+    if (!way.run && !way.another && !way.addresses) {
       torchs_.callBoxed(op, keys, stack);
       torch::jit::drop(*stack, way.beside.size());
       stack->insert(stack->end(), way.beside.begin(), way.beside.end());
@@ -113,6 +113,10 @@ class Router final : public c10::OperatorKernel {
     std::vector<c10::IValue> results;
     if (way.another) {
       call_torch(*way.another, given, keys, results);
+    } else if (way.addresses) {
+      if (!run_on_addresses(*way.addresses, given, results)) {
+        return false;
+      }
     } else if (!call_python(way.run.get(), given, op.schema(), results)) {
       return false;
     }
@@ -121,6 +125,9 @@ class Router final : public c10::OperatorKernel {
       TORCH_CHECK(results.size() == expected, "attnreg: ", op.schema().name(), " got ", results.size(),
                   " results of a kernel, expected ", expected);
       turn_back(results, arguments, place_);
+    }
+    if (way.saved) {
+      results[1] = results[1].toTensor().contiguous();
     }
     const auto device = arguments[place_.query].toTensor().device();
     torch::jit::drop(*stack, arguments.size());
