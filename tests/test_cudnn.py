@@ -134,12 +134,18 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
     assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 
-def test_a_thousand_ragged_batches_need_few_plans():
+@pytest.mark.parametrize("spread", ["evenly", "by magnitude"])
+@pytest.mark.parametrize("most", [64, 512])
+def test_a_thousand_ragged_batches_need_few_plans(most, spread):
     draw = random.Random(0)
     forward, backward = set(), set()
+
+    def up_to(number):
+        return draw.randint(1, number) if spread == "evenly" else round(number ** draw.uniform(0, 1))
+
     for _ in range(1000):
-        longest = draw.randint(1, 4096)
-        lens = [draw.randint(1, longest) for _ in range(draw.randint(1, 64))]
+        longest = up_to(4096)
+        lens = [draw.randint(1, longest) for _ in range(up_to(most))]
         planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), 16 * 64)
         assert all(
             size >= real
@@ -153,8 +159,16 @@ def test_a_thousand_ragged_batches_need_few_plans():
     assert len(backward) <= 24
 
 
+def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
+    fine = {rounded(batch, 64, 64, 32 * batch, 32 * batch, 1024)[0] for batch in range(1, 513)}
+    coarse = {rounded(batch, 1024, 1024, 512 * batch, 512 * batch, 1024)[0] for batch in range(1, 513)}
+    assert coarse == {8, 32, 128, 512}
+    assert coarse < fine
+    assert len(fine) == 13
+
+
 def test_short_sequences_are_planned_with_less_to_spare():
-    assert rounded(65, 64, 64, 65 * 32, 65 * 32, 1024)[0] < 80
+    assert rounded(65, 64, 64, 65 * 32, 65 * 32, 1024)[0] == 91
     assert rounded(65, 4096, 4096, 65 * 2048, 65 * 2048, 1024)[0] == 128
 
 

@@ -104,6 +104,9 @@ def _total(tokens: int, least: int) -> int:
 
 
 def _up(number: int, least: int, step: float) -> int:
-    while least < number:
-        least = math.ceil(least * step)
-    return least
+    """Round up to a power of `step` times `least`; sizes of a coarse step are among those of a fine one."""
+    size, power = least, 0
+    while size < number:
+        power += 1
+        size = math.ceil(least * step**power - 1e-6)  # two steps of the root of 2 are to be 2
+    return size

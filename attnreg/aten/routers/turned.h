@@ -7,14 +7,47 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
 
+#include <utility>
+
 #include "calls.h"
 
 namespace attnreg {
 
 using Given = c10::SmallVector<c10::IValue, 8>;
 
-inline at::Tensor turned(const c10::IValue& x) {
-  return x.toTensor().transpose(1, 2);
+using Lengths = c10::SmallVector<int64_t, 4>;
+
+// Another view of a tensor's memory. Below autograd, which is where routers are, that is all that an op for views
+// makes of it; the ops themselves take the host half a microsecond each, and a call takes nine.
+inline at::Tensor seen(const at::Tensor& x, const Lengths& sizes, const Lengths& strides) {
+  auto view =
+      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
+  view->set_sizes_and_strides(sizes, strides, x.storage_offset());
+  return at::Tensor(std::move(view));
+}
+
+// A tensor with its second and third dimension swapped.
+inline at::Tensor turned(const c10::IValue& tensor) {
+  const at::Tensor& x = tensor.toTensor();
+  TORCH_CHECK(x.dim() == 4, "attnreg: got a tensor of ", x.dim(), " dimensions, expected 4");
+  Lengths sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
+  std::swap(sizes[1], sizes[2]);
+  std::swap(strides[1], strides[2]);
+  return seen(x, sizes, strides);
+}
+
+// An LSE without its last dimension, or with it.
+inline at::Tensor without_last(const at::Tensor& lse) {
+  TORCH_CHECK(lse.dim() == 4 && lse.size(3) == 1, "attnreg: got an LSE ", lse.sizes(), ", expected a last size of 1");
+  const Lengths sizes(lse.sizes().begin(), lse.sizes().end() - 1);
+  return seen(lse, sizes, Lengths(lse.strides().begin(), lse.strides().end() - 1));
+}
+
+inline at::Tensor with_last(const at::Tensor& lse) {
+  Lengths sizes(lse.sizes().begin(), lse.sizes().end()), strides(lse.strides().begin(), lse.strides().end());
+  sizes.push_back(1);
+  strides.push_back(1);
+  return seen(lse, sizes, strides);
 }
 
 // The result with the strides that torch's own kernels give what is shaped like a model.
@@ -35,7 +68,7 @@ inline void turn(Given& given, const Place& place) {
     given[i] = turned(given[i]);
   }
   if (backward) {
-    given.back() = given.back().toTensor().squeeze(-1);
+    given.back() = without_last(given.back().toTensor());
   }
 }
 
@@ -46,7 +79,7 @@ inline void turn_back(std::vector<c10::IValue>& results, Arguments arguments, co
     results[i] = like(turned(results[i]), arguments[place.query + i].toTensor());
   }
   if (!backward) {
-    results[1] = results[1].toTensor().contiguous().unsqueeze(-1);
+    results[1] = with_last(results[1].toTensor().contiguous());
   }
 }
 
