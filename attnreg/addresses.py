@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.errors import RegistrationError
+from attnreg.layout import fresh, lying
+from attnreg.packed import stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
 __all__ = ["AddressCall", "Allocation"]
@@ -35,9 +41,9 @@ class AddressCall:
         workspace: how many bytes it needs beside those.
         lse_strides: how the LSE has to lie that a backward is given, which is copied otherwise; None if it is
             taken as it comes.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns what else it reads of packed calls, and whether
-            that may be kept for as long as the offsets exist unchanged; or None if the kernel can't be run
-            after all. None for dense calls.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns what else it reads of packed calls, or None if
+            the kernel can't be run after all. It isn't asked again while the offsets exist unchanged and the
+            tensors are kept by whoever derived them (`packed.derived_from` does). None for dense calls.
     """
 
     run: Callable[..., tuple[Tensor, ...] | None]
@@ -46,11 +52,40 @@ class AddressCall:
     results: tuple[Allocation, ...]
     workspace: int = 0
     lse_strides: tuple[int, ...] | None = None
-    derive: Callable[[Tensor, Tensor], tuple[list[Tensor], bool] | None] | None = None
+    derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
+
+    def __post_init__(self) -> None:
+        given = {"operands": self.operands, "results": self.results, "lse_strides": self.lse_strides or ()}
+        for name, value in given.items():
+            if not isinstance(value, tuple):
+                raise RegistrationError(f"AddressCall.{name}: got {value!r}, expected a tuple")
+        for number in (*self.operands, *(self.lse_strides or ()), self.workspace):
+            if not isinstance(number, int) or number < 0:
+                raise RegistrationError(f"AddressCall: got {number!r}, expected whole numbers from 0")
 
     def described(self) -> tuple[Any, ...]:
         """Return all of it, as a compiled router takes it."""
         return self.launch, self.operands, self.results, self.workspace, self.lse_strides, self.derive
+
+    def on_addresses(self, *given: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the results for these tensors as compiled routers do, by `launch`; None if it can't.
+
+        The tensors' device has to be the current one if it is a CUDA device.
+        """
+        tensors, ends = (given[:-2], given[-2:]) if self.derive is not None else (given, ())
+        if self.lse_strides is not None:
+            tensors = *tensors[:-1], lying(tensors[-1], self.lse_strides)
+        device = given[0].device
+        results = tuple(fresh(*one, device) for one in self.results)
+        derived = self.derive(*ends) if self.derive is not None else []
+        if derived is None:
+            return None
+        operands = *tensors, *results, *derived
+        addresses = (ctypes.c_void_p * len(self.operands))(*(operands[n].data_ptr() for n in self.operands))
+        workspace = fresh((self.workspace,), (1,), torch.uint8, device)
+        stream = stream_of(given[0]) if device.type == "cuda" else 0
+        launched = self.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream)
+        return results if launched else None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """Return the results for these tensors."""

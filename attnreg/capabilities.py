@@ -47,6 +47,7 @@ class Capabilities:
         head_dim: head dims of query and key.
         head_dim_v: head dims of the value; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
+        batch: how many sequences a call may have: a dimension of a CUDA grid ends at 65535.
 
     The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
@@ -63,6 +64,7 @@ class Capabilities:
     head_dim: Range = ANY_SIZE
     head_dim_v: Range | None = None
     page_size: Range | None = None
+    batch: Range = ANY_SIZE
     dense: bool = True
     varlen: bool = False
     gqa: bool = False
@@ -111,6 +113,8 @@ class Capabilities:
             yield "block_table must be None: no paged key-value cache"
         if spec.page_size is not None and self.page_size is not None and spec.page_size not in self.page_size:
             yield f"page size must be {self.page_size}, got {spec.page_size}"
+        if spec.batch not in self.batch:
+            yield f"batch must be {self.batch}, got {spec.batch}"
 
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
         asked_and_offered = (
@@ -150,8 +154,8 @@ def _badly_typed(name: str, value: object) -> str:
         return "" if names else "a non-empty tuple of names"
     if name == "compute_capability":
         return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
-    if name in ("head_dim", "head_dim_v", "page_size"):
-        optional = value is None and name != "head_dim"
+    if name in ("head_dim", "head_dim_v", "page_size", "batch"):
+        optional = value is None and name in ("head_dim_v", "page_size")
         return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
     return "" if isinstance(value, bool) else "True or False"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["aligned", "dense", "fresh", "readable"]
+__all__ = ["aligned", "dense", "fresh", "lying", "readable"]
 
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -36,6 +36,13 @@ def _in_steps(strides: tuple[int, ...], width: int, repeats: bool) -> bool:
 def readable(x: Tensor, repeats: bool = True) -> Tensor:
     """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
     return x if aligned(x, repeats) else x.clone(memory_format=torch.contiguous_format)
+
+
+def lying(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor with these strides; a copy only where needed."""
+    if x.stride() == tuple(strides):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -72,6 +72,7 @@ class Graph:
     def __init__(self, *, handle, io_data_type, intermediate_data_type, compute_data_type):
         assert handle is not None, "a graph without a handle runs on stream 0 for ever"
         assert intermediate_data_type == compute_data_type == "FLOAT"
+        self.handle = handle
         self.io_data_type, self.tensors, self.options, self.steps = io_data_type, {}, {}, []
         self.running = threading.local()
         self.selected_engine, self.plans, self._plan_index = None, [types.SimpleNamespace(cpp_index=3)], 0
@@ -243,6 +244,7 @@ class Lowered:
         return sorted({*self.graph.tensors, *results}) if self.prepared else []
 
     def _execute_with_raw_ptrs(self, user_ptrs_array, n_user, workspace, handle, plan_index=-1):
+        """_execute_with_raw_ptrs(self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int = -1) -> None"""  # noqa: E501
         assert plan_index == 3
         assert workspace % 16 == 0
         assert workspace

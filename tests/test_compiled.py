@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,11 +20,11 @@ from fake_cudnn import memory
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg import aten, building, native, scope
+from attnreg import aten, building, native, packed, scope
 from attnreg.addresses import AddressCall
 from attnreg.aten import compiled, routing
 from attnreg.cli import app
-from attnreg.errors import BuildError, ConfigError
+from attnreg.errors import BuildError, ConfigError, RegistrationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -577,6 +578,7 @@ class OnAddresses:
         first = ((*Q.shape,), Q.stride(), torch.float32)
         others = [first] * 2 if backward else [((6, 2), (1, 6), torch.float32)]
         self.launched, self.derived, self.can, self.keep = [], [], True, True
+        self.vectors = []
         given = 6 if backward else 3
         operands = 0, *range(given, given + len(others) + 1), given + len(others) + 1
         self.lse = given - 1 if backward else None
@@ -588,8 +590,13 @@ class OnAddresses:
 
     def derive(self, *ends):
         self.derived.append(ends)
+        if self.can is None:
+            return None
         vector = ends[0].double()
-        return ([vector], self.keep) if self.can is not None else None
+        if self.keep:
+            vector = packed.derived_from(list(ends), 0, (id(self),), lambda: vector)
+        self.vectors.append(weakref.ref(vector))
+        return [vector]
 
     def launch(self, addresses, workspace, stream):
         pointers = (ctypes.c_void_p * 6).from_address(addresses)
@@ -790,24 +797,53 @@ def test_an_lse_is_copied_to_where_a_kernel_wants_it(op, ends):
 def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(op, ends):
     kernel, others = OnAddresses(), torch.tensor([0, 3, 6], dtype=torch.int32)
     front = Front(op, kernel.described, None)
-    for given in (ends, ends, ends, ends, others, others, others, ends, ends):
-        front.forward(given)
-    assert [pair[0] is ends for pair in kernel.derived] == [True, False, True]
-    assert kernel.vector == [0, 2, 6]
+    for number in range(3):
+        given = others if number == 1 else ends
+        for _ in range(4):
+            front.forward(given)
+        assert kernel.vector == given.tolist()
+        assert [pair[0] is others for pair in kernel.derived] == [False, True, False][: number + 1]
     ends[1] = 1
     front.forward(ends)
     assert front.forward(ends)[0] == ["function"]
     assert kernel.vector == [0, 1, 6]
-    kernel.keep = False
-    ends[1] = 2
+
+
+def test_what_a_backward_derives_follows_what_is_written_to_offsets(op, ends):
+    kernel = OnAddresses(backward=True)
+    front = Front(op, None, kernel.described)
+    front.backward(ends)
+    for first in (2, 2, 1, 1):
+        if ends[1] != first:
+            ends[1] = first
+        assert front.backward(ends)[0] == ["function"]
+        assert kernel.vector == [0, first, 6]
+    assert len(kernel.derived) == 2
+
+
+def test_what_is_derived_goes_with_the_offsets_that_it_was_derived_of(op):
+    kernel = OnAddresses()
+    front = Front(op, kernel.described, None)
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
     for _ in range(3):
         front.forward(ends)
-    assert len(kernel.derived) == 6  # once with what was written first, twice with what was written last
-    del given
     kernel.derived.clear()
-    before = weakref.ref(others)
-    del others
-    assert before() is None  # what was derived doesn't hold what it was derived of
+    (vector,) = kernel.vectors
+    assert vector() is not None
+    op.then = None  # has them in hand
+    del ends
+    gc.collect()
+    assert vector() is None
+
+
+def test_what_nobody_keeps_is_derived_anew(op, ends):
+    kernel = OnAddresses()
+    kernel.keep = False
+    front = Front(op, kernel.described, None)
+    for _ in range(4):
+        front.forward(ends)
+    assert len(kernel.derived) == 3
+    assert kernel.vector == [0, 2, 6]
 
 
 @pytest.mark.parametrize("can", [False, None], ids=["launch", "derive"])
@@ -838,8 +874,38 @@ def test_an_error_of_a_kernel_on_addresses_is_the_callers(op, ends, what):
 def test_an_operand_that_there_isnt_is_an_error(op, ends):
     front = Front(op, OnAddresses(operands=(0, 9)).described, None)
     front.forward(ends)
-    with pytest.raises(RuntimeError, match="operand 9, which there isn't"):
+    with pytest.raises(IndexError, match=r"AddressCall.operands has 9, expected less than 6"):
         front.forward(ends)
+
+
+@pytest.mark.parametrize(
+    ("what", "returned", "told"),
+    [
+        ("launch", None, "AddressCall.launch returned a NoneType, expected True or False"),
+        ("derive", (1,), "AddressCall.derive returned a tuple, expected a list of tensors or None"),
+        ("derive", [3], "AddressCall.derive returned a list with a int, expected tensors"),
+    ],
+)
+def test_what_breaks_the_contract_of_addresses_is_an_error_that_says_so(op, ends, what, returned, told):
+    front = Front(op, OnAddresses(**{what: lambda *_: returned}).described, None)
+    front.forward(ends)
+    with pytest.raises(TypeError, match=re.escape(told)):
+        front.forward(ends)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"operands": [0, 1]}, "AddressCall.operands: got [0, 1], expected a tuple"),
+        ({"operands": (0, -1)}, "AddressCall: got -1, expected whole numbers from 0"),
+        ({"lse_strides": 3}, "AddressCall.lse_strides: got 3, expected a tuple"),
+        ({"workspace": 0.5}, "AddressCall: got 0.5, expected whole numbers from 0"),
+    ],
+)
+def test_an_address_call_that_makes_no_sense_is_refused(changes, told):
+    with pytest.raises(RegistrationError) as error:
+        AddressCall(**{"run": None, "launch": None, "operands": (), "results": ()} | changes)
+    assert str(error.value) == told
 
 
 # ---- the front of varlen_attn

@@ -15,9 +15,9 @@ import torch
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.addresses import AddressCall
 from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, cudnn
-from attnreg.backends._cudnn_problem import rounded
+from attnreg.backends._cudnn_problem import Slot, rounded, tokens_in_order
 from attnreg.discovery import Entry
-from attnreg.verification import QUICK, measure
+from attnreg.verification import QUICK, Case, measure
 
 H200 = Device("cuda", (9, 0), simulated=True)
 
@@ -134,18 +134,20 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
     assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 
-@pytest.mark.parametrize("spread", ["evenly", "by magnitude"])
+@pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("most", [64, 512])
 def test_a_thousand_ragged_batches_need_few_plans(most, spread):
     draw = random.Random(0)
     forward, backward = set(), set()
 
     def up_to(number):
-        return draw.randint(1, number) if spread == "evenly" else round(number ** draw.uniform(0, 1))
+        return round(number ** draw.uniform(0, 1)) if spread == "by magnitude" else draw.randint(1, number)
 
     for _ in range(1000):
         longest = up_to(4096)
         lens = [draw.randint(1, longest) for _ in range(up_to(most))]
+        if spread == "in steps of 64":
+            lens = [64 * -(-length // 64) for length in lens]
         planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), 16 * 64)
         assert all(
             size >= real
@@ -153,10 +155,43 @@ def test_a_thousand_ragged_batches_need_few_plans(most, spread):
                 planned, (len(lens), max(lens), max(lens), sum(lens), sum(lens)), strict=True
             )
         )
-        forward.add(planned[:3])
-        backward.add(planned)
+        in_order = tokens_in_order(sum(lens))
+        forward.add((*planned[:3], in_order))
+        backward.add((*planned, in_order))
     assert len(forward) <= 24
     assert len(backward) <= 24
+
+
+@pytest.mark.parametrize(("lens", "in_order"), [([100, 156], True), ([100, 157], False), ([60, 68], False)])
+def test_a_power_of_two_of_tokens_has_its_lse_in_order_and_nothing_is_turned(kernels, module, lens, in_order):
+    query, key, value, call = ragged(lens)
+    out, lse = kernels.forward(query, key, value, call)
+    grads = kernels.backward(out, query, key, value, out, lse, call)
+    forward, backward = module.graphs
+    heads, tokens = lse.shape
+    wanted = [tokens, 1, 1] if in_order else [1, heads, 1]
+    assert [graph.described(Slot.STATS).stride[1:] for graph in (forward, backward)] == [wanted] * 2
+    again = kernels.again("forward", (query, key, value), call)
+    got, as_written = again(query, key, value, *short_ways.ends_of(call))
+    assert torch.equal(got, out)
+    assert torch.equal(as_written, lse)
+    assert as_written.is_contiguous() is in_order
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_an_lse_in_order_is_right(kernels, window):
+    lens = (100, 0, 155, 1)
+    case = Case(
+        name="a power of two", lens_q=lens, lens_k=(120, 3, 155, 1), varlen=True, heads=(4, 2), window=window
+    )
+    errors = measure(kernels, case)
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_no_batch_is_rounded_beyond_what_kernels_take():
+    assert [rounded(batch, 64, 64, batch, batch, 1024)[0] for batch in (46342, 65535)] == [65535, 65535]
 
 
 def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
@@ -405,6 +440,8 @@ def test_limits_that_no_field_can_say(changes, expected):
         ({"dtype": "float32"}, "forward", "dtype must be float16 or bfloat16, got float32"),
         ({"deterministic": True}, "backward", "not deterministic, and deterministic algorithms are on"),
         ({"bias": True}, "forward", "attn_bias must be None, got a tensor"),
+        ({"batch": 65536}, "forward", "batch must be 0 to 65535, got 65536"),
+        ({"batch": 65536, "varlen": True}, "backward", "batch must be 0 to 65535, got 65536"),
     ],
 )
 def test_reasons_against_a_call(changes, direction, expected):
@@ -536,9 +573,10 @@ def test_a_known_call_runs_on_addresses_with_the_threads_handle(kernels, module)
     expected = kernels.forward(query, key, value, call)
     again = kernels.again("forward", (query, key, value), call)
     for times in range(1, 3):
-        got = short_ways.run_on_addresses(again, query, key, value, *short_ways.ends_of(call))
+        got = again.on_addresses(query, key, value, *short_ways.ends_of(call))
         assert all(map(torch.equal, got, expected))
-        assert [(handle.by_address, handle.set) for handle in module.handles] == [(times, 1)]
+        assert [(handle.by_address, handle.set) for handle in module.handles] == [(times, 2)]
+    assert module.handles[0].stream == 0  # that of a CPU, which is where the tensors are
 
 
 @pytest.mark.parametrize(
@@ -548,8 +586,10 @@ def test_a_known_call_runs_on_addresses_with_the_threads_handle(kernels, module)
         lambda graph: delattr(graph, "plans"),
         lambda graph: setattr(graph, "selected_engine", object()),
         lambda graph: setattr(graph._lowered_graph, "_get_variant_pack_uids_sorted", lambda: [1, 2]),
+        lambda graph: setattr(graph._lowered_graph, "_execute_with_raw_ptrs", lambda *_: None),
+        lambda graph: setattr(graph.handle, "backend_handle", None),
     ],
-    ids=["no graph below", "no plans", "an engine of its own", "other tensors"],
+    ids=["no graph below", "no plans", "an engine of its own", "other tensors", "a signature", "a handle"],
 )
 def test_where_the_frontend_has_no_way_for_addresses_its_execute_is_called(
     kernels, module, monkeypatch, breaks

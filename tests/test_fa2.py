@@ -652,6 +652,8 @@ def test_with_the_package_it_adds_that(package, monkeypatch):
         ("forward", {"page_size": 16}, ("page size must be 256 to 2147483647 in steps of 256, got 16",)),
         ("backward", {"page_size": 256}, ("block_table must be None: no paged key-value cache",)),
         ("forward", {"positive_scale": False}, ("scale must be above 0",)),
+        ("forward", {"batch": 65536}, ("batch must be 0 to 65535, got 65536",)),
+        ("backward", {"batch": 65536, "varlen": True}, ("batch must be 0 to 65535, got 65536",)),
         ("backward", {"device": "sm_86", "head_dim": 192, "head_dim_v": 192}, ()),
         ("backward", {"device": "sm_86", "head_dim": 256, "head_dim_v": 256}, ()),
         ("forward", {"device": "sm_86", "head_dim": 224, "head_dim_v": 224}, ()),

@@ -75,6 +75,20 @@ def test_dense_lengths(named, window):
     assert sum(bool(outcome.reasons) for outcome in outcomes) == (left_out if named == "cuDNN" else 0)
 
 
+# As many queries as a power of two: cuDNN then writes the LSE in another order.
+POWER_OF_TWO = ((113, 203), (1, 65), (64, 1), (0, 9), (31, 33), (7, 0), (203, 113), (93, 93))
+
+
+@pytest.mark.only_for("cuDNN")
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
+)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
+def test_a_power_of_two_of_tokens(named, window, options):
+    assert sum(rows for rows, _ in POWER_OF_TWO) == 512
+    hold(named, [ragged(*POWER_OF_TWO, window=window, **options)])
+
+
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2), (4, 0)], ids=str)
 def test_packed_lengths(named, window):
     hold(named, [ragged(*SHAPES, window=window), ragged(*RAGGED, window=window)])

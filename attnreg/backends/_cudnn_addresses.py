@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ByAddress", "by_address"]
 
+# How the frontend's function is described that takes addresses.
+SIGNATURE = "(self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int"
+
 log = logging.getLogger("attnreg")
 
 
@@ -30,13 +33,21 @@ class ByAddress(NamedTuple):
     order: tuple[int, ...]
 
 
-def by_address(graph: Any, uids: Sequence[int]) -> ByAddress | None:
-    """Return how to run a built graph on addresses; None where this release doesn't do it as 1.32 does."""
+def by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | None:
+    """Return how to run a built graph on addresses; None where this release doesn't do it as 1.32 does.
+
+    Args:
+        graph: of the frontend's.
+        uids: of the tensors that it is run on.
+        handle: one of those that it will be run with.
+    """
     try:
         if graph.selected_engine is not None:
             return None  # not cuDNN's own: written in Python
         lowered, index = graph._lowered_graph, graph.plans[graph._plan_index].cpp_index
         execute = lowered._execute_with_raw_ptrs
+        if SIGNATURE not in execute.__doc__ or not isinstance(handle.backend_handle, int):
+            raise TypeError(f"_execute_with_raw_ptrs is another: {execute.__doc__}")
         lowered._prepare_variant_pack_template()
         expected = lowered._get_variant_pack_uids_sorted()
     except Exception as error:  # noqa: BLE001 - it isn't needed

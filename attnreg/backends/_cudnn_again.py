@@ -1,7 +1,7 @@
 """A call that is known, done again: its plan is at hand, and so is how its results lie.
 
 Describing a call and finding its plan costs the host as much as the kernel takes on short sequences. The
-LSE stays as cuDNN writes it, seen the other way round: whoever needs it in order turns it.
+LSE stays as cuDNN writes it, maybe with the token first: whoever needs it in order turns it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attnreg.addresses import AddressCall
-from attnreg.backends._cudnn_described import described, offsets_of, with_results
-from attnreg.layout import aligned, dense, fresh
-from attnreg.packed import of_a_graph, stream_of
+from attnreg.backends._cudnn_described import described, lse_lies, offsets_of, with_results
+from attnreg.layout import aligned, dense, fresh, lying
+from attnreg.packed import stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,13 +56,12 @@ class _Known(NamedTuple):
         self.plans.launch_on_addresses(plan.by_address.run, self.device, addresses, workspace, stream)
         return True
 
-    def derive(self, ends_q: Tensor, ends_k: Tensor) -> tuple[list[Tensor], bool] | None:
-        """Return what it reads of these offsets, and whether that may be kept; see `AddressCall`."""
+    def derive(self, ends_q: Tensor, ends_k: Tensor) -> list[Tensor] | None:
+        """Return what it reads of these offsets; see `AddressCall`."""
         plan = self.plan()
         if plan is None:
             return None
-        offsets = offsets_of(self.batch, stream_of(ends_q), ends_q, ends_k)
-        return offsets.operands(plan), not of_a_graph(ends_q)
+        return offsets_of(self.batch, stream_of(ends_q), ends_q, ends_k).operands(plan)
 
 
 def again(
@@ -83,20 +82,19 @@ def again(
     plan = plans.known(problem)
     if plan is None:
         return None
-    known = _Known(plans, weakref.ref(plan), problem.device, problem.batch)
-    return _forward(known, query, value, call.varlen) if forward else _backward(known, tensors, call.varlen)
+    known, lse = _Known(plans, weakref.ref(plan), problem.device, problem.batch), lse_lies(problem, query)
+    if forward:
+        return _forward(known, query, value, lse, call.varlen)
+    return _backward(known, tensors, lse[1], call.varlen)
 
 
 def _forward(
-    known: _Known, query: Tensor, value: Tensor, varlen: bool
+    known: _Known, query: Tensor, value: Tensor, lse: tuple[tuple[int, ...], tuple[int, ...]], varlen: bool
 ) -> Callable[..., tuple[Tensor, ...] | None]:
-    *rows, heads, _ = query.shape
-    device, out_size = query.device, (*rows, heads, value.shape[-1])
-    # Packed: with the token first, and seen the other way round.
-    lse_size = (heads, *rows) if varlen else (rows[0], heads, rows[1])
+    device, out_size = query.device, (*query.shape[:-1], value.shape[-1])
     results: tuple[Allocation, ...] = (
         (out_size, dense(out_size), query.dtype),
-        (lse_size, (1, heads) if varlen else dense(lse_size), torch.float32),
+        (*lse, torch.float32),
     )
 
     def run(query: Tensor, key: Tensor, value: Tensor, *ends: Tensor) -> tuple[Tensor, ...] | None:
@@ -111,11 +109,10 @@ def _forward(
 
 
 def _backward(
-    known: _Known, tensors: tuple[Tensor, ...], varlen: bool
+    known: _Known, tensors: tuple[Tensor, ...], lse_strides: tuple[int, ...], varlen: bool
 ) -> Callable[..., tuple[Tensor, ...] | None]:
     results = tuple((tuple(x.shape), dense(x.shape), x.dtype) for x in tensors[1:4])
-    device, lse_size = tensors[1].device, tensors[5].shape
-    lse_strides = (1, lse_size[0]) if varlen else dense(lse_size)
+    device = tensors[1].device
 
     def run(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *ends: Tensor
@@ -123,9 +120,9 @@ def _backward(
         plan = known.here()
         if plan is None:
             return None
-        stats = (lse.t() if varlen else lse).contiguous()
+        lse = lying(lse, lse_strides)
         grads = [fresh(*one, device) for one in results]
-        known.run(plan, [query, key, value, out, stats, grad_out, *grads], ends)
+        known.run(plan, [query, key, value, out, lse, grad_out, *grads], ends)
         return tuple(grads)
 
     return _on_addresses(known, run, (1, 2, 3, 4, 5, 0, 6, 7, 8), results, varlen, lse_strides)

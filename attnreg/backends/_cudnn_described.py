@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnreg.backends._cudnn_offsets import Offsets
-from attnreg.backends._cudnn_problem import Problem, rounded
+from attnreg.backends._cudnn_problem import Problem, rounded, tokens_in_order
+from attnreg.layout import dense
 from attnreg.packed import derived_from, stream_of
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from attnreg.backend import Call
     from attnreg.discovery import Direction
 
-__all__ = ["described", "offsets_of", "with_results"]
+__all__ = ["described", "lse_lies", "offsets_of", "with_results"]
 
 
 def described(
@@ -38,6 +39,7 @@ def described(
         direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
         _strides(query, packed), _strides(key, packed), _strides(value, packed),
+        lse_tokens=tokens_in_order(query.shape[0]) if packed else 0,
     )  # fmt: skip
     return problem, offsets, stream
 
@@ -57,6 +59,13 @@ def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) ->
         strides_grad_out=_strides(grad_out, problem.packed),
         square=call.window != (-1, -1) and _is_square(call),
     )
+
+
+def lse_lies(problem: Problem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return size and strides of the LSE that a problem's kernels write or read."""
+    *batch, rows, heads = query.shape[:-1]
+    size = *batch, heads, rows
+    return size, (1, heads) if problem.packed and not problem.lse_tokens else dense(size)
 
 
 def _is_square(call: Call) -> bool:

@@ -70,6 +70,7 @@ class _Description:
         types = cudnn.data_type
         self._cudnn = cudnn
         self._problem = problem
+        self._handle = handle
         self._dtype = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[problem.dtype]
         self._graph = cudnn.pygraph(
             handle=handle,
@@ -96,7 +97,7 @@ class _Description:
         uids = (*tensors, *self._vectors)
         return Graph(
             graph, graph.get_workspace_size(), tuple(tensors.values()), vectors,
-            _kinds.setdefault(vectors, len(_kinds)), uids, by_address(graph, uids),
+            _kinds.setdefault(vectors, len(_kinds)), uids, by_address(graph, uids, self._handle),
         )  # fmt: skip
 
     def _forward(self) -> None:
@@ -166,9 +167,11 @@ class _Description:
         return options
 
     def _stats_strides(self) -> Strides:
-        """Stride of the LSE: of packed tensors cuDNN takes it with the token first, (T, H)."""
-        heads, rows = self._problem.heads_q, self._problem.max_q
-        return (0, 1, heads) if self._problem.packed else (heads * rows, rows, 1)
+        """Strides of the LSE: of packed tensors with the token first, (T, H), or in order, (H, T)."""
+        heads, rows, tokens = self._problem.heads_q, self._problem.max_q, self._problem.lse_tokens
+        if self._problem.packed:
+            return (0, tokens, 1) if tokens else (0, 1, heads)
+        return heads * rows, rows, 1
 
     def _tensor(self, slot: Slot, shape: tuple[int, int, int], strides: Strides, dtype: Any = None) -> Any:
         tensor = self._graph.tensor(

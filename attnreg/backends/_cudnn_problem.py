@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
     from attnreg.discovery import Direction
 
-__all__ = ["Problem", "Slot", "Start", "Strides", "rounded"]
+__all__ = ["GRID", "Problem", "Slot", "Start", "Strides", "rounded", "tokens_in_order"]
+
+
+# Each sequence has its place in a dimension of the kernels' grid, which ends here.
+GRID = 65535
 
 
 class Slot(enum.IntEnum):
@@ -45,6 +49,9 @@ class Start(NamedTuple):
 
 Strides = tuple[int, int, int]
 
+# Of small batches one in a few has such a number by chance.
+LEAST_IN_ORDER = 256
+
 # Numbers that the backward's workspace for a gradient of the query always has: 128 MB in float32.
 _WORKSPACE = 2**25
 
@@ -55,7 +62,8 @@ class Problem(NamedTuple):
     Strides are those of (batch, head, token) in elements; a packed tensor has 0 for the batch. The
     head dim lies dense. Results are contiguous. A masked backward is `square` where every sequence has
     as many keys as queries: then both alignments of a mask are the same, and cuDNN 9.19 skips what is
-    masked for the one aligned top-left only.
+    masked for the one aligned top-left only. `lse_tokens` is how far apart the heads of a packed LSE lie, 0
+    if it lies with the token first; see `tokens_in_order`.
     """
 
     direction: Direction
@@ -79,6 +87,18 @@ class Problem(NamedTuple):
     strides_out: Strides = (0, 0, 0)
     strides_grad_out: Strides = (0, 0, 0)
     square: bool = False
+    lse_tokens: int = 0
+
+
+def tokens_in_order(tokens: int) -> int:
+    """Return how many tokens a packed LSE is planned for that lies as the contract has it; 0 for none.
+
+    A plan whose LSE lies in order, (H, T), is good for that T only, one whose LSE lies with the token first
+    for any: that is turned round in each direction, which takes the device 5 µs. So a number of tokens has
+    plans of its own if it is a power of two, as the budgets of packed training mostly are, and others,
+    of which there may be any number, have not.
+    """
+    return tokens if tokens >= LEAST_IN_ORDER and tokens & (tokens - 1) == 0 else 0
 
 
 def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, width: int) -> tuple[int, ...]:
@@ -93,7 +113,7 @@ def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, wi
     step = 4.0 if mean >= 512 else 2.0 if mean >= 128 else 2**0.5
     least = max(256, _WORKSPACE // width)
     return (
-        _up(batch, 8, step), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
+        min(_up(batch, 8, step), max(batch, GRID)), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
         _total(tokens_q, least), _total(tokens_k, least),
     )  # fmt: skip
 

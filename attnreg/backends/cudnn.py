@@ -21,10 +21,11 @@ import torch
 
 from attnreg.backend import Backend, Kernels
 from attnreg.backends._cudnn_again import again
-from attnreg.backends._cudnn_described import described, with_results
+from attnreg.backends._cudnn_described import described, lse_lies, with_results
 from attnreg.backends._cudnn_plans import Plans
+from attnreg.backends._cudnn_problem import GRID
 from attnreg.capabilities import Capabilities, Range
-from attnreg.layout import readable
+from attnreg.layout import lying, readable
 from attnreg.packed import facts
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ FORWARD = Capabilities(
     compute_capability=((8, 0), (12, 1)),
     head_dim=Range(8, 256, 8),
     head_dim_v=Range(8, 256, 8),
+    batch=Range(0, GRID),
     varlen=True,
     gqa=True,
     causal=True,
@@ -105,17 +107,17 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
     """Return the output and the LSE."""
     shape = (*query.shape[:-1], value.shape[-1])
     if not (query.numel() and key.numel() and call.max_q and call.max_k):
-        lse_shape = (query.shape[1], query.shape[0]) if call.varlen else _heads_first(query)
-        return query.new_zeros(shape), query.new_full(lse_shape, -inf, dtype=torch.float32)
+        *batch, rows, heads = query.shape[:-1]
+        return query.new_zeros(shape), query.new_full((*batch, heads, rows), -inf, dtype=torch.float32)
     query, key, value = (readable(x, repeats=False) for x in (query, key, value))
     problem, offsets, stream = described("forward", query, key, value, call)
-    stats_shape = query.shape[:-1] if offsets else _heads_first(query)
-    if offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole:
-        out, stats = query.new_empty(shape), query.new_empty(stats_shape, dtype=torch.float32)
-    else:
-        out, stats = query.new_zeros(shape), query.new_full(stats_shape, -inf, dtype=torch.float32)
-    _run(plans, problem, (query, key, value, out, stats), offsets, stream)
-    return out, stats.t().contiguous() if offsets else stats
+    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
+    out = query.new_empty(shape) if whole else query.new_zeros(shape)
+    lse = query.new_empty_strided(*lse_lies(problem, query), dtype=torch.float32)
+    if not whole:
+        lse.fill_(-inf)
+    _run(plans, problem, (query, key, value, out, lse), offsets, stream)
+    return out, lse.contiguous()
 
 
 def backward(
@@ -141,8 +143,8 @@ def backward(
     problem = with_results(problem, out, grad_out, call)
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
-    stats = lse.t().contiguous() if offsets else lse.contiguous()
-    tensors = (query, key, value, out, stats, grad_out, grad_q, grad_k, grad_v)
+    lse = lying(lse, lse_lies(problem, query)[1])
+    tensors = (query, key, value, out, lse, grad_out, grad_q, grad_k, grad_v)
     _run(plans, problem, tensors, offsets, stream)
     return grad_q, grad_k, grad_v
 
@@ -155,11 +157,6 @@ def _run(
     else:
         with torch.cuda.device(problem.device):
             plans.run(problem, tensors, offsets, stream)
-
-
-def _heads_first(query: Tensor) -> tuple[int, int, int]:
-    batch, rows, heads, _ = query.shape
-    return batch, heads, rows
 
 
 BACKEND = Backend(

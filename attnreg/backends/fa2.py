@@ -51,6 +51,7 @@ LIMITS: dict[str, Any] = {
     "dtypes": ("float16", "bfloat16"),
     "compute_capability": ((8, 0), (12, 1)),
     "head_dim": Range(8, 256, 8),
+    "batch": Range(0, 65535),
     "varlen": True,
     "gqa": True,
     "causal": True,

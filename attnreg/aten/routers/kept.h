@@ -73,11 +73,11 @@ struct Allocation {
   at::ScalarType dtype;
 };
 
-struct Derived {  // what was derived of a pair of offsets
+struct Derived {  // what was derived of a pair of offsets; whoever derived it decides how long it lives
   Weak queries, keys;
   Version queries_version, keys_version;
   c10::Stream stream;
-  std::vector<at::Tensor> tensors;
+  std::vector<Weak> tensors;
 };
 
 struct AddressCall {  // a kernel that is run on addresses; see `attnreg.addresses`
@@ -86,8 +86,8 @@ struct AddressCall {  // a kernel that is run on addresses; see `attnreg.address
   std::vector<Allocation> results;
   int64_t workspace;
   std::optional<std::vector<int64_t>> lse_strides;
-  Object derive;                                   // none of dense calls
-  mutable std::shared_ptr<const Derived> derived;  // of the last offsets; under the interpreter's lock
+  Object derive;                           // none of dense calls
+  mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
 };
 
 struct Way {  // how a call is answered

@@ -36,9 +36,11 @@ inline at::Tensor turned(const c10::IValue& tensor) {
   return seen(x, sizes, strides);
 }
 
-// An LSE without its last dimension, or with it.
+// An LSE without its last dimension, if it has that, or with it.
 inline at::Tensor without_last(const at::Tensor& lse) {
-  TORCH_CHECK(lse.dim() == 4 && lse.size(3) == 1, "attnreg: got an LSE ", lse.sizes(), ", expected a last size of 1");
+  if (lse.dim() != 4 || lse.size(3) != 1) {
+    return lse;
+  }
   const Lengths sizes(lse.sizes().begin(), lse.sizes().end() - 1);
   return seen(lse, sizes, Lengths(lse.strides().begin(), lse.strides().end() - 1));
 }
@@ -79,6 +81,9 @@ inline void turn_back(std::vector<c10::IValue>& results, Arguments arguments, co
     results[i] = like(turned(results[i]), arguments[place.query + i].toTensor());
   }
   if (!backward) {
+    const at::Tensor &query = arguments[place.query].toTensor(), &lse = results[1].toTensor();
+    TORCH_CHECK(lse.sizes() == query.sizes().slice(0, 3) && lse.scalar_type() == at::kFloat, "attnreg: a kernel's LSE ",
+                "is ", lse.toString(), lse.sizes(), ", expected float32 ", query.sizes().slice(0, 3));
     results[1] = with_last(results[1].toTensor().contiguous());
   }
 }
