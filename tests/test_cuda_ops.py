@@ -644,6 +644,30 @@ def run_on(kernels, direction, call, sizes):
     return launch
 
 
+def test_seed_and_offset_are_memory_that_nobody_else_knows(route, fake, monkeypatch):
+    """Not that of a kernel's other results, if those are in anybody's hands."""
+    originals, held = torchs_own(), random_state()
+    flash = originals[FORWARD["flash"]]
+
+    def with_states(*args, **options):
+        out, lse, _, _, debug_mask = flash(*args, **options)
+        return out, lse, *held, debug_mask
+
+    route({**originals, FORWARD["flash"]: with_states})
+    backend, *_ = leading_to_flash(fake, monkeypatch, originals)
+    inputs = [x.detach() for x in tensors(heads=(4, 2))]
+    with attnreg.register_backend(backend):
+        for _ in range(4):
+            *_, seed, offset, _ = call("cudnn", inputs)
+            for word in (seed, offset):
+                assert (word.shape, word.dtype, word.device.type) == ((), torch.int64, "cpu")
+                assert word.data_ptr() not in [x.data_ptr() for x in held]
+            seed.fill_(7)
+            assert offset.fill_(8).item() == 8
+            assert seed.item() == 7
+    assert [x.tolist() for x in held] == [x.tolist() for x in random_state()]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
 def test_a_kernel_that_a_backend_leads_to_is_run_on_addresses(route, ran, fake, order):
     route(torchs_own())

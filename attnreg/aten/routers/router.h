@@ -111,8 +111,9 @@ class Router final : public c10::OperatorKernel {
       turn(given, place_);
     }
     std::vector<c10::IValue> results;
+    Spare spare;
     if (way.another) {
-      call_torch(*way.another, given, keys, results);
+      call_torch(*way.another, given, keys, results, spare);
     } else if (way.addresses) {
       if (!run_on_addresses(*way.addresses, given, results)) {
         return false;
@@ -133,18 +134,11 @@ class Router final : public c10::OperatorKernel {
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), results.begin(), results.end());
     for (const c10::IValue& one : way.beside) {
-      stack->push_back(way.turned ? anew(one, device) : one);
+      // What Inductor compiles may write to an op's outputs. Calls of `varlen_attn`'s own front aren't compiled.
+      const bool anew = way.turned && one.isTensor() && one.toTensor().defined();
+      stack->push_back(anew ? fresh(one.toTensor(), device, spare) : one);
     }
     return true;
-  }
-
-  // What Inductor compiles may write to an op's outputs. Calls of `varlen_attn`'s own front aren't compiled.
-  static c10::IValue anew(const c10::IValue& one, c10::Device device) {
-    if (!one.isTensor() || !one.toTensor().defined()) {
-      return one;
-    }
-    // Not `empty_like`: of a tensor that only says what it is, that is written in Python.
-    return at::empty(one.toTensor().sizes(), at::TensorOptions().dtype(one.toTensor().dtype()).device(device));
   }
 
   Answer look_up(Arguments arguments, int64_t announcement, UnderWay& call) const {
