@@ -1,5 +1,6 @@
 """Promises of `attnreg bench`: right before fast, a ratio is what it says, and nothing is left changed."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -17,6 +18,7 @@ from attnreg.bench import cases, contexts, figures, fronts, overhead_gpu, select
 from attnreg.bench.compare import wrong_backend
 from attnreg.bench.inputs import Batch
 from attnreg.bench.joined import joined
+from attnreg.bench.overhead_gpu import ALONE
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
 from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
@@ -128,15 +130,24 @@ def test_a_gpus_overhead_is_that_of_each_front_and_side(monkeypatch, routers):
     found = overhead_gpu.measure(job)
     steps = {"forward, no grad", "forward, grad", BOTH}
     assert {front: set(sides) for front, sides in found.results.items()} == {
-        "varlen_attn": {"attnreg", "attnreg, cpu"},  # torch's own is a GPU's
-        "SDPA": {"torch", "attnreg", "attnreg, cpu"},
+        "varlen_attn": {"attnreg", "attnreg, cpu", f"attnreg, {ALONE}"},  # torch's own is a GPU's
+        "SDPA": {"torch", "attnreg", "attnreg, cpu", f"torch, {ALONE}", f"attnreg, {ALONE}"},
     }
     assert all(set(one) == steps for sides in found.results.values() for one in sides.values())
     assert [line.partition(":")[0] for line in job.left_out] == [
         "varlen 2x128 h8 d64, torch",
+        f"varlen 2x128 h8 d64, torch, {ALONE}",
         "varlen 2x128 h8 d64, aten op, C++ autograd",
     ]
-    assert len(found.told) == 4 and all("aim" in line for line in found.told)
+    assert len(found.told) == 6 and all("aim" in line for line in found.told)
+
+
+def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
+    enabled = torch._C._is_multithreading_enabled
+    assert enabled()
+    with overhead_gpu._in_the_callers_thread(contextlib.nullcontext):
+        assert not enabled()
+    assert enabled()
 
 
 def test_selection_divides_what_it_measured(measured):

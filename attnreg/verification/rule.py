@@ -26,12 +26,6 @@ __all__ = ["Error", "Outcome", "measure", "verify"]
 
 FACTOR = 2.0
 
-# How a backend's shorter way is done: as routers in Python do it, and as compiled ones may.
-WAYS: tuple[Callable[[Any], Any], ...] = (
-    lambda run: run,
-    lambda run: run.on_addresses if isinstance(run, AddressCall) else None,
-)
-
 # Relative and absolute, those that torch.testing.assert_close uses by default.
 TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
 
@@ -105,7 +99,7 @@ def measure(
         grads = kernels.backward(grad_out, q, k, v, out, lse, call) if kernels.backward else ()
         results = [(out, lse, *grads)]
         if kernels.again is not None and _may_be_done_again(case, call, truth):
-            results += [_done_again(kernels.again, given, (out, lse, *grads), way) for way in WAYS]
+            results += _done_again(kernels.again, given, (out, lse, *grads))
     return {
         name: Error(
             max(_distance(one, getattr(truth, name)) for one in got),
@@ -124,25 +118,24 @@ def _may_be_done_again(case: Case, call: Call, truth: Results) -> bool:
     return full and plain and bool(truth.lse.isfinite().all())
 
 
-def _done_again(
-    again: Again,
-    given: Inputs,
-    results: tuple[Tensor, ...],
-    way: Callable[[Any], Any],
-) -> tuple[Tensor, ...]:
-    """Return the results of the shorter ways, and those that are there already where there is none.
-
-    `way` makes of what a backend returns what does the call, or None.
-    """
+def _done_again(again: Again, given: Inputs, results: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Return the results of the shorter ways, and those that are there already where there is none."""
     *inputs, grad_out, call = given
     ends = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
     out, lse, *grads = results
-    if (run := way(again("forward", tuple(inputs), call))) is not None:
-        out, lse = run(*inputs, *ends) or (out, lse)
-    tensors = grad_out, *inputs, out, lse
-    if grads and (run := way(again("backward", tensors, call))) is not None:
-        grads = [*(run(*tensors, *ends) or grads)]
-    return out, lse, *grads
+    forwards = [way(*inputs, *ends) or (out, lse) for way in _ways(again("forward", tuple(inputs), call))]
+    for ahead in forwards or [(out, lse)]:
+        tensors = grad_out, *inputs, *ahead
+        backwards = _ways(again("backward", tensors, call)) if grads else []
+        for back in [way(*tensors, *ends) or grads for way in backwards] or [grads]:
+            yield *ahead, *back
+
+
+def _ways(run: Callable[..., Any] | None) -> list[Callable[..., Any]]:
+    """Return how routers take a shorter way: those in Python, and what compiled ones may do instead."""
+    if run is None:
+        return []
+    return [run, run.on_addresses] if isinstance(run, AddressCall) else [run]
 
 
 def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:
