@@ -90,15 +90,15 @@ struct AddressCall {  // a kernel that is run on addresses; see `attnreg.address
   mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
 };
 
-struct Way {  // how a call is answered
+struct Way {  // how a call is answered: by one of three, or by torch's kernel for the op itself
   Run run;
   Tallies tallies;
-  std::vector<c10::IValue> beside{};             // what a forward returns beside its results
-  at::Tensor carrier{};                          // by which a backward of `varlen_attn` is known, held here
-  std::shared_ptr<const OpCall> another = nullptr;  // a kernel of torch's other than the op's own, in place of `run`
-  std::shared_ptr<const AddressCall> addresses = nullptr;  // or a kernel that is run on addresses
-  bool turned = false;                           // whether the tensors have the heads first (`turned.h`)
-  bool saved = false;                            // whether autograd may save the results, which have to lie in order
+  std::vector<c10::IValue> beside{};                       // what a forward returns beside its results
+  at::Tensor carrier{};                                    // by which a backward of `varlen_attn` is known, held here
+  std::shared_ptr<const OpCall> another = nullptr;         // a kernel of torch's for another op
+  std::shared_ptr<const AddressCall> addresses = nullptr;  // a kernel that is run on addresses
+  bool turned = false;                                     // whether the tensors have the heads first (`turned.h`)
+  bool saved = false;                                      // whether its results have to lie in order, to be saved
 };
 
 struct Offsets {  // a pair that was found to leave no row without a key
