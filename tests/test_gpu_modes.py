@@ -241,3 +241,23 @@ def test_two_gpus_take_turns_at_the_same_call(named, ran):
         for given, right in zip(places, wanted, strict=True):
             gpu.assert_near(gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given), right)
     assert ran() == {named: (8, 8)}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_calls_that_came_before_are_answered_on_the_second_gpu(named, ran):
+    """Packed and dense, by whatever is the shortest way there, while the first GPU is current."""
+    packed = [gpu.packed((300, 5, 42), device=f"cuda:{index}") for index in (1, 0)]
+    wanted = [gpu.expected(given)[0] for given in packed]
+    dense = [torch.randn(2, 4, 128, 64, device="cuda:1", dtype=torch.bfloat16) for _ in "qkv"]
+    right = F.scaled_dot_product_attention(*(x.double() for x in dense))
+    with attnreg.register_backend(named):
+        for _ in range(8):
+            for given, expected in zip(packed, wanted, strict=True):
+                got = gpu.run(attnreg.varlen_attn, given)
+                torch.cuda.synchronize(given.query.device)
+                gpu.assert_near(got, expected)
+            out = F.scaled_dot_product_attention(*dense)
+            assert out.device == torch.device("cuda:1")
+            assert torch.cuda.current_device() == 0
+            torch.testing.assert_close(out.double(), right, rtol=0.02, atol=0.02)
+        assert ran() == {named: (24, 16)}
