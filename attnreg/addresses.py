@@ -55,11 +55,12 @@ class AddressCall:
     derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
 
     def __post_init__(self) -> None:
-        given = {"operands": self.operands, "results": self.results, "lse_strides": self.lse_strides or ()}
+        strides = () if self.lse_strides is None else self.lse_strides
+        given = {"operands": self.operands, "results": self.results, "lse_strides": strides}
         for name, value in given.items():
             if not isinstance(value, tuple):
                 raise RegistrationError(f"AddressCall.{name}: got {value!r}, expected a tuple")
-        for number in (*self.operands, *(self.lse_strides or ()), self.workspace):
+        for number in (*self.operands, *strides, self.workspace):
             if not isinstance(number, int) or number < 0:
                 raise RegistrationError(f"AddressCall: got {number!r}, expected whole numbers from 0")
 
@@ -68,10 +69,13 @@ class AddressCall:
         return self.launch, self.operands, self.results, self.workspace, self.lse_strides, self.derive
 
     def on_addresses(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the results for these tensors as compiled routers do, by `launch`; None if it can't.
+        """Return the results for these tensors as compiled routers do, by `launch`; None if it can't."""
+        if given[0].is_cuda:
+            with torch.cuda.device(given[0].device):
+                return self._launched(*given)
+        return self._launched(*given)
 
-        The tensors' device has to be the current one if it is a CUDA device.
-        """
+    def _launched(self, *given: Tensor) -> tuple[Tensor, ...] | None:
         tensors, ends = (given[:-2], given[-2:]) if self.derive is not None else (given, ())
         if self.lse_strides is not None:
             tensors = *tensors[:-1], lying(tensors[-1], self.lse_strides)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attnreg.spec import AttentionSpec
 
-__all__ = ["Capabilities", "Range"]
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range"]
 
 
 class Range(NamedTuple):
@@ -35,6 +35,9 @@ class Range(NamedTuple):
 
 ANY_SIZE = Range(0, 2**31 - 1)
 
+# Where the second and third dimension of a CUDA grid end: https://docs.nvidia.com/cuda/cuda-c-programming-guide
+GRID = 65535
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
@@ -47,7 +50,8 @@ class Capabilities:
         head_dim: head dims of query and key.
         head_dim_v: head dims of the value; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
-        batch: how many sequences a call may have: a dimension of a CUDA grid ends at 65535.
+        batch: how many sequences a call may have: many kernels give each a place in a dimension of their
+            grid, which ends at `GRID`.
 
     The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`

@@ -898,7 +898,7 @@ def test_what_breaks_the_contract_of_addresses_is_an_error_that_says_so(op, ends
     [
         ({"operands": [0, 1]}, "AddressCall.operands: got [0, 1], expected a tuple"),
         ({"operands": (0, -1)}, "AddressCall: got -1, expected whole numbers from 0"),
-        ({"lse_strides": 3}, "AddressCall.lse_strides: got 3, expected a tuple"),
+        ({"lse_strides": 0}, "AddressCall.lse_strides: got 0, expected a tuple"),
         ({"workspace": 0.5}, "AddressCall: got 0.5, expected whole numbers from 0"),
     ],
 )

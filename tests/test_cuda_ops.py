@@ -645,7 +645,7 @@ def run_on(kernels, direction, call, sizes):
 
 
 def test_seed_and_offset_are_memory_that_nobody_else_knows(route, fake, monkeypatch):
-    """Not that of a kernel's other results, if those are in anybody's hands."""
+    """Not that of a kernel's other results, if those are in anybody's hands; if they aren't, a GPU shows."""
     originals, held = torchs_own(), random_state()
     flash = originals[FORWARD["flash"]]
 

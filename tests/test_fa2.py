@@ -625,6 +625,16 @@ def test_without_the_package_it_says_what_the_package_would_add(monkeypatch):
     assert reasons("forward", **pages) == ()
 
 
+def test_with_splits_sequences_and_heads_share_a_dimension_of_the_grid(monkeypatch):
+    monkeypatch.setattr(fa2, "FORWARD", dataclasses.replace(fa2.FORWARD, num_splits=True))
+    monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=fa2.FORWARD))
+    assert reasons("forward", batch=8192, num_splits=2) == (
+        "batch times heads must be at most 65535 with num_splits, got 65536",
+    )
+    for asked in ({"batch": 8191, "num_splits": 2}, {"batch": 8192, "num_splits": 1}, {"batch": 8192}):
+        assert reasons("forward", **asked) == ()
+
+
 def test_with_the_package_it_adds_that(package, monkeypatch):
     package()
     monkeypatch.setattr(fa2, "PAGES", False)

@@ -278,6 +278,7 @@ def gpu(device="sm_90", **changes):
         ({"head_dim_v": 64}, "head_dim of the value must be that of the query, 128, got 64"),
         ({"positive_scale": False}, "scale must be above 0"),
         ({"num_splits": 2}, "num_splits must be None, got 2"),
+        ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
     ],
 )
 def test_what_neither_direction_runs(changes, reason):

@@ -12,16 +12,14 @@ import enum
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from attnreg.capabilities import GRID
+
 if TYPE_CHECKING:
     import torch
 
     from attnreg.discovery import Direction
 
-__all__ = ["GRID", "Problem", "Slot", "Start", "Strides", "rounded", "tokens_in_order"]
-
-
-# Each sequence has its place in a dimension of the kernels' grid, which ends here.
-GRID = 65535
+__all__ = ["Problem", "Slot", "Start", "Strides", "rounded", "tokens_in_order"]
 
 
 class Slot(enum.IntEnum):

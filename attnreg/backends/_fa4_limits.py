@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnreg.backends._fa4_kinds import kind_of_spec, seen
-from attnreg.capabilities import Capabilities, Range
+from attnreg.capabilities import GRID, Capabilities, Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from attnreg.spec import AttentionSpec
 
 __all__ = ["BACKWARD", "FORWARD", "refuses"]
-
-# Each sequence of a dense batch has its place in a dimension of the grid that ends here.
-GRID = 65535
 
 # Value and query of different head dims whose backward the package builds for Hopper.
 UNEQUAL = ((64, 128), (96, 128), (128, 64), (192, 128), (256, 128))
@@ -108,6 +105,8 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
 
 def _gradients(spec: AttentionSpec) -> Iterator[str]:
     major, dims = _major(spec), (spec.head_dim, spec.head_dim_v)
+    if spec.varlen and spec.batch > GRID:  # no such backward has run so far
+        yield f"batch must be at most {GRID} for a gradient, got {spec.batch}"
     if major == 9 and dims[0] in WRONG:
         yield f"head_dim must not be {', '.join(map(str, WRONG))}, whose gradients are wrong, got {dims[0]}"
     if major == 12 and spec.deterministic:

@@ -23,8 +23,7 @@ from attnreg.backend import Backend, Kernels
 from attnreg.backends._cudnn_again import again
 from attnreg.backends._cudnn_described import described, lse_lies, with_results
 from attnreg.backends._cudnn_plans import Plans
-from attnreg.backends._cudnn_problem import GRID
-from attnreg.capabilities import Capabilities, Range
+from attnreg.capabilities import GRID, Capabilities, Range
 from attnreg.layout import lying, readable
 from attnreg.packed import facts
 

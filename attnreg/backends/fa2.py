@@ -16,7 +16,7 @@ from attnreg.backend import Backend, Call, Kernels
 from attnreg.backends import _fa2_rows as rows
 from attnreg.backends._fa2_native import PAGES, SPLITS, Native
 from attnreg.backends._fa2_package import Package, installed, missing, package
-from attnreg.capabilities import Capabilities, Range
+from attnreg.capabilities import GRID, Capabilities, Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ LIMITS: dict[str, Any] = {
     "dtypes": ("float16", "bfloat16"),
     "compute_capability": ((8, 0), (12, 1)),
     "head_dim": Range(8, 256, 8),
-    "batch": Range(0, 65535),
+    "batch": Range(0, GRID),
     "varlen": True,
     "gqa": True,
     "causal": True,
@@ -76,6 +76,9 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
+    # csrc/flash_attn/src/flash_fwd_launch_template.h: both share a dimension of the grid then.
+    if (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
+        yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
     if _packages_forward(paged, spec.alibi):
         what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"
         if lack := missing(spec.device.simulated):

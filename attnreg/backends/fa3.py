@@ -16,7 +16,7 @@ import torch
 
 from attnreg.backend import Backend, Call, Kernels
 from attnreg.backends._fa3_rows import blank, keys_past, rows_past
-from attnreg.capabilities import Capabilities, Range
+from attnreg.capabilities import GRID, Capabilities, Range
 from attnreg.errors import RegistrationError
 from attnreg.layout import readable
 
@@ -64,6 +64,7 @@ LIMITS: dict[str, Any] = {
     "dtypes": ("float16", "bfloat16"),
     "compute_capability": ((9, 0), (9, 0)),
     "head_dim": Range(8, 256, 8),
+    "batch": Range(0, GRID),  # hopper/flash_bwd_launch_template.h
     "varlen": True,
     "gqa": True,
     "causal": True,

@@ -107,7 +107,7 @@ SHAPES: tuple[Case, ...] = (
         _dense(f"batch {n}", 2, 3, batch=n, dims=(8, 8), heads=(1, 1), heavy=True)
         for n in (65535, 65536, 65537)
     ),
-    _varlen("varlen batch 65537", *(((1, 2),) * 65537), dims=(8, 8), heads=(1, 1), heavy=True),
+    _varlen("varlen batch 65537", *(((1, 2),) * 65537), dims=(32, 32), heads=(1, 1), heavy=True),
 )
 
 CASES = tuple(replace(case, dtype=dtype) for dtype in DTYPES for case in SHAPES)

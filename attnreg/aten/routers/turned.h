@@ -106,12 +106,15 @@ inline void call_torch(
   results = std::move(stack);
 }
 
+// What the allocators of torch give at least, so that holding it holds no more than a new tensor would.
+constexpr size_t kBlock = 512;
+
 // A new tensor like a model, of which nothing is written; in memory that is to spare if there is enough of it in one
 // place, as allocating a number takes the host as long as entering a router.
 inline at::Tensor fresh(const at::Tensor& model, c10::Device device, Spare& spare) {
   const auto found = std::find_if(spare.begin(), spare.end(), [&](const at::Tensor& x) {
     return x.defined() && x.device() == device && x.use_count() == 1 && x.has_storage() &&
-        x.storage().use_count() == 1 && x.storage().nbytes() >= model.nbytes();
+        x.storage().use_count() == 1 && x.storage().nbytes() >= model.nbytes() && x.storage().nbytes() <= kBlock;
   });
   if (found == spare.end()) {
     // Not `empty_like`: of a tensor that only says what it is, that is written in Python.
