@@ -122,8 +122,9 @@ def forward(
     if compiled.extension is not None:
         run, saved = None, own.known_as[NEEDS_GRADIENT]
         if not as_sent:
-            again = _again(known, functools.partial(_run_apart, known), functools.partial(_saved, own))
-            run = _by_address(known, args[:TENSORS], (out, lse)) or again
+            run = _by_address(known, args[:TENSORS], (out, lse)) or _again(
+                known, functools.partial(_run_apart, known), functools.partial(_saved, own)
+            )
         compiled.extension.accept_sent(run, known.plan.counters, known.beside, saved)
         compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside

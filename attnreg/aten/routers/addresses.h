@@ -5,8 +5,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/python_variable.h>
 
-#include "turned.h"
+#include "calls.h"
 
 namespace attnreg {
 

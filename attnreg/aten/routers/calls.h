@@ -17,6 +17,7 @@
 namespace attnreg {
 
 using Arguments = at::ArrayRef<c10::IValue>;
+using Given = c10::SmallVector<c10::IValue, 8>;  // those that a kernel or a function is given
 
 inline c10::Stream stream_of(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());

@@ -15,8 +15,9 @@
 //     that were found to leave no row without a key; backwards by the same, and by the tensor that such a
 //     forward hands its backward, which no other call has.
 //
-// `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers, `front.h` the way of
-// `varlen_attn` to them; here is what Python calls, always holding the interpreter's lock.
+// `kept.h` has what is kept, `calls.h` what tells calls apart, `router.h` the routers. Beside it: `turned.h` is
+// for tensors with the heads first, `addresses.h` for kernels run on addresses, `op_calls.h` for torch's own. `front.h`
+// has the way of `varlen_attn` to them; here is what Python calls, always holding the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>

@@ -7,6 +7,8 @@
 #include <torch/library.h>
 
 #include "addresses.h"
+#include "op_calls.h"
+#include "turned.h"
 
 namespace attnreg {
 
