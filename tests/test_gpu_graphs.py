@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import time
 
 import gpu
 import pytest
@@ -55,7 +56,10 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
     try:
         gpu.run(on(named), given)
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before
+        # Autograd's thread may still hold the gradients for a moment after the caller has them.
+        deadline = time.monotonic() + 5
+        while (kept := torch.cuda.memory_allocated() - before) >= 2**16 and time.monotonic() < deadline:
+            time.sleep(0.01)
     finally:
         gc.enable()
     assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
