@@ -393,6 +393,8 @@ def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_t
 ):
     aten.restore()
     monkeypatch.setattr(compiled_routers, "_wanted", lambda: wanted)
+    monkeypatch.setattr(fronts, "LAYERS", 2)
+    monkeypatch.setattr(fronts, "SHAPES", (packed([5, 3], 2, 2, 8, False), dense(2, 5, 2, 2, 8, False)))
     aten.ensure()
     found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
     assert [one.place for one in found] == [
