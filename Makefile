@@ -45,7 +45,7 @@ test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends, 
 	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
-	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS)
+	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@$(PY) -m attnreg demo

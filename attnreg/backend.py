@@ -10,6 +10,8 @@ that the call came through; what a provider does otherwise is put right inside i
 - A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
   last offset of a varlen batch are 0 in the output and in every gradient.
 - Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
+- What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
+  it writes anything: the call goes to the next backend.
 
 Because all keep to it, any forward pairs with any backward. With dropout the random state ties
 both to one backend.
@@ -53,7 +55,8 @@ class Call(NamedTuple):
         dropout: probability of dropping an attention weight.
         rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
             overwrite, the backward's to read; None without dropout.
-        num_splits: how many pieces to split the keys into; None lets the kernel choose.
+        num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
+            forward's alone.
         deterministic: whether the gradients have to be bitwise repeatable.
     """
 

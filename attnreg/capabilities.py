@@ -50,8 +50,8 @@ class Capabilities:
         head_dim: head dims of query and key.
         head_dim_v: head dims of the value; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
-        batch: how many sequences a call may have: many kernels give each a place in a dimension of their
-            grid, which ends at `GRID`.
+        batch, heads: how many sequences and query heads a call may have: many kernels give each a place in
+            a dimension of their grid, which ends at `GRID`.
 
     The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
@@ -69,6 +69,7 @@ class Capabilities:
     head_dim_v: Range | None = None
     page_size: Range | None = None
     batch: Range = ANY_SIZE
+    heads: Range = ANY_SIZE
     dense: bool = True
     varlen: bool = False
     gqa: bool = False
@@ -119,6 +120,8 @@ class Capabilities:
             yield f"page size must be {self.page_size}, got {spec.page_size}"
         if spec.batch not in self.batch:
             yield f"batch must be {self.batch}, got {spec.batch}"
+        if spec.heads_q not in self.heads:
+            yield f"query heads must be {self.heads}, got {spec.heads_q}"
 
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
         asked_and_offered = (
@@ -158,7 +161,7 @@ def _badly_typed(name: str, value: object) -> str:
         return "" if names else "a non-empty tuple of names"
     if name == "compute_capability":
         return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
-    if name in ("head_dim", "head_dim_v", "page_size", "batch"):
+    if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
         optional = value is None and name in ("head_dim_v", "page_size")
         return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
     return "" if isinstance(value, bool) else "True or False"

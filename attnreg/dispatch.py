@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg import counters, scope
+from attnreg.declines import served
 from attnreg.errors import UnsupportedInputError
 from attnreg.planning import Native, Plan, make_plan, spec_of
 from attnreg.state import state
@@ -19,6 +19,7 @@ from attnreg.validation import check, check_scale, check_values
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnreg import scope
     from attnreg.backend import Call
     from attnreg.discovery import Direction
 
@@ -43,10 +44,13 @@ def forward(
         InvalidInputError: the call contradicts itself.
         UnsupportedInputError: no backend can run it, or none may.
     """
-    chosen = prepare("forward", query, key, value, call, pin, needs_backward=needs_backward)
-    result: tuple[Tensor, Tensor] = chosen.kernel(query, key, value, call)
-    counters.count(chosen.counters)
-    return result
+
+    def run() -> tuple[Tensor, Tensor]:
+        chosen = prepare("forward", query, key, value, call, pin, needs_backward=needs_backward)
+        result: tuple[Tensor, Tensor] = chosen.run(query, key, value, call)
+        return result
+
+    return served(run)
 
 
 def backward(
@@ -60,10 +64,13 @@ def backward(
     pin: scope.Pin | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward of a call; `pin` is what its forward passed on."""
-    chosen = prepare("backward", query, key, value, call, pin)
-    grads: tuple[Tensor, Tensor, Tensor] = chosen.kernel(grad_out, query, key, value, out, lse, call)
-    counters.count(chosen.counters)
-    return grads
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        chosen = prepare("backward", query, key, value, call, pin)
+        grads: tuple[Tensor, Tensor, Tensor] = chosen.run(grad_out, query, key, value, out, lse, call)
+        return grads
+
+    return served(run)
 
 
 def prepare(

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg import counters, ranks, trace
+from attnreg import counters, declines, ranks, trace
 from attnreg.discovery import Entry
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.examination import examined
 from attnreg.render import fallback_line, refuse
 from attnreg.replay import replayed
 from attnreg.selection import Decision, Policy, Preference, select
 from attnreg.spec import AttentionSpec, Device
+from attnreg.state import state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
         counters: what to add to once it ran.
         proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
         again: the backend's `Kernels.again` for this direction; None if it has none.
+        look_up: what it is looked up by.
     """
 
     backend: str
@@ -63,6 +65,22 @@ class Plan(NamedTuple):
     counters: tuple[counters.Counter, ...]
     proven: bool = True
     again: Callable[[tuple[Tensor, ...], Call], Callable[..., Any] | None] | None = None
+    look_up: tuple[object, ...] = ()
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the kernel and count the call.
+
+        Raises:
+            DeclinedError: it says that it can't run this call; the plan is forgotten, so that calls like it
+                are decided anew.
+        """
+        try:
+            results = self.kernel(*inputs)
+        except UnsupportedInputError as error:
+            state().plans.pop(self.look_up, None)
+            raise declines.DeclinedError(declines.Told(self.look_up, self.backend, str(error))) from error
+        counters.count(self.counters)
+        return results
 
 
 def make_plan(
@@ -86,9 +104,12 @@ def make_plan(
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients nobody can compute.
         _settle(spec, "backward", entries, policy, native)
+    for name, reason in declines.reasons(look_up).items():
+        if entry := entries.get(name.casefold()):
+            entries = {**entries, name.casefold(): _Declined(entry, reason)}
     decision, kernel = _settle(spec, direction, entries, policy, native)
     counted = _counters(decision) + trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted)
+    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, look_up=look_up)
     if made.original:
         now.keep(look_up, made)
         return made
@@ -187,6 +208,22 @@ class _Original(Entry):
 
     def unavailable(self) -> str:
         """Return nothing: it is part of torch."""
+        return ""
+
+
+class _Declined(Entry):
+    """A backend whose kernel has declined the call that is being decided."""
+
+    def __init__(self, entry: Entry, reason: str) -> None:
+        super().__init__(entry.name, entry.origin, entry.backend)
+        self._reason = reason
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return what the kernel said."""
+        return (self._reason,)
+
+    def unavailable(self) -> str:
+        """Return nothing: it has loaded."""
         return ""
 
 

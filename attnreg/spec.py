@@ -139,8 +139,6 @@ class AttentionSpec:
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
                 "expected the first to be a multiple of the second"
             )
-        if len(self.window) != 2 or min(self.window) < -1:
-            raise InvalidInputError(f"window: got {self.window}, expected (left, right), each -1 or more")
         if not 0.0 <= self.dropout <= 1.0:
             raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
 

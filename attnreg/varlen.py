@@ -85,7 +85,8 @@ def varlen_attn(
         enable_gqa: allow H to be a multiple of H_k.
         seqused_k: int32 (B,), how many keys of each sequence count.
         block_table: int32 (B, pages per sequence), the pages of a paged key-value cache.
-        num_splits: into how many pieces to split the keys; the kernel chooses unless given.
+        num_splits: into how many pieces to split the keys at most (1: not at all); the kernel chooses
+            unless given.
         backend: run on this backend or not at all.
 
     Returns:

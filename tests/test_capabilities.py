@@ -106,6 +106,7 @@ REASONS = [
         {"page_size": Range(16, 512, 16)},
     ),
     ({"batch": Range(0, 1)}, {}, "batch must be 0 to 1, got 2", {"batch": Range(0, 2)}),
+    ({"heads": Range(0, 3)}, {}, "query heads must be 0 to 3, got 4", {"heads": Range(0, 4)}),
     ({}, {"varlen": True}, "input must be dense, got varlen", {"varlen": True}),
     ({"dense": False, "varlen": True}, {}, "input must be varlen, got dense", {"dense": True}),
     ({}, {"heads_k": 2}, "query and key must have as many heads, got 4 and 2", {"gqa": True}),
@@ -230,6 +231,7 @@ BAD = [
     ("head_dim", Range("8", 256), "a Range of whole numbers, its step 1 or more"),
     ("head_dim_v", Range(8, 256, 0), "a Range of whole numbers, its step 1 or more"),
     ("batch", None, "a Range of whole numbers, its step 1 or more"),
+    ("heads", (0, 1), "a Range of whole numbers, its step 1 or more"),
     ("page_size", 16, "a Range of whole numbers, its step 1 or more"),
     ("page_size", Range(16, None), "a Range of whole numbers, its step 1 or more"),
 ] + [

@@ -134,10 +134,11 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
     assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
-@pytest.mark.parametrize("most", [64, 512])
-def test_a_thousand_ragged_batches_need_few_plans(most, spread):
-    draw = random.Random(0)
+@pytest.mark.parametrize(("most", "width"), [(64, 16 * 64), (64, 32 * 128), (64, 64 * 128), (512, 16 * 64)])
+def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
+    draw = random.Random(seed)
     forward, backward = set(), set()
 
     def up_to(number):
@@ -148,7 +149,7 @@ def test_a_thousand_ragged_batches_need_few_plans(most, spread):
         lens = [draw.randint(1, longest) for _ in range(up_to(most))]
         if spread == "in steps of 64":
             lens = [64 * -(-length // 64) for length in lens]
-        planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), 16 * 64)
+        planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), width)
         assert all(
             size >= real
             for size, real in zip(
@@ -199,7 +200,7 @@ def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
     coarse = {rounded(batch, 1024, 1024, 512 * batch, 512 * batch, 1024)[0] for batch in range(1, 513)}
     assert coarse == {8, 32, 128, 512}
     assert coarse < fine
-    assert len(fine) == 13
+    assert fine == {8, 16, 32, 64, 91, 128, 182, 256, 363, 512}
 
 
 def test_short_sequences_are_planned_with_less_to_spare():
@@ -221,9 +222,11 @@ def test_a_problem_that_cudnn_declines_is_told_in_its_words(kernels, module, mon
         raise fake_cudnn.GraphNotSupportedError("no engine")
 
     monkeypatch.setattr(fake_cudnn.Graph, "check_support", declined)
-    with pytest.raises(UnsupportedInputError, match="cuDNN has no forward plan for this call: no engine"):
-        kernels.forward(*ragged([3, 9]))
+    for lens in ([3, 9], [3, 9], [4, 7]):
+        with pytest.raises(UnsupportedInputError, match="cuDNN has no forward plan for this call: no engine"):
+            kernels.forward(*ragged(lens))
     assert not kernels.forward.args[0]._plans
+    assert len(module.graphs) == 1, "batches of one problem have been described more than once"
 
 
 def test_nothing_is_planned_while_a_graph_is_captured_and_what_is_planned_runs(kernels, monkeypatch):
@@ -441,6 +444,7 @@ def test_limits_that_no_field_can_say(changes, expected):
         ({"deterministic": True}, "backward", "not deterministic, and deterministic algorithms are on"),
         ({"bias": True}, "forward", "attn_bias must be None, got a tensor"),
         ({"batch": 65536}, "forward", "batch must be 0 to 65535, got 65536"),
+        ({"heads_q": 65536, "heads_k": 8}, "forward", "query heads must be 0 to 65535, got 65536"),
         ({"batch": 65536, "varlen": True}, "backward", "batch must be 0 to 65535, got 65536"),
     ],
 )

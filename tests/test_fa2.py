@@ -573,6 +573,20 @@ def test_a_torch_that_reads_pages_needs_no_package(torchs, monkeypatch):
     assert given["cum_seq_k"].tolist() == [0, 513, 612]
 
 
+@pytest.mark.parametrize("splits", [None, 1, 4])
+def test_a_forward_is_told_how_often_to_split_and_a_backward_is_not(torchs, splits):
+    if not _fa2_native.SPLITS:
+        pytest.skip("the schema of this torch's op has no num_splits")
+    q, k, v, grad, call = inputs(Case(name="splits", dims=(16, 16), **LENGTHS))
+    call = call._replace(num_splits=splits)
+    kernels = on_cpu().load()
+    out, lse = kernels.forward(q, k, v, call)
+    kernels.backward(grad, q, k, v, out, lse, call)
+    (_, forward), (_, backward) = torchs.calls
+    assert forward["num_splits"] == splits
+    assert backward.get("num_splits") is None
+
+
 @pytest.mark.parametrize("varlen", [False, True])
 def test_a_call_without_scores_reaches_no_kernel(torchs, varlen):
     kernels = on_cpu().load()
@@ -628,11 +642,35 @@ def test_without_the_package_it_says_what_the_package_would_add(monkeypatch):
 def test_with_splits_sequences_and_heads_share_a_dimension_of_the_grid(monkeypatch):
     monkeypatch.setattr(fa2, "FORWARD", dataclasses.replace(fa2.FORWARD, num_splits=True))
     monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=fa2.FORWARD))
-    assert reasons("forward", batch=8192, num_splits=2) == (
+    monkeypatch.setattr(fa2, "PAGES", True)
+    pages = {"page_size": 256, "varlen": True, "seqused_k": True}
+    assert reasons("forward", **pages, batch=8192, num_splits=2) == (
         "batch times heads must be at most 65535 with num_splits, got 65536",
     )
     for asked in ({"batch": 8191, "num_splits": 2}, {"batch": 8192, "num_splits": 1}, {"batch": 8192}):
-        assert reasons("forward", **asked) == ()
+        assert reasons("forward", **pages, **asked) == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"num_splits": 1}, "num_splits must be None for dense tensors, got 1"),
+        ({"num_splits": 1, "varlen": True}, None),
+        ({"num_splits": 4, "varlen": True}, None),  # at most so many, and they aren't split
+        ({"num_splits": 128, "varlen": True, "page_size": 256}, None),
+        (
+            {"num_splits": 129, "varlen": True, "page_size": 256},
+            "num_splits must be at most 128 with a block_table, got 129",
+        ),
+    ],
+)
+def test_splits_are_taken_where_the_kernel_keeps_to_them(asked, told, monkeypatch):
+    monkeypatch.setattr(fa2, "FORWARD", dataclasses.replace(fa2.FORWARD, num_splits=True))
+    monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=fa2.FORWARD))
+    monkeypatch.setattr(fa2, "PAGES", True)
+    assert reasons("forward", **asked, seqused_k="page_size" in asked) == ((told,) if told else ())
+    if "page_size" not in asked:
+        assert reasons("backward", **asked) == (), "a backward is given no splits"
 
 
 def test_with_the_package_it_adds_that(package, monkeypatch):
@@ -640,7 +678,7 @@ def test_with_the_package_it_adds_that(package, monkeypatch):
     monkeypatch.setattr(fa2, "PAGES", False)
     monkeypatch.setattr(fa2, "FORWARD", dataclasses.replace(fa2.FORWARD, num_splits=True))
     monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=fa2.FORWARD))
-    assert reasons("forward", alibi=True, dropout=0.1, num_splits=2) == (
+    assert reasons("forward", alibi=True, varlen=True, dropout=0.1, num_splits=2) == (
         "num_splits must be None with alibi_slopes, got 2",
     )
     assert reasons("forward", page_size=256, varlen=True, seqused_k=True, dropout=0.1) == (
@@ -663,6 +701,7 @@ def test_with_the_package_it_adds_that(package, monkeypatch):
         ("backward", {"page_size": 256}, ("block_table must be None: no paged key-value cache",)),
         ("forward", {"positive_scale": False}, ("scale must be above 0",)),
         ("forward", {"batch": 65536}, ("batch must be 0 to 65535, got 65536",)),
+        ("forward", {"heads_q": 65536, "heads_k": 8}, ("query heads must be 0 to 65535, got 65536",)),
         ("backward", {"batch": 65536, "varlen": True}, ("batch must be 0 to 65535, got 65536",)),
         ("backward", {"device": "sm_86", "head_dim": 192, "head_dim_v": 192}, ()),
         ("backward", {"device": "sm_86", "head_dim": 256, "head_dim_v": 256}, ()),

@@ -277,7 +277,7 @@ def gpu(device="sm_90", **changes):
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
         ({"head_dim_v": 64}, "head_dim of the value must be that of the query, 128, got 64"),
         ({"positive_scale": False}, "scale must be above 0"),
-        ({"num_splits": 2}, "num_splits must be None, got 2"),
+        ({"heads_q": 65536, "heads_k": 8}, "query heads must be 0 to 65535, got 65536"),
         ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
     ],
 )
@@ -285,6 +285,13 @@ def test_what_neither_direction_runs(changes, reason):
     entry = Entry("FA3", "a test", fa3.BACKEND)
     asked = gpu(**changes)
     assert entry.reasons(asked, "forward") == entry.reasons(asked, "backward") == (reason,)
+
+
+def test_keys_are_never_split():
+    entry = Entry("FA3", "a test", fa3.BACKEND)
+    assert entry.reasons(gpu(num_splits=1), "forward") == ()
+    assert entry.reasons(gpu(num_splits=2), "forward") == ("num_splits must be 1 or None, got 2",)
+    assert entry.reasons(gpu(num_splits=2), "backward") == (), "which is given none"
 
 
 def test_what_only_the_backward_does_not_run():

@@ -644,10 +644,15 @@ def test_without_the_distribution_there_is_no_version(machine):
     [
         ({}, "", ""),
         ({"num_splits": 1}, "", ""),
-        ({"num_splits": 4}, *["num_splits must be 1 or None, got 4"] * 2),
+        ({"num_splits": 4}, "num_splits must be 1 or None, got 4", ""),
         ({"positive_scale": False}, *["scale must be above 0"] * 2),
         ({"batch": 65536}, *["batch of dense tensors must be at most 65535, got 65536"] * 2),
         ({"batch": 65537, "varlen": True}, "", ""),
+        (
+            {"heads_q": 65536, "heads_k": 8},
+            *["query heads of dense tensors must be at most 65535, got 65536"] * 2,
+        ),
+        ({"heads_q": 65536, "heads_k": 8, "varlen": True}, "", ""),
         (
             {"device": Device("cuda", (8, 6))},
             *["compute capability must be 9.0 to 12.1, got 8.6 (too old)"] * 2,

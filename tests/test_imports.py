@@ -19,7 +19,7 @@ LAYERS = [
     line.split()
     for line in (
         "errors locks layout apart caches",
-        "spec environment toml_positions",
+        "spec environment toml_positions declines",
         "building capabilities config_types toml_file native validation examination issue_rows arguments",
         "known_issues",
         "backend config",

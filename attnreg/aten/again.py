@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from attnreg.addresses import AddressCall
-from attnreg.errors import RegistrationError
+from attnreg.errors import RegistrationError, UnsupportedInputError
 from attnreg.native import OpCall
 
 if TYPE_CHECKING:
@@ -170,13 +170,17 @@ def answer(plan: Plan, call: Call, layout: Layout) -> Answer:
     kernel, ask, (query, turned, back, beside) = plan.kernel, plan.again, layout
 
     def run_turned(*tensors: Tensor) -> Any:
-        return kernel(*tensors, call)
+        try:
+            return kernel(*tensors, call)
+        except UnsupportedInputError:
+            return None  # the long way finds out what does run it
 
     def shorter_turned(*tensors: Tensor) -> Callable[..., Any] | None:
         return None if ask is None else ask(tensors, call)
 
     def run(*given: Any, **_: Any) -> Any:
-        return back(run_turned(*turned(given)), given) if alike(*given[query : query + 3]) else None
+        results = run_turned(*turned(given)) if alike(*given[query : query + 3]) else None
+        return None if results is None else back(results, given)
 
     def shorter(*given: Any) -> Callable[..., Any] | None:
         short = shorter_turned(*turned(given))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnreg import counters, scope
+from attnreg import scope
 from attnreg.aten.heads_first import contract, gradients, plan_for
 from attnreg.aten.routing import Quick, Route, Turn, like
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
@@ -30,8 +30,7 @@ def _forward(asked: SdpaCpuForward, turn: Turn) -> tuple[Tensor, Tensor]:
     if plan.original:
         out, lse = turn.torch(plan)
     else:
-        out, lse = plan.kernel(*contract(asked, asked.attn_mask, True, None))
-        counters.count(plan.counters)
+        out, lse = plan.run(*contract(asked, asked.attn_mask, True, None))
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
         out, lse = like(out.transpose(1, 2), asked.query), lse.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse if turn.pin is None else scope.restamp(lse, turn.pin)

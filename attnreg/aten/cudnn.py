@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import counters, scope
+from attnreg import scope
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import cudnn_extras, shared
 from attnreg.aten.heads_first import contract, gradients, plan_for
@@ -50,8 +50,7 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
     else:
         # Not before torch's own kernel has had its turn: it draws from the same generator.
         rng_state = new_rng_state(query.device) if dropout > 0.0 else None
-        out, lse = plan.kernel(query, asked.key, asked.value, call._replace(rng_state=rng_state))
-        counters.count(plan.counters)
+        out, lse = plan.run(query, asked.key, asked.value, call._replace(rng_state=rng_state))
         lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
         seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
@@ -72,8 +71,7 @@ def _dense_forward(asked: CudnnForward, turn: Turn) -> Any:
     else:
         rng_state = new_rng_state(query.device) if dropout > 0.0 else None
         inputs = contract(asked, bias, True, rng_state)
-        out, lse = plan.kernel(*inputs)
-        counters.count(plan.counters)
+        out, lse = plan.run(*inputs)
         if rng_state is None:
             drawn = cudnn_extras(query)
             same = inputs.value.shape[-1] == query.shape[-1]
@@ -163,9 +161,7 @@ def _backward(asked: CudnnBackward, turn: Turn) -> Any:
     lse = asked.logsumexp.squeeze(-1).t() if asked.logsumexp.dim() == 3 else asked.logsumexp
     if plan.original:
         return turn.torch(plan)
-    grads = plan.kernel(asked.grad_out, *inputs, asked.out, lse, call)
-    counters.count(plan.counters)
-    return grads
+    return plan.run(asked.grad_out, *inputs, asked.out, lse, call)
 
 
 def _dense_backward(asked: CudnnBackward, turn: Turn) -> Any:

@@ -20,6 +20,7 @@ from attnreg import counters, scope
 from attnreg.aten import compiled
 from attnreg.aten.again import Again, address_call
 from attnreg.aten.beside import flash_extras, shared
+from attnreg.errors import UnsupportedInputError
 from attnreg.packed import facts_of, of_a_graph, stream_of
 from attnreg.validation import check_values
 
@@ -117,7 +118,10 @@ def forward(
     if as_sent:
         out, lse, *_ = original(*args, **kwargs)
     else:
-        out, lse = _saved(own, _run(known, *args[:TENSORS]))
+        results = _saved(own, _run(known, *args[:TENSORS]))
+        if results is None:
+            return None
+        out, lse = results
     counters.count(known.plan.counters)
     if compiled.extension is not None:
         run, saved = None, own.known_as[NEEDS_GRADIENT]
@@ -130,24 +134,28 @@ def forward(
     return out, lse, *known.beside
 
 
-def _by_values(own: Own, known: Express, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the results of a forward whose offsets are at hand.
+def _by_values(own: Own, known: Express, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the results of a forward whose offsets are at hand; None likewise.
 
     Whoever shares the memory of its offsets can write to them without a trace: they are looked at each time,
     and compiled routers are told nothing.
     """
-    query, key, value, ends_q, ends_k = args[:TENSORS]
-    call = known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-    check_values(query, key, call)
-    out, lse = _saved(own, known.plan.kernel(query, key, value, call))
+    query, key, _, ends_q, ends_k = args[:TENSORS]
+    check_values(query, key, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+    results = _saved(own, _run(known, *args[:TENSORS]))
+    if results is None:
+        return None
     counters.count(known.plan.counters)
-    return out, lse, *known.beside
+    return *results, *known.beside
 
 
 def _run(known: Express, *tensors: Tensor) -> Any:
-    """Run a plan on what its kernel takes, followed by the offsets."""
+    """Run a plan on what its kernel takes, followed by the offsets; None if the kernel can't after all."""
     *operands, ends_q, ends_k = tensors
-    return known.plan.kernel(*operands, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+    try:
+        return known.plan.kernel(*operands, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+    except UnsupportedInputError:
+        return None  # the long way finds out what does run it
 
 
 def _run_apart(known: Express, *tensors: Tensor) -> Any:
@@ -222,12 +230,14 @@ def backward(
             now.returns[id(carrier)] = Return(carrier, known, modes)
     if _captured(args[0]):
         return None
-    grads: tuple[Any, ...]
+    grads: tuple[Any, ...] | None
     as_sent = known.direct and all(map(_lies_well, args[:6]))
     if as_sent:
         grads = original(*args, **kwargs)
     else:
         grads = _run(known, *args[:8])
+        if grads is None:
+            return None
     counters.count(known.plan.counters)
     if mine and compiled.extension is not None:
         run = None

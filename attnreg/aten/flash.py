@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import counters, scope
+from attnreg import scope
 from attnreg.aten import express
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import flash_extras, shared
@@ -54,8 +54,7 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         return out, lse, rng_state, unused if pin is None else scope.restamp(unused, pin), debug_mask
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         call = call._replace(rng_state=new_rng_state(query.device))
-    out, lse = plan.kernel(query, key, value, call)
-    counters.count(plan.counters)
+    out, lse = plan.run(query, key, value, call)
     _remember("forward", turn, plan, call)
     rng_state = call.rng_state
     if rng_state is None:
@@ -93,8 +92,7 @@ def _backward(asked: FlashBackward, turn: Turn) -> tuple[Tensor, ...]:
     lse = asked.logsumexp
     if turn.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
-    grads = plan.kernel(asked.grad_out, query, key, value, asked.out, lse, call)
-    counters.count(plan.counters)
+    grads = plan.run(asked.grad_out, query, key, value, asked.out, lse, call)
     _remember("backward", turn, plan, call)
     return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 

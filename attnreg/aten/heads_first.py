@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attnreg import counters
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, scale_of, wants_deterministic, wants_gradient
 from attnreg.planning import Plan, make_plan, spec_of
@@ -93,7 +92,7 @@ def contract(asked: Any, bias: Tensor | None, top_left: bool, rng_state: Tensor 
 
 def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run a backend's backward and count it; returns the gradients in the contract's layout."""
-    grads = plan.kernel(
+    grad_q, grad_k, grad_v = plan.run(
         asked.grad_out.transpose(1, 2),
         inputs.query,
         inputs.key,
@@ -102,8 +101,6 @@ def gradients(plan: Plan, inputs: Contract, asked: Any, lse: Tensor) -> tuple[Te
         lse,
         inputs.call,
     )
-    counters.count(plan.counters)
-    grad_q, grad_k, grad_v = grads
     unseen = asked.key.shape[2] - grad_k.shape[1]
     if unseen:  # keys that a top-left causal mask hides from every query
         grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))

@@ -14,6 +14,7 @@ from attnreg import counters, scope
 from attnreg.addresses import AddressCall
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer, tried
+from attnreg.declines import served
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import Preference
 from attnreg.state import state
@@ -200,7 +201,8 @@ def router(
         pin = read_stamp(getattr(asked, carrier)) if carrier else scoped
         if pin is None and original is not None and not now.active:
             return passed(args, kwargs)
-        return serve(asked, Turn(op, original, args, kwargs, native, pin, known_as, now, own))
+        turn = Turn(op, original, args, kwargs, native, pin, known_as, now, own)
+        return served(lambda: serve(asked, turn))
 
     return routed
 

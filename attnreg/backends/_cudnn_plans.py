@@ -64,6 +64,7 @@ class Plans:
         self._module = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Graph] = {}
+        self._declined: dict[Problem, str] = {}
         self._own = threading.local()
         atexit.register(self._let_go)
 
@@ -122,13 +123,21 @@ class Plans:
                 "graph is captured; run the call once before the capture"
             )
         with self._building:
+            if problem in self._declined:
+                raise UnsupportedInputError(self._declined[problem])
             if problem not in self._plans:
                 while len(self._plans) >= _KEPT:
                     del self._plans[next(iter(self._plans))]
                 handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
                 # The package leaves an error of a failed attempt in a cycle with the frames above it. What it
                 # imports to build a plan is its own, and the handle is the caller's, who waits.
-                self._plans[problem] = apart(functools.partial(self._build, problem, handle))
+                try:
+                    self._plans[problem] = apart(functools.partial(self._build, problem, handle))
+                except UnsupportedInputError as error:
+                    if len(self._declined) >= _KEPT:
+                        self._declined.clear()
+                    self._declined[problem] = str(error)  # batches of new sizes come to the same problem
+                    raise
                 self.built[problem.direction] += 1
             return self._plans[problem]
 

@@ -50,7 +50,8 @@ Strides = tuple[int, int, int]
 # Of small batches one in a few has such a number by chance.
 LEAST_IN_ORDER = 256
 
-# Numbers that the backward's workspace for a gradient of the query always has: 128 MB in float32.
+# Numbers that the backward's workspace for a gradient of the query has at least: 128 MB in float32, and
+# more where heads times head dim are above 4096.
 _WORKSPACE = 2**25
 
 
@@ -106,10 +107,11 @@ def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, wi
         batch, max_q, max_k, tokens_q, tokens_k: those of the call.
         width: heads times head dim of the query; what a token costs in the backward's workspace.
     """
-    # A sequence more costs nothing beside long ones, and a third of itself beside those of 64 tokens.
+    # A sequence more costs nothing beside long ones, and a third of itself beside those of 64 tokens, of
+    # which few are soon done.
     mean = tokens_q / batch
-    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 else 2**0.5
-    least = max(256, _WORKSPACE // width)
+    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 or batch <= 64 else 2**0.5
+    least = max(8192, _WORKSPACE // width)
     return (
         min(_up(batch, 8, step), max(batch, GRID)), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
         _total(tokens_q, least), _total(tokens_k, least),

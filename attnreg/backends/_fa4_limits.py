@@ -80,10 +80,12 @@ def refuses(spec: AttentionSpec) -> tuple[str, ...]:
 def _in_both(spec: AttentionSpec) -> Iterator[str]:
     major = _major(spec)
     dims = (spec.head_dim, spec.head_dim_v)
-    if spec.num_splits not in (None, 1):
+    if spec.num_splits not in (None, 1):  # which a backward isn't given
         yield f"num_splits must be 1 or None, got {spec.num_splits}"
     if not spec.varlen and spec.batch > GRID:
         yield f"batch of dense tensors must be at most {GRID}, got {spec.batch}"
+    if not spec.varlen and spec.heads_q > GRID:
+        yield f"query heads of dense tensors must be at most {GRID}, got {spec.heads_q}"
     if major in (10, 11) and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
         yield f"head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got {dims}"
     if major == 12 and max(dims) > 128:

@@ -46,6 +46,7 @@ FORWARD = Capabilities(
     head_dim=Range(8, 256, 8),
     head_dim_v=Range(8, 256, 8),
     batch=Range(0, GRID),
+    heads=Range(0, GRID),
     varlen=True,
     gqa=True,
     causal=True,

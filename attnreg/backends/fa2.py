@@ -52,6 +52,7 @@ LIMITS: dict[str, Any] = {
     "compute_capability": ((8, 0), (12, 1)),
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),
+    "heads": Range(0, GRID),
     "varlen": True,
     "gqa": True,
     "causal": True,
@@ -61,6 +62,8 @@ LIMITS: dict[str, Any] = {
     "deterministic": True,
     "capture": True,
 }
+# torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
+MOST_SPLITS = 128
 FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
 BACKWARD = _Backward(**LIMITS)
 
@@ -76,8 +79,13 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
+    # The kernels of packed sequences split only those with pages, dense ones by torch's own choice alone.
+    if spec.num_splits is not None and not spec.varlen:
+        yield f"num_splits must be None for dense tensors, got {spec.num_splits}"
+    elif paged and (spec.num_splits or 1) > MOST_SPLITS:
+        yield f"num_splits must be at most {MOST_SPLITS} with a block_table, got {spec.num_splits}"
     # csrc/flash_attn/src/flash_fwd_launch_template.h: both share a dimension of the grid then.
-    if (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
+    elif paged and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
         yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
     if _packages_forward(paged, spec.alibi):
         what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"

@@ -65,6 +65,7 @@ LIMITS: dict[str, Any] = {
     "compute_capability": ((9, 0), (9, 0)),
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),  # hopper/flash_bwd_launch_template.h
+    "heads": Range(0, GRID),
     "varlen": True,
     "gqa": True,
     "causal": True,
@@ -73,8 +74,14 @@ LIMITS: dict[str, Any] = {
     "deterministic": True,
     "capture": True,
 }
-FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1))
+FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
 BACKWARD = _Backward(**LIMITS)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.num_splits not in (None, 1):
+        return (f"num_splits must be 1 or None, got {spec.num_splits}",)
+    return ()
 
 
 def _unavailable() -> str | None:
@@ -193,6 +200,7 @@ BACKEND = Backend(
     load=_load,
     unavailable=_unavailable,
     version=_version,
+    refuses=_refuses,
     install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
     # Below FA2, which is tested: whoever wants it asks for it by name.
     priority=5,
