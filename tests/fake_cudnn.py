@@ -5,6 +5,7 @@ and offsets only, as cuDNN would. What cuDNN 9.19 was seen to get wrong on an H2
 """
 
 import ctypes
+import inspect
 import threading
 import types
 from math import inf, nan
@@ -19,6 +20,13 @@ DTYPES = {
     "INT64": torch.int64,
 }
 
+TOTALS = ("max_total_seq_len_q", "max_total_seq_len_kv")
+BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+# What a graph looks at beside its tensors; what it doesn't compute has to keep its default.
+OPTIONS = {
+    *("name", "attn_scale", "generate_stats", "use_padding_mask", "seq_len_q", "seq_len_kv", *TOTALS),
+    *("diagonal_alignment", *BOUNDS),
+}
 
 HANDLES = {}
 
@@ -85,29 +93,57 @@ class Graph:
         self.tensors[uid] = Described(uid, dim, stride, data_type, name)
         return self.tensors[uid]
 
-    def sdpa(self, *, name, q, k, v, generate_stats, attn_scale, **options):
+    # The frontend's Python takes any keyword, and 1.32 refuses all but these where it tells cuDNN of them.
+    # fmt: off
+    def sdpa(
+        self, q, k, v, is_inference=None, attn_scale=None, bias=None, block_mask=None, use_alibi_mask=False,
+        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, use_causal_mask=False,
+        use_causal_mask_bottom_right=False, sliding_window_length=None, diagonal_alignment="TOP_LEFT",
+        diagonal_band_left_bound=None, diagonal_band_right_bound=None, dropout=None, rng_dump=None,
+        paged_attention_k_table=None, paged_attention_v_table=None, paged_attention_max_seq_len_kv=None,
+        max_total_seq_len_q=None, max_total_seq_len_kv=None, compute_data_type="NOT_SET", name="",
+        score_mod=None, generate_stats=None, implementation="AUTO", score_max=None, score_sum_exp=None,
+        sink_token=None, unfuse_fma=False, cu_seq_len_q=None, cu_seq_len_kv=None, stats_use_log2=False,
+    ):
+        self._take(Graph.sdpa, dict(locals()))
         assert generate_stats is True
-        self._take(attn_scale, options, q, k)
         self.inputs, self.results = (q, k, v), (Described(), Described())
         return self.results
 
-    def sdpa_backward(self, *, name, q, k, v, o, dO, stats, attn_scale, **options):  # noqa: N803
-        self._take(attn_scale, options, q, k)
+    def sdpa_backward(
+        self, q, k, v, o, dO, stats, attn_scale=None, bias=None, dBias=None, use_alibi_mask=False,  # noqa: N803
+        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, max_total_seq_len_q=None,
+        max_total_seq_len_kv=None, use_causal_mask=False, use_causal_mask_bottom_right=False,
+        sliding_window_length=None, diagonal_alignment="TOP_LEFT", diagonal_band_left_bound=None,
+        diagonal_band_right_bound=None, dropout=None, rng_dump=None, use_deterministic_algorithm=False,
+        compute_data_type="NOT_SET", name="", score_mod=None, score_mod_bprop=None, sink_token=None,
+        dSink_token=None,  # noqa: N803
+    ):
+        self._take(Graph.sdpa_backward, dict(locals()))
+        totals = max_total_seq_len_q, max_total_seq_len_kv
+        assert q.starts is None or None not in totals, "its workspace would be that of a full batch"
         if q.dim[2] == k.dim[2] == 1:
             raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
         self.inputs, self.results = (q, k, v, o, dO, stats), (Described(), Described(), Described())
         return self.results
+    # fmt: on
 
-    def _take(self, attn_scale, options, q, k):
-        assert isinstance(attn_scale, float)
-        assert options.get("diagonal_band_left_bound", 1) > 0
-        assert options.get("diagonal_band_right_bound", 0) >= 0
-        packed = q.starts is not None
-        assert options.get("use_padding_mask", False) == packed
-        masked = any(name.startswith("diagonal") for name in options)
-        if not packed and masked and q.dim[2] > k.dim[2]:
+    def _take(self, builder, given):
+        for option in inspect.signature(builder).parameters.values():
+            kept = option.default is option.empty or given[option.name] == option.default
+            assert kept or option.name in OPTIONS, f"{option.name} isn't computed here"
+        self.options = {name: given[name] for name in OPTIONS & given.keys()}
+        q, k, left, right = (given[name] for name in ("q", "k", *BOUNDS))
+        self.scale, packed = given["attn_scale"], q.starts is not None
+        assert q.data_type == self.io_data_type
+        assert isinstance(self.scale, float)
+        assert isinstance(given["name"], str)
+        assert left is None or left > 0
+        assert right is None or right >= 0
+        assert given["use_padding_mask"] is packed
+        assert packed or all(given[name] is None for name in TOTALS)
+        if not packed and (left, right) != (None, None) and q.dim[2] > k.dim[2]:
             raise GraphNotSupportedError("bottom right with more queries than keys")
-        self.scale, self.options = attn_scale, options
 
     def validate(self):
         self.steps.append("validate")
@@ -146,7 +182,12 @@ class Graph:
     def run(self, addresses, handle):
         handle.ran += 1
         self.running.addresses = addresses
+        assert all(result.output for result in self.results), "nothing is written to what isn't an output"
         batch = self.inputs[0].dim[0]
+        for tensor, name in zip(self.inputs, TOTALS, strict=False):
+            total = self.options[name]
+            if total is not None:
+                assert total * tensor.stride[2] >= self._number(tensor.starts, batch), f"{name} is too small"
         for entry in range(batch):
             (self._backward if len(self.inputs) > 3 else self._forward)(entry)
 
@@ -159,6 +200,7 @@ class Graph:
             assert tensor.starts.data_type == "INT64"
             start = self._number(tensor.starts, entry)
             assert length <= longest
+            assert length * tensor.stride[2] <= self._number(tensor.starts, entry + 1) - start
         dtype = DTYPES[tensor.data_type]
         if length == 0:
             return torch.empty(heads, 0, size, dtype=dtype)
@@ -166,12 +208,13 @@ class Graph:
         return memory(address, dtype, (heads, length, size), tensor.stride[1:])
 
     def _number(self, vector, entry):
+        assert (vector.dim[1:], vector.stride) == ([1] * 3, [1] * 4)
         dtype = DTYPES[vector.data_type]
         return memory(self.running.addresses[vector.uid], dtype, (vector.dim[0],), (1,))[entry].item()
 
     def _lengths(self, entry):
         q, k = self.inputs[:2]
-        if "seq_len_q" not in self.options:
+        if self.options["seq_len_q"] is None:
             return q.dim[2], k.dim[2]
         assert {self.options[name].data_type for name in ("seq_len_q", "seq_len_kv")} == {"INT32"}
         return tuple(self._number(self.options[name], entry) for name in ("seq_len_q", "seq_len_kv"))
@@ -184,13 +227,13 @@ class Graph:
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         distance = torch.arange(keys) - torch.arange(rows)[:, None]
-        if self.options.get("diagonal_alignment") == "BOTTOM_RIGHT":
+        if self.options["diagonal_alignment"] == "BOTTOM_RIGHT":
             distance -= keys - rows
-        seen = distance < inf
-        if "diagonal_band_left_bound" in self.options:
-            seen &= -distance < self.options["diagonal_band_left_bound"]
-        if "diagonal_band_right_bound" in self.options:
-            seen &= distance <= self.options["diagonal_band_right_bound"]
+        seen, (left, right) = distance < inf, (self.options[name] for name in BOUNDS)
+        if left is not None:
+            seen &= -distance < left
+        if right is not None:
+            seen &= distance <= right
         return q, k, v, (q @ k.mT * self.scale).masked_fill(~seen, -inf), group
 
     def _forward(self, entry):

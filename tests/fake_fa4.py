@@ -6,6 +6,7 @@ keep in caches; what a kernel doesn't write holds rubbish.
 
 import contextlib
 import ctypes
+import functools
 import sys
 import types
 from typing import NamedTuple
@@ -193,13 +194,15 @@ class Cache:
 class Package:
     """A fake `flash_attn.cute.interface`.
 
-    `calls` keeps what its functions were called with, `launched` the name of every kernel that ran.
+    `calls` keeps what its functions were called with, `keywords` under which names they were given it, and
+    `launched` the name of every kernel that ran.
     `pause` is called inside the package, `beside` at the end of a forward with its output, and `each` at
     every launch with the kernel's name. Kernels of the functions in `hidden` aren't launched through caches.
     """
 
     def __init__(self, extra=3, extra_backward=0):
         self.calls = []
+        self.keywords = {name: set() for name in _fa4_package.TAKEN}
         self.launched = []
         self.inside = 0
         self.most_inside = 0
@@ -235,6 +238,18 @@ class Package:
         finally:
             self.inside -= 1
 
+    def held(self, function):
+        """Return a function that takes just the keywords that the adapter looks for at load."""
+
+        @functools.wraps(function)
+        def run(**given):
+            unlisted = given.keys() - {*_fa4_package.TAKEN[function.__name__]}
+            assert not unlisted, f"{function.__name__} isn't checked for {unlisted}"
+            self.keywords[function.__name__].update(given)
+            return function(**given)
+
+        return run
+
     def launch(self, function, key, compiled, *arguments):
         """Launch a kernel as the package does: through the cache, compiled where it isn't there."""
 
@@ -252,6 +267,7 @@ class Package:
 
     def functions(self):
         # fmt: off
+        @self.held
         def _flash_attn_fwd(
             q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
             max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
@@ -284,6 +300,7 @@ class Package:
                 self.beside(out)
                 return (out, lse, *self.extra)
 
+        @self.held
         def _flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
             window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,

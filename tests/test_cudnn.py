@@ -14,7 +14,7 @@ import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.addresses import AddressCall
-from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, cudnn
+from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_problem, cudnn
 from attnreg.backends._cudnn_problem import Slot, rounded, tokens_in_order
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, Case, measure
@@ -109,10 +109,10 @@ def test_what_a_plan_depends_on_makes_another(kernels, module, difference):
 @pytest.mark.parametrize(
     ("lens_q", "lens_k", "window", "aligned"),
     [
-        ([3, 9], None, (-1, 0), "TOP_LEFT"),
-        ([3, 9], None, (4, 0), "TOP_LEFT"),
-        ([3, 9], [3, 12], (-1, 0), "BOTTOM_RIGHT"),
-        ([3, 9], None, (-1, -1), None),
+        ([3, 9], None, (-1, 0), ["BOTTOM_RIGHT", "TOP_LEFT"]),
+        ([3, 9], None, (4, 0), ["BOTTOM_RIGHT", "TOP_LEFT"]),
+        ([3, 9], [3, 12], (-1, 0), ["BOTTOM_RIGHT", "BOTTOM_RIGHT"]),
+        ([3, 9], None, (-1, -1), ["TOP_LEFT", "TOP_LEFT"]),  # the default: there is no mask
     ],
 )
 def test_the_mask_of_a_backward_begins_top_left_where_that_is_the_same(
@@ -122,8 +122,7 @@ def test_the_mask_of_a_backward_begins_top_left_where_that_is_the_same(
     call = call._replace(window=window)
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)
-    forward, backward = (graph.options.get("diagonal_alignment") for graph in module.graphs)
-    assert (forward, backward) == (aligned and "BOTTOM_RIGHT", aligned)
+    assert [graph.options["diagonal_alignment"] for graph in module.graphs] == aligned
 
 
 def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(kernels, module):
@@ -132,6 +131,16 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)
     assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
+
+
+@pytest.mark.parametrize(("lens_q", "lens_k"), [([3, 9], [3, 300]), ([3, 300], [3, 9])])
+def test_a_backward_is_planned_for_the_tokens_of_either_side(kernels, module, monkeypatch, lens_q, lens_k):
+    monkeypatch.setattr(_cudnn_problem, "_WORKSPACE", (0, 256))  # or few tokens are rounded up to the same
+    query, key, value, call = ragged(lens_q, lens_k)
+    out, lse = kernels.forward(query, key, value, call)
+    kernels.backward(out, query, key, value, out, lse, call)
+    totals = [module.graphs[1].options[name] for name in fake_cudnn.TOTALS]
+    assert totals == [1024 if 300 in lens else 256 for lens in (lens_q, lens_k)]
 
 
 @pytest.mark.parametrize("seed", range(3))

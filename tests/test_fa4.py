@@ -95,7 +95,7 @@ def offered(case):
     return ("forward",) if BACKEND.backward.unsupported(asked) else ("forward", "backward")
 
 
-def test_every_case_that_it_takes_is_right(kernels):
+def test_every_case_that_it_takes_is_right(kernels, package):
     ran = {}
     for case in QUICK:
         directions = offered(case)
@@ -113,6 +113,8 @@ def test_every_case_that_it_takes_is_right(kernels):
         *("varlen tail", "varlen tail of NaN", "varlen seqused_k", "seqused_k", "heads 6:3", "no batch"),
         *("window (0, 0)", "window (-1, 4)", "window (0, -1)", "varlen window (8, 2)", "no keys", "dim 256"),
     }
+    # A release is refused for want of what a call passes, and of nothing else.
+    assert package.keywords == {name: set(listed) for name, listed in _fa4_package.TAKEN.items()}
 
 
 @pytest.mark.parametrize(("extra", "extra_backward"), [(0, 0), (2, 0), (3, 1)])

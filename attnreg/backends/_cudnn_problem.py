@@ -50,9 +50,9 @@ Strides = tuple[int, int, int]
 # Of small batches one in a few has such a number by chance.
 LEAST_IN_ORDER = 256
 
-# Numbers that the backward's workspace for a gradient of the query has at least: 128 MB in float32, and
-# more where heads times head dim are above 4096.
-_WORKSPACE = 2**25
+# Numbers, and tokens, that the backward's workspace for a gradient of the query has room for at least: 128 MB
+# in float32, and more where heads times head dim are above 4096.
+_WORKSPACE = 2**25, 8192
 
 
 class Problem(NamedTuple):
@@ -111,7 +111,8 @@ def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, wi
     # which few are soon done.
     mean = tokens_q / batch
     step = 4.0 if mean >= 512 else 2.0 if mean >= 128 or batch <= 64 else 2**0.5
-    least = max(8192, _WORKSPACE // width)
+    numbers, tokens = _WORKSPACE
+    least = max(tokens, numbers // width)
     return (
         min(_up(batch, 8, step), max(batch, GRID)), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
         _total(tokens_q, least), _total(tokens_k, least),
