@@ -108,7 +108,7 @@ def packed(
     query, key, value = autocast(query, key, value)
     call = Call(
         scale_of(query, scale), *longest, bounds(window(window_size, is_causal), False, *longest), *offsets,
-        keys_used(seqused_k, offsets[1], block_table), block_table, None, None, 0.0, None, num_splits,
+        keys_used(seqused_k, offsets[1], block_table), block_table, None, None, 0.0, None, num_splits or None,
         wants_deterministic(),
     )  # fmt: skip
     check(query, key, value, call)

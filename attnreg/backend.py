@@ -56,7 +56,7 @@ class Call(NamedTuple):
         rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
             overwrite, the backward's to read; None without dropout.
         num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
-            forward's alone.
+            forward's alone. A kernel that never splits may leave more than one to those that do.
         deterministic: whether the gradients have to be bitwise repeatable.
     """
 

@@ -28,6 +28,7 @@ __all__ = [
     "fallback_counter",
     "reset_stats",
     "stats",
+    "untold",
 ]
 
 # Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
@@ -87,13 +88,18 @@ def call_counter(backend: str, direction: Direction) -> Counter:
         return _calls.setdefault((backend, direction), Counter())
 
 
-def fallback_counter(backend: str, reason: str, level: int) -> tuple[Counter, bool]:
-    """Return the counter of one fallback, and whether to log it: once, and again if it gets more severe."""
+def fallback_counter(backend: str, reason: str) -> Counter:
+    """Return the counter of one fallback."""
     with _lock:
         full = len(_fallbacks) >= MOST_FALLBACKS and (backend, reason) not in _fallbacks
-        counter = _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
+        return _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
+
+
+def untold(counter: Counter, level: int) -> bool:
+    """Whether to log a fallback: once, and again if it gets more severe. It counts as told then."""
+    with _lock:
         told, counter.level = counter.level, max(counter.level, level)
-        return counter, level > told
+        return level > told
 
 
 def count(counters: tuple[Counter, ...]) -> None:

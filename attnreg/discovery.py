@@ -10,7 +10,6 @@ import functools
 import importlib
 import pkgutil
 import threading
-from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,8 +111,7 @@ class Entry:
         offered = self.backend.forward if direction == "forward" else self.backend.backward
         if offered is None:
             return ("has no backward",)
-        if direction == "backward":
-            spec = replace(spec, num_splits=None)  # which it isn't given
+        spec = spec.of(direction)
         # What is missing here needn't be missing on the machine that is being asked about.
         missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         try:

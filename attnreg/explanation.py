@@ -177,8 +177,11 @@ def _unmeasured(spec: AttentionSpec, policy: Policy, decisions: tuple[Decision |
     if table is None or policy.tables is None or policy.lock is not None:
         return
     for decision in decisions:
-        if decision is not None and policy.tables.predict(spec, decision.direction) is None:
-            yield f"{table} has nothing of this kind: {kind_of(spec, decision.direction)}"
+        if decision is None:
+            continue
+        asked = spec.of(decision.direction)
+        if policy.tables.predict(asked, decision.direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(asked, decision.direction)}"
 
 
 def _elsewhere(asked: Asked, direction: Direction, entries: Mapping[str, Entry]) -> Decision:

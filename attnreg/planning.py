@@ -78,7 +78,9 @@ class Plan(NamedTuple):
             results = self.kernel(*inputs)
         except UnsupportedInputError as error:
             state().plans.pop(self.look_up, None)
-            raise declines.DeclinedError(declines.Told(self.look_up, self.backend, str(error))) from error
+            # The refusal of a call within the kernel has a table under its headline.
+            reason = str(error).partition("\n")[0] if error.rejected else str(error)
+            raise declines.DeclinedError(declines.Told(self.look_up, self.backend, reason)) from error
         counters.count(self.counters)
         return results
 
@@ -108,14 +110,19 @@ def make_plan(
         if entry := entries.get(name.casefold()):
             entries = {**entries, name.casefold(): _Declined(entry, reason)}
     decision, kernel = _settle(spec, direction, entries, policy, native)
-    counted = _counters(decision) + trace.counters(spec, direction)
+    counted, tell = _counters(decision)
+    counted += trace.counters(spec, direction)
     made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, look_up=look_up)
     if made.original:
+        tell()
+        if spec.capturing:  # for want of a first run of another backend's, maybe: see below
+            return made._replace(proven=False)
         now.keep(look_up, made)
         return made
     made = made._replace(again=entries[made.backend.casefold()].again(direction))
 
     def passed() -> None:
+        tell()
         # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
         if not spec.capturing:
             now.keep(look_up, made)
@@ -133,6 +140,7 @@ def decide(
             says who asked, why, and what to install.
         UnsupportedInputError: a lock says otherwise, or nothing, of this call.
     """
+    spec = spec.of(direction)
     for preference in policy.preferences:
         if preference.required and preference.governs(spec.device):
             for name in preference.names:
@@ -255,17 +263,22 @@ def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, sourc
         raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause
 
 
-def _counters(decision: Decision) -> tuple[counters.Counter, ...]:
-    """Return the counters of a decision's call and fallbacks; logs each fallback once."""
+def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callable[[], None]]:
+    """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
     name = decision.backend or ""
     found = [counters.call_counter(name, decision.direction)]
+    fallbacks = []
     for passed in decision.passed_over:
         reason = "; ".join(decision.rejected[passed])
         level = logging.WARNING if passed in decision.asked_for else logging.INFO
-        counter, untold = counters.fallback_counter(passed, reason, level)
-        found.append(counter)
-        if untold:
-            # A program's handler that raises must not cost it its attention.
-            with contextlib.suppress(Exception):
-                log.log(level, "%s", fallback_line(passed, reason, name))
-    return tuple(found)
+        found.append(counters.fallback_counter(passed, reason))
+        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
+
+    def tell() -> None:
+        for counter, level, line in fallbacks:
+            if counters.untold(counter, level):
+                # A program's handler that raises must not cost it its attention.
+                with contextlib.suppress(Exception):
+                    log.log(level, "%s", line)
+
+    return tuple(found), tell

@@ -22,7 +22,9 @@ def decision_table(spec: AttentionSpec, decision: Decision) -> str:
     """Return a headline, the input line, and one aligned row per backend and reason."""
     predicted = decision.predicted if decision.backend is not None else None
     measured = _predicted(spec, decision, predicted) if predicted is not None else ()
-    return "\n".join((_headline(spec, decision), f"  {spec}", *_rows(decision), *measured))
+    return "\n".join(
+        (_headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision), *measured)
+    )
 
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:

@@ -92,6 +92,8 @@ def replayed(
         return asked
     if asked.source in {preference.source for preference in policy.preferences}:
         if not _same(asked.backend, row.backend):
+            if reasons := asked.rejected.get(row.backend):
+                raise _cant_run(told, reasons, spec, asked)
             raise UnsupportedInputError(
                 f"{told}, but {asked.source} would have {asked.backend} run it: {spec}"
             )
@@ -100,10 +102,16 @@ def replayed(
     decision = select(spec, direction, entries, led, native)
     if not _same(decision.backend, row.backend):
         reasons = decision.rejected.get(row.backend, ("no backend of that name is known here",))
-        raise UnsupportedInputError(
-            f"{told}, which can't run it here ({'; '.join(reasons)}): {spec}", decision.rejected
-        )
+        raise _cant_run(told, reasons, spec, decision)
     return decision
+
+
+def _cant_run(
+    told: str, reasons: tuple[str, ...], spec: AttentionSpec, decision: Decision
+) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"{told}, which can't run it here ({'; '.join(reasons)}): {spec}", decision.rejected
+    )
 
 
 def _same(backend: str | None, locked: str) -> bool:

@@ -7,7 +7,7 @@ test builds it for hardware that isn't there. `Device` is where it would run.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnreg.errors import InvalidInputError
 
@@ -141,6 +141,10 @@ class AttentionSpec:
             )
         if not 0.0 <= self.dropout <= 1.0:
             raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
+
+    def of(self, direction: str) -> AttentionSpec:
+        """Return what one direction is asked: a backward is given no number of splits."""
+        return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
 
     @property
     def causal(self) -> bool:

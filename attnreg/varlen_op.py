@@ -127,7 +127,7 @@ def _call(
         cu_seq_k,
         dispatch.keys_used(seqused_k, cu_seq_k, block_table),
         block_table,
-        num_splits=num_splits,
+        num_splits=num_splits or None,
         deterministic=dispatch.wants_deterministic(),
     )
 

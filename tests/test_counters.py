@@ -236,12 +236,14 @@ def test_reasons_that_hold_ever_new_numbers_fill_a_bounded_number_of_rows(router
 
 
 def test_a_thousand_reasons_have_rows_of_their_own_and_are_found_again_when_the_table_is_full():
-    first = [counters.fallback_counter("a", str(n), logging.INFO) for n in range(1000)]
-    assert all(new for _, new in first)
-    further = [counters.fallback_counter(name, "new", logging.INFO) for name in ("a", "b", "c")]
-    assert [new for _, new in further] == [True, False, False]
-    assert len({id(counter) for counter, _ in further}) == 1
-    assert counters.fallback_counter("a", "7", logging.INFO) == (first[7][0], False)
+    first = [counters.fallback_counter("a", str(n)) for n in range(1000)]
+    assert all(counters.untold(counter, logging.INFO) for counter in first)
+    further = [counters.fallback_counter(name, "new") for name in ("a", "b", "c")]
+    assert [counters.untold(counter, logging.INFO) for counter in further] == [True, False, False]
+    assert len({id(counter) for counter in further}) == 1
+    assert counters.fallback_counter("a", "7") is first[7]
+    assert not counters.untold(first[7], logging.INFO)
+    assert counters.untold(first[7], logging.WARNING)
 
 
 # Reset and copies
@@ -279,9 +281,7 @@ def test_stats_are_a_copy_that_later_calls_do_not_change(routers):
 
 
 def test_stats_are_plain_data_for_json():
-    counters.count(
-        (counters.call_counter("a", "backward"), counters.fallback_counter("b", "too new", logging.INFO)[0])
-    )
+    counters.count((counters.call_counter("a", "backward"), counters.fallback_counter("b", "too new")))
     assert json.loads(json.dumps(attnreg.stats().to_dict())) == {
         "calls": {"a": {"forward": 0, "backward": 1}},
         "fallbacks": [{"backend": "b", "reason": "too new", "count": 1}],

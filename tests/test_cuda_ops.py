@@ -247,6 +247,35 @@ def test_a_dense_call_that_came_before_is_the_same_and_takes_compiled_routers_no
     assert ran() == {backend: (5, 5)}
 
 
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_kernel_may_decline_a_dense_call_that_came_before(route, kind, direction, ran):
+    route(torchs_own())
+    reference, declining, inputs = math.BACKEND.load(), [], tensors(dtype=torch.float32)
+
+    def choosy(which):
+        def run(*arguments):
+            if which in declining:
+                raise UnsupportedInputError("not any more")
+            return getattr(reference, which)(*arguments)
+
+        return run
+
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
+    kernels = attnreg.Kernels(choosy("forward"), choosy("backward"))
+    backend = attnreg.Backend(name="choosy", forward=limits, backward=limits, load=lambda: kernels)
+    with attnreg.register_backend(backend):
+        for turn in range(8):
+            if turn == 5:
+                declining.append(direction)
+            results = call(kind, inputs)
+            check_against_truth(results[0], inputs)
+    assert attnreg.stats().fallbacks == (attnreg.counters.Fallback("choosy", "not any more", 3),)
+    torchs = {"flash": "FA2", "cudnn": "cuDNN"}[kind]
+    own, others = ((5, 8), (3, 0)) if direction == "forward" else ((8, 5), (0, 3))
+    assert ran() == {"choosy": own, torchs: others}
+
+
 SHAPES = {"square": (6, 6), "fewer queries": (3, 6), "fewer keys": (6, 3)}
 
 

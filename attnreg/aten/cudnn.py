@@ -14,7 +14,7 @@ from attnreg import scope
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import cudnn_extras, shared
 from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, drawn, like, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
@@ -48,11 +48,12 @@ def _forward(asked: CudnnForward, turn: Turn) -> Any:
     if plan.original:
         result = turn.torch(plan)
     else:
-        # Not before torch's own kernel has had its turn: it draws from the same generator.
-        rng_state = new_rng_state(query.device) if dropout > 0.0 else None
-        out, lse = plan.run(query, asked.key, asked.value, call._replace(rng_state=rng_state))
+        if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
+            out, lse, seed = drawn(plan, query, asked.key, asked.value, call)
+        else:
+            out, lse = plan.run(query, asked.key, asked.value, call)
+            seed = query.new_empty(2, dtype=torch.uint64)
         lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
-        seed = rng_state if rng_state is not None else query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
         result = out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, offset, None
     return _carrying(result, passed_on(turn.pin, plan, dropout, _no_gradient(asked)))
@@ -69,16 +70,16 @@ def _dense_forward(asked: CudnnForward, turn: Turn) -> Any:
         # What a dropout's forward tells its backward has to be written beside its results.
         result = turn.torch(plan, alone=dropout == 0.0)
     else:
-        rng_state = new_rng_state(query.device) if dropout > 0.0 else None
-        inputs = contract(asked, bias, True, rng_state)
-        out, lse = plan.run(*inputs)
-        if rng_state is None:
-            drawn = cudnn_extras(query)
+        inputs = contract(asked, bias, True, None)
+        if dropout > 0.0:
+            out, lse, rng_state = drawn(plan, *inputs)
+            words = tuple(word.clone() for word in rng_state.view(torch.int64))
+        else:
+            out, lse = plan.run(*inputs)
+            words = cudnn_extras(query)
             same = inputs.value.shape[-1] == query.shape[-1]
             turn.again(plan, _known(plan, inputs, asked, FORWARD if same else FORWARD_OF_OTHER_SIZE))
-        else:
-            drawn = tuple(word.clone() for word in rng_state.view(torch.int64))
-        result = _dense_results(out, lse, query, asked.key, drawn)
+        result = _dense_results(out, lse, query, asked.key, words)
     return _carrying(result, passed_on(turn.pin, plan, dropout))
 
 

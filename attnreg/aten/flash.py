@@ -16,7 +16,7 @@ from attnreg import scope
 from attnreg.aten import express
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import flash_extras, shared
-from attnreg.aten.routing import Quick, Route, Turn, like, new_rng_state, passed_on, tied
+from attnreg.aten.routing import Quick, Route, Turn, drawn, like, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.backend import Call
 from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
@@ -53,12 +53,11 @@ def _forward(asked: FlashForward, turn: Turn) -> Any:
         out, lse, rng_state, unused, debug_mask = turn.torch(plan, alone=dropout == 0.0)
         return out, lse, rng_state, unused if pin is None else scope.restamp(unused, pin), debug_mask
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        call = call._replace(rng_state=new_rng_state(query.device))
-    out, lse = plan.run(query, key, value, call)
-    _remember("forward", turn, plan, call)
-    rng_state = call.rng_state
-    if rng_state is None:
+        out, lse, rng_state = drawn(plan, query, key, value, call)
+    else:
+        out, lse = plan.run(query, key, value, call)
         rng_state = query.new_empty(2, dtype=torch.uint64)
+    _remember("forward", turn, plan, call)
     if turn.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
@@ -150,7 +149,7 @@ def _call(
         max_q, max_k, bounds(window, asked.is_causal, max_q, max_k),
         asked.cum_seq_q, asked.cum_seq_k, keys_used(seqused_k, asked.cum_seq_k, block_table), block_table,
         None, alibi_slopes,
-        asked.dropout_p, rng_state, num_splits, wants_deterministic(),
+        asked.dropout_p, rng_state, num_splits or None, wants_deterministic(),
     )  # fmt: skip
 
 

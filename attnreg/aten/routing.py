@@ -14,7 +14,7 @@ from attnreg import counters, scope
 from attnreg.addresses import AddressCall
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer, tried
-from attnreg.declines import served
+from attnreg.declines import DeclinedError, served
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import Preference
 from attnreg.state import state
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.backend import Call
     from attnreg.planning import Native, Plan
     from attnreg.state import State
 
 # Keywords of which a call may have some and be known again; a mask isn't plain.
 PLAIN = frozenset({"scale", "attn_mask"})
 
-__all__ = ["Quick", "Route", "Turn", "like", "new_rng_state", "passed_on", "router", "tied"]
+__all__ = ["Quick", "Route", "Turn", "drawn", "like", "passed_on", "router", "tied"]
 
 
 class Quick(NamedTuple):
@@ -234,9 +235,23 @@ def _told(unknown: frozenset[str], kwargs: dict[str, Any]) -> str:
     return f"argument {', '.join(sorted(unknown & set(kwargs)))} is of a newer torch than attnreg knows"
 
 
-def new_rng_state(device: torch.device) -> Tensor:
-    """Return a fresh seed and offset for a dropout mask, from the device's default generator."""
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device).view(torch.uint64)
+def drawn(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a forward with dropout; returns output, LSE, and the seed and offset of its mask.
+
+    These come from the device's default generator, which is put back where the kernel declines the call: one
+    that is made again from the same state has to draw the same, whoever was asked before.
+    """
+    device = query.device
+    generator = torch.cuda.default_generators[device.index] if query.is_cuda else torch.default_generator
+    before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()
+    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device).view(torch.uint64)
+    try:
+        out, lse = plan.run(query, key, value, call._replace(rng_state=seed))
+    except DeclinedError:
+        if before is not None:
+            generator.set_state(before)
+        raise
+    return out, lse, seed
 
 
 def like(result: Tensor, model: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from attnreg.backend import Call
 from attnreg.cli.verdicts import candidates
 from attnreg.discovery import Direction
+from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     from attnreg.discovery import Entry
@@ -49,6 +50,8 @@ class FirstCall(NamedTuple):
             started = time.perf_counter()
             kernel(*arguments)
             _wait_for(device)
+        except UnsupportedInputError as error:
+            return self._replace(reason=str(error))
         except Exception as error:  # noqa: BLE001 - the other backends have to get their turn
             return self._replace(reason=f"{type(error).__name__}: {error}", failed=True)
         return self._replace(seconds=time.perf_counter() - started)

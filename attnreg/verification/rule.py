@@ -8,6 +8,7 @@ import torch
 
 from attnreg import known_issues
 from attnreg.addresses import AddressCall
+from attnreg.errors import UnsupportedInputError
 from attnreg.spec import Device
 from attnreg.verification.inputs import inputs
 from attnreg.verification.oracle import Results, attention
@@ -150,10 +151,18 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
             continue
         against = _reasons(backend, "backward", spec)
         runnable = kernels._replace(backward=None) if against else kernels
-        try:
-            yield Outcome(case, measure(runnable, case, device), against)
-        except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
-            yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
+        yield _outcome(runnable, case, device, against)
+
+
+def _outcome(kernels: Kernels, case: Case, device: torch.device, against: tuple[str, ...]) -> Outcome:
+    try:
+        return Outcome(case, measure(kernels, case, device), against)
+    except UnsupportedInputError as error:  # a kernel declines what the limits admit
+        if kernels.backward is None:
+            return Outcome(case, {}, (str(error),))
+        return _outcome(kernels._replace(backward=None), case, device, (str(error),))
+    except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
+        return Outcome(case, {}, against, f"{type(error).__name__}: {error}")
 
 
 def _reasons(backend: Backend, direction: str, spec: AttentionSpec) -> tuple[str, ...]:
