@@ -115,7 +115,7 @@ def make_plan(
     made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, look_up=look_up)
     if made.original:
         tell()
-        if spec.capturing:  # for want of a first run of another backend's, maybe: see below
+        if spec.capturing:  # maybe for want of another backend's first run: see below
             return made._replace(proven=False)
         now.keep(look_up, made)
         return made
