@@ -8,12 +8,17 @@ device, too few to fill its queue. From the top down:
 - `varlen_attn`: torch's, then attnreg's, in its default order and led by each backend,
 - aten's flash op with its C++ autograd, without attnreg,
 - each backend's kernels as attnreg calls them, without registry and autograd,
-- what these call: aten's kernel, FA4's functions, cuDNN's prepared graph.
+- what these call: aten's kernel, FA4's functions, cuDNN's prepared graph,
+- a graph of autograd's that does nothing.
+
+Autograd hands a backward on a GPU to a thread of its own: what it takes without that is there of some, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,12 +38,13 @@ from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.bench.truth import TOLERANCE, Truth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-CALLS, DEFAULT = 30, "attnreg, default order"
+CALLS, DEFAULT, OP, NOTHING = 30, "attnreg, default order", "aten op, C++ autograd", "autograd, nothing"
+ALONE = "caller's thread"
 AIMS = {"forward, grad": 30.0, "forward + backward": 110.0}
 STEPS = ("forward, no grad", *AIMS)
 
@@ -52,6 +58,8 @@ class Side(NamedTuple):
     def steps(self, batch: Batch) -> dict[str, Callable[[], Any]]:
         """Return what is timed, by its name; kernels know nothing of gradients."""
         *inputs, grad = batch.sets[0]
+        if self.what is nothing:
+            del inputs[1:]
         plain = [x.detach() for x in inputs]
         what = self.what
         if isinstance(what, ByHand):
@@ -90,13 +98,26 @@ def aten_op(batch: Batch) -> Callable[..., Tensor]:
     return run
 
 
+def nothing(query: Tensor) -> Tensor:
+    """Return the query as a result that autograd goes back through."""
+    return query.view_as(query)
+
+
+@contextlib.contextmanager
+def in_the_callers_thread(side: Side) -> Iterator[None]:
+    """Have backwards of a side run where they are called."""
+    with side.within(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 def sides(batch: Batch, backends: list[str]) -> dict[str, Side]:
     """Return all that are timed."""
     found = {
         "torch varlen_attn": Side(batch.with_torch, torch_alone),
         DEFAULT: Side(batch.with_attnreg, by_default),
         **{f"attnreg, {name}": Side(batch.with_attnreg, led_by(name)) for name in backends},
-        "aten op, C++ autograd": Side(aten_op(batch), torch_alone),
+        OP: Side(aten_op(batch), torch_alone),
+        NOTHING: Side(nothing, torch_alone),
         **{f"adapter, {name}": Side(adapter(name, batch), by_default) for name in backends},
     }
     for name in backends:
@@ -106,13 +127,20 @@ def sides(batch: Batch, backends: list[str]) -> dict[str, Side]:
             print(f"left out: kernels of {name} by hand: {type(problem).__name__}: {problem}")
         else:
             found[f"kernels, {name}"] = Side(hand, by_default)
-    return found
+    alone = {
+        f"{name}, {ALONE}": found[name]._replace(within=functools.partial(in_the_callers_thread, found[name]))
+        for name in ("torch varlen_attn", DEFAULT, OP, NOTHING)
+    }
+    return found | alone
 
 
 def checked(batch: Batch, all_sides: dict[str, Side]) -> dict[str, Side]:
     """Return the sides that are right and ran what they say; prints why the others aren't."""
     truth, right = Truth(batch.shape, batch.sets[0], everything=True), {}
     for name, side in all_sides.items():
+        if side.what is nothing:
+            right[name] = side
+            continue
         attnreg.reset_stats()
         try:
             with side.within():
@@ -124,7 +152,7 @@ def checked(batch: Batch, all_sides: dict[str, Side]) -> dict[str, Side]:
         wrong = "" if error <= TOLERANCE[batch.shape.dtype] else f"WRONG, relative error {error:.2g}"
         if name == DEFAULT:
             print(f"{name}: ran {served()}")
-        elif name.startswith("attnreg"):
+        elif name.startswith("attnreg") and ALONE not in name:
             wrong = misled(name.removeprefix("attnreg, ")) or wrong
         if wrong:
             print(f"left out: {name}: {wrong}")

@@ -142,6 +142,19 @@ def test_a_gpus_overhead_is_that_of_each_front_and_side(monkeypatch, routers):
     assert len(found.told) == 6 and all("aim" in line for line in found.told)
 
 
+@pytest.mark.parametrize(
+    ("taken", "torchs", "told"),
+    [
+        (20.0, 100.0, "attnreg, forward, grad: 20.0 µs, aim 30: reached; 0.20 of torch's, aim 0.36: reached"),
+        (31.0, 80.0, "attnreg, forward, grad: 31.0 µs, aim 30: MISSED; 0.39 of torch's, aim 0.36: MISSED"),
+        (31.0, 100.0, "attnreg, forward, grad: 31.0 µs, aim 30: MISSED; 0.31 of torch's, aim 0.36: reached"),
+        (20.0, None, "attnreg, forward, grad: 20.0 µs, aim 30: reached"),
+    ],
+)
+def test_an_aim_is_a_number_and_a_share_of_torchs(taken, torchs, told):
+    assert overhead_gpu._aim("attnreg", "forward, grad", taken, torchs) == told
+
+
 def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
     enabled = torch._C._is_multithreading_enabled
     assert enabled()
