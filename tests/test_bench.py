@@ -158,7 +158,7 @@ def test_an_aim_is_a_number_and_a_share_of_torchs(taken, torchs, told):
 def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
     enabled = torch._C._is_multithreading_enabled
     assert enabled()
-    with overhead_gpu._in_the_callers_thread(contextlib.nullcontext):
+    with contexts.in_the_callers_thread(contextlib.nullcontext):
         assert not enabled()
     assert enabled()
 

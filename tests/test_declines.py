@@ -15,9 +15,11 @@ import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.declines import served
+from attnreg.discovery import Entry
 from attnreg.planning import Native, make_plan
 from attnreg.spec import AttentionSpec, Device
 from attnreg.state import state
+from attnreg.tuning.checks import Checks
 from attnreg.verification import Case, verify
 
 SAID = "no engine for calls of this size"
@@ -306,3 +308,22 @@ def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
         assert (outcome.reasons, outcome.failure) == ((SAID,), "")
         assert outcome.errors.keys() == measured
         assert all(error.passed for error in outcome.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("declining", "forward", "backward"),
+    [
+        ("backward", "", "its backward can't be checked"),
+        (
+            "forward",
+            "it can't be checked: it refuses small calls of this kind",
+            "its backward can't be checked",
+        ),
+    ],
+)
+def test_tune_holds_to_the_rule_what_a_kernel_does_not_decline(declining, forward, backward):
+    entry = Entry("choosy", "a test", Choosy("choosy", declining).backend)
+    spec = Case(name="any", lens_q=(64,), lens_k=(64,), dtype="float32").spec(Device("cpu"))
+    checks = Checks(torch.device("cpu"))
+    assert checks.of(entry, spec, "forward").wrong == forward
+    assert checks.of(entry, spec, "backward").wrong == backward

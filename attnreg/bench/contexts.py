@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnreg import _registry, api, aten, planning, policy
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import torch
-
 __all__ = [
     "by_default",
+    "in_the_callers_thread",
     "led_by",
     "mixed",
     "settings",
@@ -50,6 +50,13 @@ def torch_alone() -> Iterator[None]:
     """Have torch's ops as they are without attnreg."""
     api.uninstall()
     yield
+
+
+@contextlib.contextmanager
+def in_the_callers_thread(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have a backward run in the thread that calls it, inside another of these blocks."""
+    with within(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def torch_by(kernel: SDPBackend) -> Callable[[], AbstractContextManager[None]]:

@@ -8,7 +8,6 @@ which is most of what it costs; torch's and attnreg's stand there without that, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.bench.compare import checked, wrong_backend
-from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
+from attnreg.bench.contexts import by_default, in_the_callers_thread, led_by, settings, torch_alone
 from attnreg.bench.fronts import SHAPES
 from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Report, Table
@@ -27,27 +26,20 @@ from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.bench.truth import Truth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from attnreg.bench.inputs import Tensors
     from attnreg.bench.report import Job
 
-__all__ = ["measure"]
+__all__ = ["ALONE", "OP", "aten_op", "measure"]
 
 CALLS, TORCH, OP = 30, "torch", "aten op, C++ autograd"
 ALONE = "autograd in the caller's thread"
 # Microseconds of attnreg's `varlen_attn`, and of torch's on the host that they were set for: hosts differ by
 # a factor of two.
 AIMS = {"forward, grad": (30.0, 84.0), BOTH: (110.0, 256.0)}
-
-
-@contextlib.contextmanager
-def _in_the_callers_thread(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with within(), torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 def _with_grad(front: Callable[..., Tensor], tensors: Tensors) -> Tensor:
@@ -102,10 +94,10 @@ def _timed(batch: Batch, job: Job) -> dict[str, dict[str, float]]:
     }
     for name in (TORCH, "attnreg"):
         side = sides[name]
-        alone = functools.partial(_in_the_callers_thread, side.within)
+        alone = functools.partial(in_the_callers_thread, side.within)
         sides[f"{name}, {ALONE}"] = replace(side, within=alone)
     if batch.shape.varlen:
-        sides[OP] = Side(_aten_op(batch), sets, torch_alone)
+        sides[OP] = Side(aten_op(batch), sets, torch_alone)
 
     def against(name: str, found: dict[str, Any]) -> str:
         led = name.partition(", ")[2] if name.startswith("attnreg, ") and ALONE not in name else ""
@@ -120,7 +112,7 @@ def _timed(batch: Batch, job: Job) -> dict[str, dict[str, float]]:
     return medians
 
 
-def _aten_op(batch: Batch) -> Callable[..., Tensor]:
+def aten_op(batch: Batch) -> Callable[..., Tensor]:
     """Return aten's flash op as a function of query, key and value."""
     op = torch.ops.aten._flash_attention_forward.default
     rest = (batch.offsets_q, batch.offsets_k, batch.max_q, batch.max_k, 0.0, False, False)

@@ -8,6 +8,17 @@ knows a backend; a new one is held to the same matrix by `verify`.
 from attnreg.verification.cases import Case
 from attnreg.verification.inputs import Inputs, inputs
 from attnreg.verification.matrix import CASES, QUICK
-from attnreg.verification.rule import Error, Outcome, measure, verify
+from attnreg.verification.rule import Error, Outcome, measure, measure_taken, verify
 
-__all__ = ["CASES", "QUICK", "Case", "Error", "Inputs", "Outcome", "inputs", "measure", "verify"]
+__all__ = [
+    "CASES",
+    "QUICK",
+    "Case",
+    "Error",
+    "Inputs",
+    "Outcome",
+    "inputs",
+    "measure",
+    "measure_taken",
+    "verify",
+]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnreg.verification.cases import Case
     from attnreg.verification.inputs import Inputs
 
-__all__ = ["Error", "Outcome", "measure", "verify"]
+__all__ = ["Error", "Outcome", "measure", "measure_taken", "verify"]
 
 FACTOR = 2.0
 
@@ -111,6 +111,20 @@ def measure(
     }
 
 
+def measure_taken(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Error], str]:
+    """Return the errors of the directions that the kernels take, and why they decline one; empty if none."""
+    try:
+        return measure(kernels, case, device), ""
+    except UnsupportedInputError as error:
+        declined = str(error)
+    if kernels.backward is None:
+        return {}, declined
+    errors, forwards = measure_taken(kernels._replace(backward=None), case, device)
+    return errors, forwards or declined
+
+
 def _may_be_done_again(case: Case, call: Call, truth: Results) -> bool:
     """Whether a case is of those of which `Kernels.again` may be asked."""
     lengths = zip(case.lens_q, case.lens_k, strict=True)
@@ -151,18 +165,12 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
             continue
         against = _reasons(backend, "backward", spec)
         runnable = kernels._replace(backward=None) if against else kernels
-        yield _outcome(runnable, case, device, against)
-
-
-def _outcome(kernels: Kernels, case: Case, device: torch.device, against: tuple[str, ...]) -> Outcome:
-    try:
-        return Outcome(case, measure(kernels, case, device), against)
-    except UnsupportedInputError as error:  # a kernel declines what the limits admit
-        if kernels.backward is None:
-            return Outcome(case, {}, (str(error),))
-        return _outcome(kernels._replace(backward=None), case, device, (str(error),))
-    except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
-        return Outcome(case, {}, against, f"{type(error).__name__}: {error}")
+        try:
+            errors, declined = measure_taken(runnable, case, device)
+        except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
+            yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
+        else:
+            yield Outcome(case, errors, (declined,) if declined else against)
 
 
 def _reasons(backend: Backend, direction: str, spec: AttentionSpec) -> tuple[str, ...]:
