@@ -209,7 +209,7 @@ def test_every_name_in_an_all_is_there():
 
 
 ALONE = """
-import os, sys, pydantic, torch, typer
+import os, sys, packaging.version, pydantic, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
 for name in sys.argv[1:]:
     child = os.fork()
     if not child:
