@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from attnreg.answers import Answer
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ __all__ = ["GRAPH_TREES", "Facts", "derived", "derived_from", "facts", "facts_of
 _KEPT = 64
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
-
-# What the host reads before the device has answered.
-_UNANSWERED = 2
 
 T = TypeVar("T")
 
@@ -73,7 +71,7 @@ def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...]
 class Facts:
     """What the device has said about a packed batch; nothing holds before it has."""
 
-    def __init__(self, answer: Tensor | None = None) -> None:
+    def __init__(self, answer: Answer | None = None) -> None:
         self._answer = answer
         self._whole = self._covered = False
 
@@ -90,10 +88,9 @@ class Facts:
         return self._covered
 
     def _read(self) -> None:
-        if self._answer is not None:
-            whole, covered = self._answer.tolist()
-            if _UNANSWERED not in (whole, covered):
-                self._whole, self._covered, self._answer = bool(whole), bool(covered), None
+        if self._answer is not None and (numbers := self._answer.read()) is not None:
+            self._whole, self._covered = map(bool, numbers)
+            self._answer = None
 
 
 _UNKNOWN = Facts()
@@ -112,21 +109,17 @@ def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, strea
     if ends_q.is_cpu or of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
         return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
-    return derived_from([ends_q, ends_k], stream, purpose, lambda: _ask(ends_q, ends_k, tokens_q, tokens_k))
+    return derived_from(
+        [ends_q, ends_k], stream, purpose, lambda: Facts(Answer(_said(ends_q, ends_k, tokens_q, tokens_k)))
+    )
 
 
-def _ask(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Facts:
-    there = torch.full((2,), _UNANSWERED, dtype=torch.uint8, pin_memory=True)
-    there.copy_(_answer(ends_q, ends_k, tokens_q, tokens_k), non_blocking=True)
-    return Facts(there)
-
-
-def _answer(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
-    """Return `whole` and `covered` as a tensor on the device."""
+def _said(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
+    """Return `whole` and `covered` on the device, as one number where they are the same."""
     queries = ends_q.diff()
     filled = (ends_q[0] == 0) & (ends_q[-1] == tokens_q) & (queries >= 0).all()
     if ends_k is ends_q:
-        return (filled & (tokens_q == tokens_k)).expand(2)
+        return filled & (tokens_q == tokens_k)
     keys = ends_k.diff()
     filled &= (ends_k[0] == 0) & (ends_k[-1] == tokens_k) & (keys >= 0).all()
     whole = filled & ((queries > 0) == (keys > 0)).all()

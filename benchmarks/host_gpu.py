@@ -33,7 +33,7 @@ from attnreg.bench.inputs import Batch
 from attnreg.bench.overhead_gpu import ALONE, OP, aten_op
 from attnreg.bench.report import save, show, show_machine
 from attnreg.bench.shapes import packed
-from attnreg.bench.sides import misled, served
+from attnreg.bench.sides import WARM_UP, misled, served
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.bench.truth import TOLERANCE, Truth
 
@@ -151,7 +151,8 @@ def measure(
         def run() -> float:
             with side.within():
                 called = side.steps(batch)[step]
-                called()  # a registration forgets the plans: the first call makes them
+                for _ in range(WARM_UP):  # a registration forgets the plans: the first calls make them
+                    called()
                 return host_per_call(called, calls, batch.device)
 
         return run

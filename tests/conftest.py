@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from attnreg import _registry, aten, building, caches, counters, policy, scope, 
 from attnreg.backends import _cpu_compiled
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
+from attnreg.packed import GRAPH_TREES
 from attnreg.state import state
 from attnreg.tuning import tables
 
@@ -67,6 +69,12 @@ def pytest_generate_tests(metafunc):
             if not given or only is None or name in only.args
         ]
         metafunc.parametrize(argument, values)
+
+
+@pytest.fixture
+def no_graph_trees(monkeypatch):
+    """Forget that a test before has loaded CUDA-graph trees: where they are in use little is kept."""
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
 
 
 # A registry that nobody has used would plan everything again; plans take cuDNN up to a second each.

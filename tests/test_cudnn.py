@@ -14,6 +14,7 @@ import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.addresses import AddressCall
+from attnreg.answers import Answer
 from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_problem, cudnn
 from attnreg.backends._cudnn_problem import Slot, rounded, tokens_in_order
 from attnreg.discovery import Entry
@@ -393,25 +394,21 @@ def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernel
     assert torch.equal(out, again)
 
 
-def test_the_device_says_once_what_holds_of_a_batch():
-    query, key, _, call = ragged([3, 9], [4, 9], tail=0)
-    holds = packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query), len(key)).tolist()
-    assert holds == [True, True]
-    assert packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query) + 1, len(key)).tolist() == [
-        False,
-        False,
-    ]
-    assert packed._answer(call.cu_seqlens_q, call.cu_seqlens_k, len(query), len(key) + 1).tolist() == [
-        False,
-        False,
-    ]
-    fewer = ragged([3, 9], [4, 8])[3]
-    assert packed._answer(fewer.cu_seqlens_q, fewer.cu_seqlens_k, 12, 12).tolist() == [True, False]
-    keyless = ragged([3, 9], [12, 0])[3]
-    assert packed._answer(keyless.cu_seqlens_q, keyless.cu_seqlens_k, 12, 12).tolist() == [False, False]
-    same = ragged([3, 0, 9])[3]
-    assert packed._answer(same.cu_seqlens_q, same.cu_seqlens_k, 12, 12).tolist() == [True, True]
-    assert packed._answer(same.cu_seqlens_q, same.cu_seqlens_k, 13, 13).tolist() == [False, False]
+@pytest.mark.parametrize(
+    ("lens_q", "lens_k", "tokens", "said"),
+    [
+        ([3, 9], [4, 9], (12, 13), [True, True]),
+        ([3, 9], [4, 9], (13, 13), [False, False]),
+        ([3, 9], [4, 9], (12, 14), [False, False]),
+        ([3, 9], [4, 8], (12, 12), [True, False]),
+        ([3, 9], [12, 0], (12, 12), [False, False]),
+        ([3, 0, 9], None, (12, 12), [True, True]),
+        ([3, 0, 9], None, (13, 13), [False, False]),
+    ],
+)
+def test_the_device_says_once_what_holds_of_a_batch(lens_q, lens_k, tokens, said):
+    call = ragged(lens_q, lens_k)[3]
+    assert Answer(packed._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
 
 
 # What it says of itself

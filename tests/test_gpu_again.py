@@ -78,7 +78,7 @@ def test_known_calls_of_torchs_kernel_below_cudnns_op_take_compiled_routers_no_p
 
 
 @pytest.fixture
-def known():
+def known(no_graph_trees):
     """Return how many calls of `varlen_attn` are known."""
     return lambda: len(state().express)
 

@@ -18,7 +18,7 @@ ROOT = Path(attnreg.__file__).parent
 LAYERS = [
     line.split()
     for line in (
-        "errors locks layout apart caches",
+        "errors locks layout apart caches answers",
         "spec environment toml_positions declines",
         "building capabilities config_types toml_file native validation examination issue_rows arguments",
         "known_issues",
@@ -271,8 +271,8 @@ def test_a_backend_knows_the_contract_torchs_kernels_and_its_own_helpers_only():
     files = [module for module in MODULES if module.startswith("backends.")]
     assert "backends.math" in files
     contract = {
-        "backend", "capabilities", "spec", "errors", "locks", "native", "packed", "layout", "apart", "caches",
-        "building", "addresses",
+        "backend", "capabilities", "spec", "errors", "locks", "native", "packed", "answers", "layout",
+        "apart", "caches", "building", "addresses",
     }  # fmt: skip
     for module in files:
         family = module.removeprefix("backends.").strip("_").split("_")[0]

@@ -1,7 +1,7 @@
 """Whether a call done again comes out as the package's own.
 
 A launch that nobody saw would be left out without a word. So one call of each kind is done again in
-memory full of NaN, and the device compares; it isn't waited for, as with `packed.Facts`.
+memory full of NaN, and the device compares; it isn't waited for (`answers`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+
+from attnreg.answers import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "proof_of"]
 
-# What the device answers, and what the host reads before it has. Values of which none is finite tell
-# nothing: a loss that is scaled too far brings such gradients.
-NO, YES, UNANSWERED, VAGUE = range(4)
+# What the device answers. Values of which none is finite tell nothing: a loss that is scaled too far
+# brings such gradients.
+NO, YES, VAGUE = 0, 1, 3  # 2 is `UNANSWERED`
 
 # Of the largest value: backwards add up in any order, so that not even the package repeats itself. A
 # result that is nothing but rounding is held to the largest of all.
@@ -38,7 +40,7 @@ class Proof:
         vague: whether the call that it was asked about told nothing, so that another has to.
     """
 
-    def __init__(self, direction: str, answer: Tensor | None) -> None:
+    def __init__(self, direction: str, answer: Answer | None) -> None:
         self._direction = direction
         self._answer = answer
         self._holds = False
@@ -47,8 +49,9 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether calls of the kind may be done again."""
-        if self._answer is not None:
-            self._read(self._answer)
+        if self._answer is not None and (numbers := self._answer.read()) is not None:
+            self._hear(numbers[0])
+            self._answer = None
         return self._holds
 
     @property
@@ -56,12 +59,8 @@ class Proof:
         """Whether they may never be."""
         return not (self.holds or self.vague) and self._answer is None
 
-    def _read(self, answer: Tensor) -> None:
-        said = int(answer)
-        if said == UNANSWERED:
-            return
+    def _hear(self, said: int) -> None:
         self._holds, self.vague = said == YES, said == VAGUE
-        self._answer = None
         if said == NO:
             log.info(
                 "FA4 goes through its package's Python for a kind of %s: launched without it, "
@@ -82,9 +81,7 @@ def proof_of(
         for slot, *_, dtype in recipe.allocations:
             if slot not in recipe.zeroed:
                 slots[slot].fill_(torch.nan if dtype.is_floating_point else 0)
-        said = _said(recipe.launched(slots), results)
-        answer = torch.full((), UNANSWERED, dtype=torch.uint8, pin_memory=said.is_cuda)
-        answer.copy_(said, non_blocking=True)
+        answer = Answer(_said(recipe.launched(slots), results))
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this

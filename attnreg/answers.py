@@ -1,0 +1,73 @@
+"""What a device says of tensors, read by the host without waiting for it.
+
+A GPU's answer is copied to pinned memory that is kept for good. What torch's host allocator gets back it
+guards by an event in the stream of the copy. Where that stream is captured by then, as in a CUDA graph
+whose warm-up asked, the event is one of the capture's, and whoever next pins memory or begins a capture
+gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["UNANSWERED", "Answer"]
+
+# What the host reads before the device has answered; no answer has it among its numbers.
+UNANSWERED = 2
+
+# Of an answer, and of the answers that memory is pinned for at a time.
+NUMBERS, MANY = 2, 256
+
+# Places that nobody reads any more, the earliest first. The copy to one may still be under way.
+_left: deque[Tensor] = deque()
+
+
+class Answer:
+    """Two small numbers on their way from a device."""
+
+    def __init__(self, said: Tensor) -> None:
+        """Ask for a tensor of one or two numbers, each 0, 1 or from 3 to 255; one alone counts twice."""
+        self._pinned: Tensor | None = None
+        if said.is_cpu:
+            self._numbers = said.expand(NUMBERS)
+            return
+        self._pinned = self._numbers = _place()
+        self._numbers.copy_(said, non_blocking=True)
+
+    def __del__(self, left: deque[Tensor] = _left) -> None:
+        """Leave the place to another answer."""
+        if self._pinned is not None:
+            left.append(self._pinned)
+
+    def read(self) -> list[int] | None:
+        """Return the numbers, or None as long as the device hasn't said them."""
+        return _read(self._numbers)
+
+
+def _read(place: Tensor) -> list[int] | None:
+    numbers = [int(number) for number in place.tolist()]
+    return None if UNANSWERED in numbers else numbers
+
+
+def _place() -> Tensor:
+    """Return pinned memory that no copy is on its way to."""
+    for _ in range(len(_left)):
+        try:
+            place = _left.popleft()
+        except IndexError:
+            break  # another thread took the last one
+        if _read(place) is not None:
+            return place.fill_(UNANSWERED)
+        _left.append(place)
+    # Whatever the caller's modes are: the places outlast them.
+    with torch.inference_mode(False):
+        zeros = torch.zeros(MANY, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
+        place, *others = zeros.unbind()
+        _left.extend(others)
+        return place.fill_(UNANSWERED)
