@@ -1,13 +1,14 @@
 """What a device says of tensors, read by the host without waiting for it.
 
-A GPU's answer is copied to pinned memory that is kept for good. What torch's host allocator gets back it
-guards by an event in the stream of the copy. Where that stream is captured by then, as in a CUDA graph
-whose warm-up asked, the event is one of the capture's, and whoever next pins memory or begins a capture
-gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
+A GPU's answer is copied to pinned memory that torch never gets back. Its host allocator guards what it gets
+back by an event in the stream of each copy. Where that stream is captured by then, as in a CUDA graph whose
+warm-up asked, the event is one of the capture's, and whoever next pins memory or begins a capture gets
+`CUDA error: invalid argument` from it (torch 2.11 on an H200).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -16,30 +17,37 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["UNANSWERED", "Answer"]
+__all__ = ["UNANSWERED", "DeviceAnswer"]
 
 # What the host reads before the device has answered; no answer has it among its numbers.
 UNANSWERED = 2
 
-# Of an answer, and of the answers that memory is pinned for at a time.
+# How many numbers an answer has, and for how many answers memory is pinned at a time.
 NUMBERS, MANY = 2, 256
 
 # Places that nobody reads any more, the earliest first. The copy to one may still be under way.
 _left: deque[Tensor] = deque()
 
 
-class Answer:
+class DeviceAnswer:
     """Two small numbers on their way from a device."""
+
+    _pinned: Tensor | None = None
 
     def __init__(self, said: Tensor) -> None:
         """Ask for a tensor of one or two numbers, each 0, 1 or from 3 to 255; one alone counts twice."""
-        self._pinned: Tensor | None = None
         if said.is_cpu:
             self._numbers = said.expand(NUMBERS)
             return
-        self._pinned = self._numbers = _place()
-        self._numbers.copy_(said, non_blocking=True)
+        place = _place()
+        try:
+            place.copy_(said, non_blocking=True)
+        except BaseException:
+            _left.append(place.zero_())  # nothing is on its way there
+            raise
+        self._pinned = self._numbers = place
 
+    # A default, as the module's own names may be gone where the interpreter ends.
     def __del__(self, left: deque[Tensor] = _left) -> None:
         """Leave the place to another answer."""
         if self._pinned is not None:
@@ -65,9 +73,15 @@ def _place() -> Tensor:
         if _read(place) is not None:
             return place.fill_(UNANSWERED)
         _left.append(place)
-    # Whatever the caller's modes are: the places outlast them.
-    with torch.inference_mode(False):
-        zeros = torch.zeros(MANY, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
-        place, *others = zeros.unbind()
+    with torch.inference_mode(False):  # which the places outlast
+        place, *others = _pinned().unbind()
         _left.extend(others)
         return place.fill_(UNANSWERED)
+
+
+def _pinned() -> Tensor:
+    """Pin memory for as long as the process lives."""
+    zeros = torch.zeros(MANY, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
+    # Not even where the interpreter ends, or a forked child, does torch get it back.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(zeros))
+    return zeros

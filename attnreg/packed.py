@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attnreg.answers import Answer
+from attnreg.answers import DeviceAnswer
 from attnreg.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...]
 class Facts:
     """What the device has said about a packed batch; nothing holds before it has."""
 
-    def __init__(self, answer: Answer | None = None) -> None:
+    def __init__(self, answer: DeviceAnswer | None = None) -> None:
         self._answer = answer
         self._whole = self._covered = False
 
@@ -109,9 +109,11 @@ def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, strea
     if ends_q.is_cpu or of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
         return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
-    return derived_from(
-        [ends_q, ends_k], stream, purpose, lambda: Facts(Answer(_said(ends_q, ends_k, tokens_q, tokens_k)))
-    )
+
+    def ask() -> Facts:
+        return Facts(DeviceAnswer(_said(ends_q, ends_k, tokens_q, tokens_k)))
+
+    return derived_from([ends_q, ends_k], stream, purpose, ask)
 
 
 def _said(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.addresses import AddressCall
-from attnreg.answers import Answer
+from attnreg.answers import DeviceAnswer
 from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_problem, cudnn
 from attnreg.backends._cudnn_problem import Slot, rounded, tokens_in_order
 from attnreg.discovery import Entry
@@ -408,7 +408,7 @@ def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernel
 )
 def test_the_device_says_once_what_holds_of_a_batch(lens_q, lens_k, tokens, said):
     call = ragged(lens_q, lens_k)[3]
-    assert Answer(packed._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
+    assert DeviceAnswer(packed._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
 
 
 # What it says of itself

@@ -18,7 +18,7 @@ from fake_fa4 import AuxData, Package, both, call_of, dense, forget
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnreg import Call
-from attnreg.answers import UNANSWERED, Answer
+from attnreg.answers import UNANSWERED, DeviceAnswer
 from attnreg.backends import _fa4_launches, _fa4_package, _fa4_proof, _fa4_rows, _fa4_watching, fa4
 from attnreg.backends._fa4_launches import Launches, known_as
 from attnreg.backends._fa4_proof import Proof, proof_of
@@ -419,7 +419,7 @@ def test_until_the_device_has_answered_calls_go_the_long_way(kernels, package, m
 
     def unanswered(direction, *arguments):
         answers.append(torch.full((), UNANSWERED, dtype=torch.uint8))
-        return Proof(direction, Answer(answers[-1]))
+        return Proof(direction, DeviceAnswer(answers[-1]))
 
     monkeypatch.setattr(_fa4_launches, "proof_of", unanswered)
     assert ways(kernels, package) == [LONG_WAY] * 4

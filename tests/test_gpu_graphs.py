@@ -11,7 +11,7 @@ import torch
 
 import attnreg
 from attnreg import _registry
-from attnreg.answers import Answer
+from attnreg.answers import DeviceAnswer
 from attnreg.backend import Call
 from attnreg.backends import _fa4_kinds, cudnn
 from attnreg.errors import UnsupportedInputError
@@ -77,14 +77,14 @@ def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
     stream = torch.cuda.Stream()
     said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
-        answer = Answer(said)
+        answer = DeviceAnswer(said)
     torch.cuda.synchronize()
     assert answer.read() == [1, 0]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device="cuda")
         del answer
     torch._C._host_emptyCache()  # looks at the events
-    answer = Answer(said.flip(0))
+    answer = DeviceAnswer(said.flip(0))
     torch.cuda.synchronize()
     assert answer.read() == [0, 1]
 

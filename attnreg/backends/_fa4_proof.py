@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.answers import Answer
+from attnreg.answers import DeviceAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Proof:
         vague: whether the call that it was asked about told nothing, so that another has to.
     """
 
-    def __init__(self, direction: str, answer: Answer | None) -> None:
+    def __init__(self, direction: str, answer: DeviceAnswer | None) -> None:
         self._direction = direction
         self._answer = answer
         self._holds = False
@@ -81,7 +81,7 @@ def proof_of(
         for slot, *_, dtype in recipe.allocations:
             if slot not in recipe.zeroed:
                 slots[slot].fill_(torch.nan if dtype.is_floating_point else 0)
-        answer = Answer(_said(recipe.launched(slots), results))
+        answer = DeviceAnswer(_said(recipe.launched(slots), results))
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
