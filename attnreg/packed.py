@@ -88,7 +88,8 @@ class Facts:
         return self._covered
 
     def _read(self) -> None:
-        if self._answer is not None and (numbers := self._answer.read()) is not None:
+        answer = self._answer  # once: another thread may hear it meanwhile
+        if answer is not None and (numbers := answer.read()) is not None:
             self._whole, self._covered = map(bool, numbers)
             self._answer = None
 

@@ -49,7 +49,8 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether calls of the kind may be done again."""
-        if self._answer is not None and (numbers := self._answer.read()) is not None:
+        answer = self._answer  # once: another thread may hear it meanwhile
+        if answer is not None and (numbers := answer.read()) is not None:
             self._hear(numbers[0])
             self._answer = None
         return self._holds
