@@ -1,17 +1,19 @@
 """The kernels of each provider called by hand: no registry, no adapter, no check.
 
-FA2 is aten's CUDA kernel as it was before any router, FA4 the package's two functions, cuDNN the
-prepared graphs that the adapter has built, run on results allocated for each call.
+FA2 is aten's CUDA kernel as it was before any router, FA4 the package's two functions, cuDNN graphs that
+are planned for exactly these sizes, run on results allocated for each call.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from attnreg import _registry, native
+from attnreg.backends import _cudnn_described
 from attnreg.backends._cudnn_problem import Slot
 
 if TYPE_CHECKING:
@@ -130,8 +132,10 @@ def _cudnn(call: Call, tensors: Tensors) -> ByHand:
     kernels = _registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
-    there = _Prepared(plans, kernels.forward, *inputs, call)
-    back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *kernels.forward(*inputs, call), call)
+    with mock.patch.object(_cudnn_described, "rounded", lambda *sizes: sizes[:-1]):
+        there = _Prepared(plans, kernels.forward, *inputs, call)
+        results = kernels.forward(*inputs, call)
+        back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out = torch.empty_like(q)

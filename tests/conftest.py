@@ -96,13 +96,16 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    """Stop at the first CUDA error that lasts: every test after it would fail for its sake."""
-    if report.failed and "gpu" in report.keywords and torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            pytest.exit(f"{report.nodeid} has left the GPU unusable, so no test can follow: {first}", 1)
+    """Stop at the first CUDA error: after one that lasts every test would fail for its sake."""
+    if not (report.failed and "gpu" in report.keywords and torch.cuda.is_initialized()):
+        return
+    errors = [line.strip() for line in report.longreprtext.splitlines() if "CUDA error: " in line]
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        errors.insert(0, str(error).splitlines()[0])
+    if errors:
+        pytest.exit(f"{report.nodeid} ended in a CUDA error, and the run with it: {errors[0]}", 1)
 
 
 @pytest.fixture(autouse=True)

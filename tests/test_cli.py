@@ -178,6 +178,7 @@ def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkey
         good=fake("good", version=lambda: "1.2").backend,
         new=fake("new", experimental=True).backend,
         absent=fake("absent", unavailable=lambda: "no 'absent' package", install="pip install x[y]").backend,
+        untried=fake("untried", experimental=True, unavailable=lambda: "no GPU").backend,
         crashes=fake("crashes", load=broken_loader).backend,
         plugin=RuntimeError("built for another torch"),
         alien=SimpleNamespace(),
@@ -189,6 +190,10 @@ def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkey
     assert states["good"] == ("ready", "")
     assert states["new"] == ("experimental", "hasn't run on the hardware that it is written for")
     assert states["absent"] == ("can't load", "no 'absent' package; install it with: pip install x[y]")
+    assert states["untried"] == (
+        "can't load",
+        "no GPU; experimental: it hasn't run on the hardware that it is written for",
+    )
     assert states["crashes"] == ("broken", "ImportError: libcuda.so: undefined symbol [abi]")
     assert states["plugin"] == ("broken", "RuntimeError: built for another torch")
     assert states["alien"][0] == "broken"
@@ -478,6 +483,7 @@ def test_explain_is_1_when_nothing_can_run_the_call(call, monkeypatch, fake, plu
         ("--kv 3,64,2,32", "--kv: got batch 3 and head dim 32, expected those of --q, 2 and 32"),
         ("--kv 2,64,3,32", "heads: got 4 for the query and 3 for the key"),
         ("--window 5", "--window: got '5', expected whole numbers: left,right"),
+        ("--window 3,-5", "--window: got '3,-5', expected numbers of keys, or -1 for all"),
         ("--dtype bf17", "--dtype: got 'bf17', expected a floating-point dtype"),
         ("--dtype int32", "--dtype: got 'int32', expected a floating-point dtype"),
         ("--dtype nn", "--dtype: got 'nn', expected a floating-point dtype"),
@@ -760,6 +766,7 @@ def test_warmup_is_1_when_nothing_could_be_run_or_a_backend_that_was_named(call,
         ("--dtype bf17", "--dtype: got 'bf17'"),
         ("--device sm_90", "--device: got 'sm_90'"),
         ("--window 5", "--window: got '5', expected whole numbers: left,right"),
+        ("--window 3,-5", "--window: got '3,-5', expected numbers of keys, or -1 for all"),
     ],
 )
 def test_warmup_refuses_a_bad_value_before_it_runs_anything(call, options, message):

@@ -136,7 +136,7 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
 
 @pytest.mark.parametrize(("lens_q", "lens_k"), [([3, 9], [3, 300]), ([3, 300], [3, 9])])
 def test_a_backward_is_planned_for_the_tokens_of_either_side(kernels, module, monkeypatch, lens_q, lens_k):
-    monkeypatch.setattr(_cudnn_problem, "_WORKSPACE", (0, 256))  # or few tokens are rounded up to the same
+    monkeypatch.setattr(_cudnn_problem, "PER_SEQUENCE", 32)  # or few tokens are rounded up to the same
     query, key, value, call = ragged(lens_q, lens_k)
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)
@@ -208,7 +208,7 @@ def test_no_batch_is_rounded_beyond_what_kernels_take():
 def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
     fine = {rounded(batch, 64, 64, 32 * batch, 32 * batch, 1024)[0] for batch in range(1, 513)}
     coarse = {rounded(batch, 1024, 1024, 512 * batch, 512 * batch, 1024)[0] for batch in range(1, 513)}
-    assert coarse == {8, 32, 128, 512}
+    assert coarse == {8, 32, 64, 128, 512}
     assert coarse < fine
     assert fine == {8, 16, 32, 64, 91, 128, 182, 256, 363, 512}
 
@@ -216,6 +216,36 @@ def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
 def test_short_sequences_are_planned_with_less_to_spare():
     assert rounded(65, 64, 64, 65 * 32, 65 * 32, 1024)[0] == 91
     assert rounded(65, 4096, 4096, 65 * 2048, 65 * 2048, 1024)[0] == 128
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "width", "planned"),
+    [
+        (2, 256, 8 * 64, 4096),  # 512 for each of 8 sequences: 8 MB
+        (8, 4096, 16 * 64, 4096),
+        (8, 4097, 16 * 64, 4 * 4096),
+        (40, 1280, 16 * 64, 64 * 512),
+        (400, 8000, 16 * 64, 2**16),  # not more than 256 MB for the sake of few plans
+        (16, 65537, 16 * 64, 2**17),  # 256 MB, and on in steps of 2
+        (16, 65537, 64 * 128, 2**17),
+        (300, 300, 64 * 128, 2**14),
+    ],
+)
+def test_a_workspace_is_small_where_tokens_are_few_and_grows_with_them(batch, tokens, width, planned):
+    assert rounded(batch, tokens, tokens, tokens, tokens, width)[3:] == (planned, planned)
+
+
+@pytest.mark.parametrize("width", [512, 1024, 4096, 8192])
+def test_a_workspace_is_at_most_four_times_too_large_and_twice_above_a_gigabyte(width):
+    draw = random.Random(0)
+    for _ in range(1000):
+        batch, longest = draw.randint(1, 600), 2 ** draw.uniform(0, 13)
+        tokens = sum(round(draw.uniform(1, longest)) for _ in range(batch))
+        sequences, *_, total = rounded(batch, 8192, 8192, tokens, tokens, width)
+        least = min(512 * sequences, max(2**14, 2**26 // width))
+        assert tokens <= total
+        assert total == least or total < 4 * tokens
+        assert total <= max(least, 2**28 // width) or total < 2 * tokens
 
 
 def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):

@@ -777,6 +777,15 @@ def test_a_package_that_does_not_load_is_a_reason_with_its_cause(package, monkey
             {name: SCHEMAS[name] for name in list(SCHEMAS)[:3]},
             "RegistrationError: it registers no operator flash_attn::_flash_attn_varlen_backward",
         ),
+        (
+            SCHEMAS
+            | {
+                "_flash_attn_backward": SCHEMAS["_flash_attn_backward"].replace(
+                    "bool deterministic,", "bool deterministic, int level,"
+                )
+            },
+            "RegistrationError: flash_attn::_flash_attn_backward needs level, which attnreg doesn't know",
+        ),
     ],
 )
 def test_a_package_that_does_not_fit_is_a_reason_that_names_the_argument(package, schemas, problem):

@@ -467,6 +467,25 @@ def test_a_renamed_keyword_is_told_when_the_package_is_loaded(install, name, her
     assert told == (f"flash-attn-4 4.0.0b99: {name} takes no {missing}; attnreg knows 4.0.0b19 to 4.0.0b36")
 
 
+@pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
+def test_a_parameter_that_it_has_to_be_given_and_attnreg_does_not_know_is_told_then_too(install, name, here):
+    package = install(version="4.0.0b99")
+    as_known = inspect.signature(getattr(package.module(), name))
+    layout = inspect.Parameter("layout", inspect.Parameter.KEYWORD_ONLY)
+
+    def newer(*args, **kwargs):
+        raise AssertionError("a call must not be the first to notice")
+
+    newer.__signature__ = as_known.replace(parameters=[*as_known.parameters.values(), layout])
+    install(version="4.0.0b99", **{name: newer})
+    with pytest.raises(BackendUnavailableError) as error:
+        Entry("FA4", "a test", BACKEND).kernels()
+    assert str(error.value.__cause__) == (
+        f"flash-attn-4 4.0.0b99: {name} needs 'layout', which attnreg doesn't know; it knows "
+        "4.0.0b19 to 4.0.0b36"
+    )
+
+
 def test_a_function_that_is_gone_is_told_when_the_package_is_loaded(install):
     package = install(version="5.0")
     module = package.module()

@@ -130,19 +130,62 @@ def test_a_name_on_the_call_runs_it_without_any_registration(named, ran):
     gpu.assert_near(got, gpu.expected(given)[0])
 
 
+def of_sdpa():
+    inputs = gpu.heads_first()
+    return inputs, functools.partial(F.scaled_dot_product_attention, *inputs)
+
+
+def of_multihead_attention():
+    module = torch.nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=gpu.BF16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=gpu.BF16, requires_grad=True)
+    return [x], lambda: module(x, x, x, need_weights=False)[0]
+
+
+def of_an_encoder_layer():
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, device="cuda", dtype=gpu.BF16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=gpu.BF16)
+    return [], torch.no_grad()(functools.partial(layer.eval(), x))
+
+
+def of_jagged_tensors():
+    given = gpu.packed((5, 300, 1, 42))
+    nested = [
+        torch.nested.nested_tensor_from_jagged(x, given.offsets_q.long()).transpose(1, 2) for x in given.qkv
+    ]
+    return given.qkv, lambda: F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
+
+
+def of_torchs_varlen_attn():
+    given = gpu.packed()
+    return given.qkv, functools.partial(torch_varlen_attn, *given)
+
+
+def of_varlen_attn():
+    given = gpu.packed()
+    return given.qkv, functools.partial(attnreg.varlen_attn, *given)
+
+
 @pytest.mark.filterwarnings("ignore:.*[Pp]rofiler")
-@pytest.mark.parametrize("entry_point", ["scaled_dot_product_attention", "varlen_attn"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize(
+    "entry_point",
+    [
+        of_sdpa,
+        of_multihead_attention,
+        of_an_encoder_layer,
+        of_jagged_tensors,
+        of_torchs_varlen_attn,
+        of_varlen_attn,
+    ],
+)
 def test_a_trace_shows_its_kernels_and_no_other_backends(named, entry_point):
-    if entry_point == "varlen_attn":
-        given = gpu.packed()
-        inputs, forward = given.qkv, functools.partial(attnreg.varlen_attn, *given)
-    else:
-        inputs = gpu.heads_first()
-        forward = functools.partial(F.scaled_dot_product_attention, *inputs)
+    inputs, forward = entry_point()
     own = {named}.intersection(gpu.KERNELS)
     with attnreg.register_backend(named):
         names = gpu.kernels_of(forward)
         assert gpu.owners(names) == own, names
+        if not inputs:
+            return
         out = forward()
         grad = gpu.incoming(out)
         names = gpu.kernels_of(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
@@ -200,12 +243,14 @@ def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
     mask = torch.randn(2, 4, 256, 256, device="cuda").to(gpu.BF16)
     with attnreg.register_backend(named), sdpa_kernel(CUDNN):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
-        torch.autograd.grad(out, inputs, gpu.incoming(out))
+        grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
     told = passed_over("attn_bias must be None, got a tensor")
     assert ran() == {"math" if named == "math" else "cuDNN": (1, 1)}
     assert (named in told) == (named in ("FA2", "FA4"))
-    right, _ = truth.dense(*(x.detach().cpu() for x in inputs), bias=mask.cpu().double())
-    truth.assert_near(out.cpu(), right, gpu.BF16)
+    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    right, _ = truth.dense(*leaves, bias=mask.cpu().double())
+    right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
+    gpu.assert_near((out, *grads), (right, *right_grads))
 
 
 def test_a_scope_holds_for_the_backward_that_runs_outside_it(named, ran):

@@ -13,7 +13,7 @@ import attnreg
 from attnreg import _registry
 from attnreg.answers import DeviceAnswer
 from attnreg.backend import Call
-from attnreg.backends import _fa4_kinds, cudnn
+from attnreg.backends import _cudnn_described, _cudnn_problem, _fa4_kinds, cudnn
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.gpu
@@ -182,7 +182,10 @@ def peak(step):
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_memory_is_that_of_the_kernels_and_an_lse(named):
+TOKENS, WIDTH = 8192, 8 * 64
+
+
+def test_memory_is_that_of_the_kernels_and_an_lse(named, monkeypatch):
     given = gpu.packed((4096, 1024, 2048, 1024), heads=(8, 8))
     grad = gpu.incoming(given.query)
     kernels = _registry.find(named).kernels()
@@ -198,8 +201,13 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named):
         out = on(named)(*given)
         return out, *torch.autograd.grad(out, given.qkv, grad)
 
-    lse = 8 * len(given.query) * 4
-    assert peak(through) <= peak(directly) + lse + 2**12
+    # cuDNN's backward has a float32 gradient of the query, and is planned for more tokens than there are.
+    planned = _cudnn_problem.rounded(4, given.max_q, given.max_k, TOKENS, TOKENS, WIDTH)[3]
+    spare = (planned - TOKENS) * WIDTH * 4 if named == "cuDNN" else 0
+    with monkeypatch.context() as patched:
+        patched.setattr(_cudnn_described, "rounded", lambda *sizes: sizes[:-1])
+        exactly = peak(directly)
+    assert peak(through) <= exactly + spare + 8 * TOKENS * 4 + 2**12
 
 
 @pytest.mark.only_for("cuDNN")

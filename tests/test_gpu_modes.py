@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import truth
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,11 +68,13 @@ def test_varlen_attn_compiles_whole(named, front, compiled, ran):
 
 
 def test_a_dynamic_graph_serves_batches_of_every_size(named, compiled, ran):
-    step = compiled(lambda query, *rest: attnreg.varlen_attn(query * 1, *rest), dynamic=True)
+    counter = CompileCounterWithBackend("inductor")
+    step = compiled(lambda query, *rest: attnreg.varlen_attn(query * 1, *rest), dynamic=True, backend=counter)
     batches = [gpu.packed(lengths) for lengths in ((5, 300, 42), (7, 129), (64, 64, 64, 200))]
     with attnreg.register_backend(named):
         got = [gpu.run(step, given) for given in batches]
     assert ran() == {named: (3, 3)}
+    assert counter.frame_count == 1
     for results, given in zip(got, batches, strict=True):
         gpu.assert_near(results, gpu.expected(given)[0])
 
@@ -218,6 +221,24 @@ def test_two_threads_on_streams_of_their_own_get_their_own_results(named):
         for given, first, results in zip(batches, alone, pool.map(work, batches), strict=True):
             assert all(torch.equal(out, first) for out, *_ in results)
             gpu.assert_near(results[-1], gpu.expected(given)[0])
+
+
+def test_two_threads_may_meet_new_kinds_of_calls_at_once(named):
+    """Two compilations of flash-attn-4's at a time end the process; here neither kind has run before."""
+    batches = [gpu.packed((300, 5, 42), dim=dim, seed=dim) for dim in (32, 88)]
+    step = functools.partial(attnreg.varlen_attn, backend=named, window_size=(9, 3))
+    start = threading.Barrier(2)
+
+    def work(given):
+        start.wait(60)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = gpu.run(step, given)
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        for given, results in zip(batches, pool.map(work, batches), strict=True):
+            gpu.assert_near(results, gpu.expected(given, window=(9, 3))[0])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -50,9 +50,12 @@ Strides = tuple[int, int, int]
 # Of small batches one in a few has such a number by chance.
 LEAST_IN_ORDER = 256
 
-# Numbers, and tokens, that the backward's workspace for a gradient of the query has room for at least: 128 MB
-# in float32, and more where heads times head dim are above 4096.
-_WORKSPACE = 2**25, 8192
+# Tokens that the backward's workspace for a gradient of the query has room for at least: so many of each
+# sequence that is planned for, up to so many numbers or tokens, whichever are more.
+PER_SEQUENCE, NUMBERS, TOKENS = 512, 2**26, 2**14
+
+# Numbers, 256 MB of them, below which totals are rounded up in steps of 4, and from which on in steps of 2.
+LARGE = 2**26
 
 
 class Problem(NamedTuple):
@@ -107,21 +110,30 @@ def rounded(batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, wi
         batch, max_q, max_k, tokens_q, tokens_k: those of the call.
         width: heads times head dim of the query; what a token costs in the backward's workspace.
     """
-    # A sequence more costs nothing beside long ones, and a third of itself beside those of 64 tokens, of
-    # which few are soon done.
-    mean = tokens_q / batch
-    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 or batch <= 64 else 2**0.5
-    numbers, tokens = _WORKSPACE
-    least = max(tokens, numbers // width)
+    sequences = _sequences(batch, tokens_q / batch)
+    least = min(PER_SEQUENCE * sequences, max(TOKENS, NUMBERS // width))
     return (
-        min(_up(batch, 8, step), max(batch, GRID)), _up(max_q, 4096, 16), _up(max_k, 4096, 16),
-        _total(tokens_q, least), _total(tokens_k, least),
+        sequences, _up(max_q, 4096, 16), _up(max_k, 4096, 16),
+        _total(tokens_q, least, width), _total(tokens_k, least, width),
     )  # fmt: skip
 
 
-def _total(tokens: int, least: int) -> int:
+def _sequences(batch: int, mean: float) -> int:
+    """Round up a number of sequences of so many tokens."""
+    # One more costs nothing beside long ones, and a third of itself beside those of 64 tokens, of which
+    # few are soon done.
+    if batch <= 64:
+        return min(_up(batch, 8, 4.0 if mean >= 512 else 2.0), 64)
+    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 else 2**0.5
+    return min(_up(batch, 8, step), max(batch, GRID))
+
+
+def _total(tokens: int, least: int, width: int) -> int:
     """Round up coarsely where the workspace is small, to keep the plans few."""
-    return _up(tokens, least, 4) if tokens <= 4 * least else _up(tokens, 4 * least, 2)
+    size = least
+    while size < tokens:
+        size *= 2 if size * width >= LARGE else 4
+    return size
 
 
 def _up(number: int, least: int, step: float) -> int:

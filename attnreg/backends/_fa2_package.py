@@ -172,7 +172,10 @@ def _checked(name: str) -> Any:
     operator = getattr(torch.ops.flash_attn, name, None)
     if operator is None:
         raise RegistrationError(f"it registers no operator flash_attn::{name}")
-    arguments = {argument.name for argument in operator.default._schema.arguments}
-    if lacking := [taken for taken in TAKEN[name] if taken not in arguments]:
+    arguments = operator.default._schema.arguments
+    if lacking := [taken for taken in TAKEN[name] if taken not in {one.name for one in arguments}]:
         raise RegistrationError(f"flash_attn::{name} has no argument {', '.join(lacking)}")
+    needed = [one.name for one in arguments if not one.has_default_value()]
+    if unknown := [argument for argument in needed if argument not in TAKEN[name]]:
+        raise RegistrationError(f"flash_attn::{name} needs {', '.join(unknown)}, which attnreg doesn't know")
     return operator.default

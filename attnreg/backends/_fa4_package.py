@@ -51,6 +51,9 @@ TAKEN = {
     "_flash_attn_bwd": (*SHARED, "dout", "deterministic", "dq", "dk", "dv"),
 }
 
+# Parameters that nothing has to be passed for.
+SWALLOWING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 # How many of their results are asked for.
 RESULTS = {"forward": 2, "backward": 3}
 
@@ -156,6 +159,12 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
     if missing := [keyword for keyword in TAKEN[name] if keyword not in takes]:
         raise BackendUnavailableError(
             f"{release()}: {name} takes no {', '.join(map(repr, missing))}; attnreg knows {KNOWN}"
+        )
+    wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in SWALLOWING]
+    if unknown := [keyword for keyword in wanted if keyword not in TAKEN[name]]:
+        raise BackendUnavailableError(
+            f"{release()}: {name} needs {', '.join(map(repr, unknown))}, which attnreg doesn't know; "
+            f"it knows {KNOWN}"
         )
     return function
 

@@ -89,12 +89,14 @@ def _state(entry: Entry, asked: Policy) -> tuple[str, str]:
     """Return how a backend is, after really loading it: a probe alone may be too hopeful."""
     if by := asked.disabled.get(entry.name.casefold()):
         return "disabled", f"by {by}"
+    experimental = entry.backend is not None and entry.backend.experimental
     try:
         entry.kernels()
     except BackendUnavailableError:
         state = "can't load" if entry.cause is None else "broken"
-        return state, entry.unavailable().removeprefix("can't load here: ").removeprefix("failed to load: ")
-    if entry.backend is not None and entry.backend.experimental:
+        reason = entry.unavailable().removeprefix("can't load here: ").removeprefix("failed to load: ")
+        return state, f"{reason}; experimental: it {UNTRIED}" if experimental else reason
+    if experimental:
         return "experimental", UNTRIED
     return "ready", ""
 

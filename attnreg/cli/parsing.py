@@ -132,6 +132,8 @@ def spec_of(
             f"{batch} and {head_dim}"
         )
     left, right = numbers("--window", window, "left,right")
+    if min(left, right) < -1:
+        raise InvalidInputError(f"--window: got {window!r}, expected numbers of keys, or -1 for all")
     return AttentionSpec(
         device=device_of("--device", device),
         dtype=dtype_name("--dtype", dtype),

@@ -1,0 +1,59 @@
+"""A run of the GPU tests ends at the first CUDA error."""
+
+from types import SimpleNamespace
+
+import conftest
+import pytest
+import torch
+
+REFUSED = "E       torch.AcceleratorError: CUDA error: invalid argument"
+
+
+def failed_with(text, **changes):
+    usual = {"failed": True, "keywords": {"gpu": 1}, "longreprtext": text, "nodeid": "test_x.py::test_y"}
+    return SimpleNamespace(**usual | changes)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Return what the next wait for the device ends in; None if it ends well."""
+    state = SimpleNamespace(error=None)
+
+    def synchronize():
+        if state.error is not None:
+            raise state.error
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "told"),
+    [
+        (REFUSED, None, REFUSED[1:].strip()),
+        (
+            "E  assert 1 == 2",
+            RuntimeError("CUDA error: unspecified launch failure\nhint"),
+            "CUDA error: unsp",
+        ),
+    ],
+)
+def test_an_error_of_cuda_ends_the_run_and_is_told(device, text, error, told):
+    device.error = error
+    with pytest.raises(pytest.exit.Exception, match="test_y ended in a CUDA error") as ended:
+        conftest.pytest_runtest_logreport(failed_with(text))
+    assert told in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        failed_with("E  assert 1 == 2"),
+        failed_with(REFUSED, failed=False),
+        failed_with(REFUSED, keywords={}),
+    ],
+    ids=["another failure", "passed", "not on a GPU"],
+)
+def test_nothing_else_does(device, report):
+    conftest.pytest_runtest_logreport(report)
