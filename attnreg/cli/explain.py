@@ -51,7 +51,8 @@ TokensK = Annotated[
     int, typer.Option("--tokens-k", metavar="N", show_default=False, help="The same of key and value.")
 ]
 ValueDim = Annotated[
-    int | None, typer.Option("--head-dim-v", metavar="N", help="Head dim of the value, if it is another.")
+    int | None,
+    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it is another."),
 ]
 Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Factor on the scores.")]
 Dropout = Annotated[

@@ -46,7 +46,8 @@ Window = Annotated[
 ]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
 ValueDim = Annotated[
-    int | None, typer.Option("--head-dim-v", metavar="N", help="Head dim of the value, if it is another.")
+    int | None,
+    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it is another."),
 ]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms on.")]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gradients, too.")]
