@@ -50,12 +50,10 @@ Strides = tuple[int, int, int]
 # Of small batches one in a few has such a number by chance.
 LEAST_IN_ORDER = 256
 
-# Tokens that the backward's workspace for a gradient of the query has room for at least: so many of each
-# sequence that is planned for, up to so many numbers or tokens, whichever are more.
-PER_SEQUENCE, NUMBERS, TOKENS = 512, 2**26, 2**14
-
-# Numbers, 256 MB of them, below which totals are rounded up in steps of 4, and from which on in steps of 2.
-LARGE = 2**26
+# The backward's workspace is a float32 gradient of the query. It has room for so many tokens of each sequence
+# that is planned for, at most for 256 MB of numbers or for `TOKENS`, whichever are more; then it grows in
+# steps of 4, from 256 MB on in steps of 2.
+PER_SEQUENCE, TOKENS, NUMBERS = 512, 2**14, 2**26
 
 
 class Problem(NamedTuple):
@@ -132,7 +130,7 @@ def _total(tokens: int, least: int, width: int) -> int:
     """Round up coarsely where the workspace is small, to keep the plans few."""
     size = least
     while size < tokens:
-        size *= 2 if size * width >= LARGE else 4
+        size *= 2 if size * width >= NUMBERS else 4
     return size
 
 
