@@ -132,15 +132,17 @@ def _cudnn(call: Call, tensors: Tensors) -> ByHand:
     kernels = _registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
-    with mock.patch.object(_cudnn_described, "rounded", lambda *sizes: sizes[:-1]):
+    with (
+        mock.patch.object(_cudnn_described, "rounded", lambda *sizes: sizes[:3]),
+        mock.patch.object(plans, "planned", lambda problem: problem._replace(own=problem.packed)),
+    ):
         there = _Prepared(plans, kernels.forward, *inputs, call)
         results = kernels.forward(*inputs, call)
         back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out = torch.empty_like(q)
-        # Packed: token first, as cuDNN has it; the adapter turns it round.
-        rows = q.shape[:-1] if call.varlen else (q.shape[0], q.shape[2], q.shape[1])
+        rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # (B, H, S), or (H, T)
         stats = q.new_empty(rows, dtype=torch.float32)
         there.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
         return out, stats

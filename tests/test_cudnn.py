@@ -15,8 +15,9 @@ import torch
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError, packed
 from attnreg.addresses import AddressCall
 from attnreg.answers import DeviceAnswer
-from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_problem, cudnn
-from attnreg.backends._cudnn_problem import Slot, rounded, tokens_in_order
+from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_sharing, cudnn
+from attnreg.backends._cudnn_problem import Problem, Slot
+from attnreg.backends._cudnn_sharing import Sharing, rounded, with_room
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, Case, measure
 
@@ -55,6 +56,20 @@ def kernels(module):
     return cudnn._load()
 
 
+@pytest.fixture
+def shared(kernels, monkeypatch):
+    """Have each packed problem planned with room for others, as one of those that came later."""
+    plans = kernels.forward.args[0]
+    monkeypatch.setattr(plans, "planned", lambda problem: with_room(problem) if problem.packed else problem)
+
+
+@pytest.mark.parametrize("case", [case for case in RUNS.values() if case.varlen], ids=str)
+def test_what_it_says_it_can_run_is_right_with_a_plan_for_others_too(kernels, shared, case):
+    errors = measure(kernels, case)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in RUNS.items()])
 def test_what_it_says_it_can_run_is_right(kernels, case):
     errors = measure(kernels, case)
@@ -87,10 +102,10 @@ def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, tail=0):
 
 
 def test_batches_of_other_lengths_share_a_plan(kernels, module):
-    for lens in ([3, 9], [40, 2, 77], [129] * 8):
+    for lens in ([3, 9], [40, 2, 77], [129] * 8, [9, 3]):
         kernels.forward(*ragged(lens))
-    assert len(module.graphs) == 1
-    assert kernels.forward.args[0].built == {"forward": 1, "backward": 0}
+    assert len(module.graphs) == 2, "the first has one of its own"
+    assert kernels.forward.args[0].built == {"forward": 2, "backward": 0}
 
 
 @pytest.mark.parametrize("difference", ["scale", "window", "heads", "dim", "dtype"])
@@ -134,22 +149,59 @@ def test_lengths_that_are_equal_but_not_known_to_be_are_aligned_bottom_right(ker
     assert module.graphs[1].options["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 
-@pytest.mark.parametrize(("lens_q", "lens_k"), [([3, 9], [3, 300]), ([3, 300], [3, 9])])
-def test_a_backward_is_planned_for_the_tokens_of_either_side(kernels, module, monkeypatch, lens_q, lens_k):
-    monkeypatch.setattr(_cudnn_problem, "PER_SEQUENCE", 32)  # or few tokens are rounded up to the same
+def planned_tokens(kernels, module, lens_q, lens_k=None, **changes):
+    """Run both directions; returns the tokens, of queries and keys, of all backwards that were planned."""
     query, key, value, call = ragged(lens_q, lens_k)
+    call = call._replace(**changes)
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)
-    totals = [module.graphs[1].options[name] for name in fake_cudnn.TOTALS]
-    assert totals == [1024 if 300 in lens else 256 for lens in (lens_q, lens_k)]
+    totals = [tuple(graph.options.get(name) for name in fake_cudnn.TOTALS) for graph in module.graphs]
+    return [planned for planned in totals if planned != (None, None)]
+
+
+@pytest.mark.parametrize(("lens_q", "lens_k"), [([3, 9], [3, 300]), ([3, 300], [3, 9])])
+def test_a_backward_is_planned_for_the_tokens_of_either_side(kernels, module, monkeypatch, lens_q, lens_k):
+    monkeypatch.setattr(_cudnn_sharing, "PER_SEQUENCE", 32)  # or few tokens are rounded up to the same
+    planned_tokens(kernels, module, [1, 2], [1, 1])
+    *_, planned = planned_tokens(kernels, module, lens_q, lens_k)
+    assert planned == tuple(1024 if 300 in lens else 256 for lens in (lens_q, lens_k))
+
+
+def test_the_first_tokens_of_a_kind_are_planned_for_as_they_are_and_others_with_room(kernels, module):
+    room = 8 * 512
+    assert planned_tokens(kernels, module, [100, 157]) == [(257, 257)]
+    assert planned_tokens(kernels, module, [157, 50, 50])[1:] == []
+    assert planned_tokens(kernels, module, [100, 158])[1:] == [(room, room)]
+    assert planned_tokens(kernels, module, [3, 9])[2:] == []
+    assert planned_tokens(kernels, module, [157, 100])[2:] == []
+    assert planned_tokens(kernels, module, [20, 9], [20, 10], scale=0.5)[2:] == [(29, 30)]
+    assert planned_tokens(kernels, module, [20, 9], [20, 11], scale=0.5)[3:] == [(room, room)]
+
+
+def test_kinds_are_not_kept_without_end(kernels, module, monkeypatch):
+    monkeypatch.setattr(_cudnn_sharing, "MOST", 2)
+    for scale in (0.1, 0.2, 0.3):
+        assert planned_tokens(kernels, module, [3, 9], scale=scale)[-1] == (12, 12)
+        assert planned_tokens(kernels, module, [3, 8], scale=scale)[-1] == (4096, 4096)
+    assert planned_tokens(kernels, module, [3, 7], scale=0.1)[-1] == (10, 10), "it has been forgotten"
+
+
+def packed_problem(direction, lens, width=1024):
+    """Return the problem of a batch as `described` gives it, of heads of 64."""
+    tokens, heads, strides = sum(lens), width // 64, (0, 64, width)
+    sizes = rounded(len(lens), max(lens), max(lens), tokens)
+    return Problem(
+        direction, 0, torch.bfloat16, *sizes, heads, heads, 64, 64, 0.125, (-1, -1), True,
+        tokens, tokens if direction == "backward" else 0, strides, strides, strides,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
-@pytest.mark.parametrize(("most", "width"), [(64, 16 * 64), (64, 32 * 128), (64, 64 * 128), (512, 16 * 64)])
+@pytest.mark.parametrize(("most", "width"), [(64, 16 * 64), (64, 32 * 128), (64, 64 * 128)])
 def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
-    draw = random.Random(seed)
-    forward, backward = set(), set()
+    draw, sharing = random.Random(seed), Sharing()
+    plans = {"forward": set(), "backward": set()}
 
     def up_to(number):
         return round(number ** draw.uniform(0, 1)) if spread == "by magnitude" else draw.randint(1, number)
@@ -159,22 +211,50 @@ def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
         lens = [draw.randint(1, longest) for _ in range(up_to(most))]
         if spread == "in steps of 64":
             lens = [64 * -(-length // 64) for length in lens]
-        planned = rounded(len(lens), max(lens), max(lens), sum(lens), sum(lens), width)
-        assert all(
-            size >= real
-            for size, real in zip(
-                planned, (len(lens), max(lens), max(lens), sum(lens), sum(lens)), strict=True
-            )
-        )
-        in_order = tokens_in_order(sum(lens))
-        forward.add((*planned[:3], in_order))
-        backward.add((*planned, in_order))
-    assert len(forward) <= 24
-    assert len(backward) <= 24
+        for direction, planned in plans.items():
+            problem = packed_problem(direction, lens, width)
+            assert problem.batch >= len(lens)
+            assert problem.max_q == problem.max_k >= max(lens)
+            found = sharing.planned(problem)
+            if direction == "backward":
+                assert found.tokens_q == found.tokens_k >= sum(lens)
+            assert found.tokens_q == sum(lens) or not found.own
+            planned.add(found)
+    assert max(map(len, plans.values())) <= 24
 
 
-@pytest.mark.parametrize(("lens", "in_order"), [([100, 156], True), ([100, 157], False), ([60, 68], False)])
-def test_a_power_of_two_of_tokens_has_its_lse_in_order_and_nothing_is_turned(kernels, module, lens, in_order):
+@pytest.mark.parametrize(
+    ("direction", "tokens", "own"),
+    [
+        ("forward", (2048, 0), True),
+        ("forward", (2**20, 0), True),
+        ("forward", (2049, 0), False),
+        ("forward", (1024, 0), False),
+        ("backward", (2048, 2048), True),
+        ("backward", (2048, 2049), False),
+        ("backward", (2049, 2048), False),
+        ("backward", (1024, 1024), False),
+    ],
+)
+def test_budgets_of_tokens_have_plans_of_their_own(direction, tokens, own):
+    sharing = Sharing()
+    sharing.planned(packed_problem(direction, [7]))
+    problem = packed_problem(direction, [2049])._replace(tokens_q=tokens[0], tokens_k=tokens[1])
+    planned = sharing.planned(problem)
+    assert planned.own is own
+    assert ((planned.tokens_q, planned.tokens_k) == tokens) is own
+
+
+@pytest.mark.parametrize(
+    ("lens", "in_order"), [([3, 9], True), ([100, 28], True), ([60, 4], False), ([60, 69], False)]
+)
+def test_tokens_with_a_plan_of_their_own_have_their_lse_in_order_and_nothing_is_turned(
+    kernels, module, monkeypatch, lens, in_order
+):
+    monkeypatch.setattr(_cudnn_sharing, "BUDGET", 128)
+    planned_tokens(kernels, module, [3, 9])
+    module.graphs.clear()
+    kernels.forward.args[0]._plans.clear()
     query, key, value, call = ragged(lens)
     out, lse = kernels.forward(query, key, value, call)
     grads = kernels.backward(out, query, key, value, out, lse, call)
@@ -202,27 +282,27 @@ def test_an_lse_in_order_is_right(kernels, window):
 
 
 def test_no_batch_is_rounded_beyond_what_kernels_take():
-    assert [rounded(batch, 64, 64, batch, batch, 1024)[0] for batch in (46342, 65535)] == [65535, 65535]
+    assert [rounded(batch, 64, 64, batch)[0] for batch in (46342, 65535)] == [65535, 65535]
 
 
 def test_sizes_of_a_coarse_step_are_among_those_of_a_fine_one():
-    fine = {rounded(batch, 64, 64, 32 * batch, 32 * batch, 1024)[0] for batch in range(1, 513)}
-    coarse = {rounded(batch, 1024, 1024, 512 * batch, 512 * batch, 1024)[0] for batch in range(1, 513)}
+    fine = {rounded(batch, 64, 64, 32 * batch)[0] for batch in range(1, 513)}
+    coarse = {rounded(batch, 1024, 1024, 512 * batch)[0] for batch in range(1, 513)}
     assert coarse == {8, 32, 64, 128, 512}
     assert coarse < fine
     assert fine == {8, 16, 32, 64, 91, 128, 182, 256, 363, 512}
 
 
 def test_short_sequences_are_planned_with_less_to_spare():
-    assert rounded(65, 64, 64, 65 * 32, 65 * 32, 1024)[0] == 91
-    assert rounded(65, 4096, 4096, 65 * 2048, 65 * 2048, 1024)[0] == 128
+    assert rounded(65, 64, 64, 65 * 32)[0] == 91
+    assert rounded(65, 4096, 4096, 65 * 2048)[0] == 128
 
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "width", "planned"),
     [
         (2, 256, 8 * 64, 4096),  # 512 for each of 8 sequences: 8 MB
-        (8, 4096, 16 * 64, 4096),
+        (8, 4095, 16 * 64, 4096),
         (8, 4097, 16 * 64, 4 * 4096),
         (40, 1280, 16 * 64, 64 * 512),
         (400, 8000, 16 * 64, 2**16),  # not more than 256 MB for the sake of few plans
@@ -232,7 +312,8 @@ def test_short_sequences_are_planned_with_less_to_spare():
     ],
 )
 def test_a_workspace_is_small_where_tokens_are_few_and_grows_with_them(batch, tokens, width, planned):
-    assert rounded(batch, tokens, tokens, tokens, tokens, width)[3:] == (planned, planned)
+    found = with_room(packed_problem("backward", [1] * (batch - 1) + [tokens - batch + 1], width))
+    assert (found.tokens_q, found.tokens_k, found.own) == (planned, planned, False)
 
 
 @pytest.mark.parametrize("width", [512, 1024, 4096, 8192])
@@ -240,9 +321,10 @@ def test_a_workspace_is_at_most_four_times_too_large_and_twice_above_a_gigabyte(
     draw = random.Random(0)
     for _ in range(1000):
         batch, longest = draw.randint(1, 600), 2 ** draw.uniform(0, 13)
-        tokens = sum(round(draw.uniform(1, longest)) for _ in range(batch))
-        sequences, *_, total = rounded(batch, 8192, 8192, tokens, tokens, width)
-        least = min(512 * sequences, max(2**14, 2**26 // width))
+        lens = [round(draw.uniform(1, longest)) for _ in range(batch)]
+        found, tokens = with_room(packed_problem("backward", lens, width)), sum(lens)
+        least = min(512 * found.batch, max(2**14, 2**26 // width))
+        total = found.tokens_q
         assert tokens <= total
         assert total == least or total < 4 * tokens
         assert total <= max(least, 2**28 // width) or total < 2 * tokens
@@ -262,11 +344,11 @@ def test_a_problem_that_cudnn_declines_is_told_in_its_words(kernels, module, mon
         raise fake_cudnn.GraphNotSupportedError("no engine")
 
     monkeypatch.setattr(fake_cudnn.Graph, "check_support", declined)
-    for lens in ([3, 9], [3, 9], [4, 7]):
+    for lens in ([3, 9], [3, 9], [4, 7], [5, 7], [7, 7]):
         with pytest.raises(UnsupportedInputError, match="cuDNN has no forward plan for this call: no engine"):
             kernels.forward(*ragged(lens))
     assert not kernels.forward.args[0]._plans
-    assert len(module.graphs) == 1, "batches of one problem have been described more than once"
+    assert len(module.graphs) == 2, "batches of one problem have been described more than once"
 
 
 def test_nothing_is_planned_while_a_graph_is_captured_and_what_is_planned_runs(kernels, monkeypatch):
@@ -557,8 +639,11 @@ def tensors(given, seed):
     return [torch.randn_like(x) for x in (query, key, value, query)]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["a plan for others too", "a plan of its own"])
 @pytest.mark.parametrize("lens_k", [None, [12, 9, 30]], ids=["one offsets", "two"])
-def test_a_known_packed_call_comes_out_the_same_on_other_offsets(kernels, module, lens_k):
+def test_a_known_packed_call_comes_out_the_same_on_other_offsets(request, kernels, module, lens_k, own):
+    if not own:
+        request.getfixturevalue("shared")
     given = ragged([3, 9, 30], lens_k)
     other = ragged([20, 2, 20], lens_k and [20, 20, 11])[-1]._replace(max_q=30, max_k=30)
     call = given[-1]
@@ -569,7 +654,7 @@ def test_a_known_packed_call_comes_out_the_same_on_other_offsets(kernels, module
     built = len(module.graphs)
     query, key, value, _ = tensors(given, 3)
     _, lse = forward(query, key, value, *short_ways.ends_of(call))
-    assert lse.t().is_contiguous()  # as cuDNN has written it: nothing was turned round
+    assert (lse if own else lse.t()).is_contiguous()  # as cuDNN has written it: nothing was turned round
     assert len(module.graphs) == built
 
 

@@ -12,6 +12,7 @@ import pytest
 from attnreg import _registry
 from attnreg.backend import Kernels
 from attnreg.backends import _fa4_limits
+from attnreg.backends._cudnn_sharing import with_room
 from attnreg.verification import CASES, QUICK, Case, measure, verify
 
 pytestmark = pytest.mark.gpu
@@ -75,18 +76,27 @@ def test_dense_lengths(named, window):
     assert sum(bool(outcome.reasons) for outcome in outcomes) == (left_out if named == "cuDNN" else 0)
 
 
-# As many queries as a power of two: cuDNN then writes the LSE in another order.
-POWER_OF_TWO = ((113, 203), (1, 65), (64, 1), (0, 9), (31, 33), (7, 0), (203, 113), (93, 93))
-
-
 @pytest.mark.only_for("cuDNN")
+@pytest.mark.parametrize("own", [True, False], ids=["plans of their own", "plans for others too"])
 @pytest.mark.parametrize(
     "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
 )
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
-def test_a_power_of_two_of_tokens(named, window, options):
-    assert sum(rows for rows, _ in POWER_OF_TWO) == 512
-    hold(named, [ragged(*POWER_OF_TWO, window=window, **options)])
+def test_packed_lengths_whoever_the_plan_is_for(named, monkeypatch, window, options, own):
+    """The LSE of a plan of their own lies in another order, whose rows begin anywhere."""
+    plans = _registry.find(named).kernels().forward.args[0]
+    planned = []
+
+    def as_told(problem):
+        planned.append(problem._replace(own=True) if own else with_room(problem))
+        return planned[-1]
+
+    monkeypatch.setattr(plans, "planned", as_told)
+    tokens = sum(rows for rows, _ in RAGGED)
+    hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
+    assert {problem.tokens_q - tokens for problem in planned if problem.own} == (
+        {93, 94, 95, 97} if own else set()
+    )
 
 
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2), (4, 0)], ids=str)

@@ -160,6 +160,29 @@ def python_of(package, run, *given):
         sys.setprofile(None)
 
 
+@pytest.mark.only_for("cuDNN")
+def test_known_calls_whose_plans_have_gone_are_planned_anew(named, known, ran):
+    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.heads_first()
+    leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
+    right, _ = truth.dense(*leaves, window=CAUSAL)
+    right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())
+    plans = _registry.find(named).kernels().forward.args[0]
+    with attnreg.register_backend(named), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(3):
+            plans._plans.clear()
+            before = plans.built["forward"], plans.built["backward"]
+            for _ in range(TIMES):
+                got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
+                gpu.assert_near(got, gpu.expected(given)[0])
+                out = F.scaled_dot_product_attention(*dense, is_causal=True)
+                grads = torch.autograd.grad(out, dense, gpu.incoming(out))
+                gpu.assert_near((out, *grads), (right, *right_grads))
+                torch.cuda.synchronize()
+            assert ran() == {named: (2 * TIMES, 2 * TIMES)}
+            assert known() == 1
+            assert (plans.built["forward"], plans.built["backward"]) == (before[0] + 2, before[1] + 2)
+
+
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])

@@ -7,13 +7,14 @@ import time
 
 import gpu
 import pytest
+import short_ways
 import torch
 
 import attnreg
 from attnreg import _registry
 from attnreg.answers import DeviceAnswer
 from attnreg.backend import Call
-from attnreg.backends import _cudnn_described, _cudnn_problem, _fa4_kinds, cudnn
+from attnreg.backends import _cudnn_described, _fa2_native, _fa4_kinds, cudnn
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.gpu
@@ -157,6 +158,33 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
     gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
 
 
+@pytest.mark.only_for("FA2")
+def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_behind(named, monkeypatch):
+    kernels = _registry.find(named).kernels()
+    given = gpu.packed().detached()
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out, lse = kernels.forward(*given.qkv, call)
+        tensors = (grad, *given.qkv, out, lse)
+        again = kernels.again("backward", tensors, call)
+        short = again(*tensors, *short_ways.ends_of(call))
+        return [out, *kernels.backward(*tensors, call), *short]
+
+    monkeypatch.setattr(_fa2_native, "_kept", {})
+    step()
+    assert len(_fa2_native._kept) == 1
+    monkeypatch.setattr(_fa2_native, "_kept", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    assert _fa2_native._kept == {}
+    got, right = replay(graph, results), gpu.expected(given)[0]
+    gpu.assert_near(got[:4], right)
+    gpu.assert_near(got[4:], right[1:])
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_host_sync_in_forward_or_backward(named):
     given = gpu.packed()
@@ -182,11 +210,10 @@ def peak(step):
     return torch.cuda.max_memory_allocated() - before
 
 
-TOKENS, WIDTH = 8192, 8 * 64
-
-
-def test_memory_is_that_of_the_kernels_and_an_lse(named, monkeypatch):
-    given = gpu.packed((4096, 1024, 2048, 1024), heads=(8, 8))
+@pytest.mark.parametrize("lengths", [(4096, 1024, 2048, 1024), (4095, 1024, 2048, 1000)], ids=sum)
+def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
+    cudnn.Plans.cache_clear()  # the first batch of a kind gets a plan of its own
+    given, tokens = gpu.packed(lengths, heads=(8, 8)), sum(lengths)
     grad = gpu.incoming(given.query)
     kernels = _registry.find(named).kernels()
     call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
@@ -201,13 +228,28 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, monkeypatch):
         out = on(named)(*given)
         return out, *torch.autograd.grad(out, given.qkv, grad)
 
-    # cuDNN's backward has a float32 gradient of the query, and is planned for more tokens than there are.
-    planned = _cudnn_problem.rounded(4, given.max_q, given.max_k, TOKENS, TOKENS, WIDTH)[3]
-    spare = (planned - TOKENS) * WIDTH * 4 if named == "cuDNN" else 0
+    taken = peak(through)
     with monkeypatch.context() as patched:
-        patched.setattr(_cudnn_described, "rounded", lambda *sizes: sizes[:-1])
+        patched.setattr(_cudnn_described, "rounded", lambda *sizes: sizes[:3])
         exactly = peak(directly)
-    assert peak(through) <= exactly + spare + 8 * TOKENS * 4 + 2**12
+    assert taken <= exactly + 8 * tokens * 4 + 2**12
+
+
+@pytest.mark.only_for("cuDNN")
+def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(named, ran):
+    cudnn.Plans.cache_clear()
+    built = _registry.find(named).kernels().forward.args[0].built
+    drawn = random.Random(0)
+    counts = []
+    for total in (2500, 2400, 2300, 2500, 2600):
+        ends = sorted(drawn.randint(0, total) for _ in range(99))
+        lengths = [end - start for start, end in zip([0, *ends], [*ends, total], strict=True)]
+        given = gpu.packed(lengths, heads=(4, 2))
+        got = gpu.run(on(named), given, enable_gqa=True, window_size=(-1, 0))
+        gpu.assert_near(got, gpu.expected(given, window=(-1, 0))[0])
+        counts.append((built["forward"], built["backward"]))
+    assert counts == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]
+    assert ran() == {named: (5, 5)}
 
 
 @pytest.mark.only_for("cuDNN")

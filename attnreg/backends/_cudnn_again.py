@@ -79,6 +79,7 @@ def again(
     problem, _, _ = described(direction, query, key, value, call)
     if not forward:
         problem = with_results(problem, tensors[4], tensors[0], call)
+    problem = plans.planned(problem)
     plan = plans.known(problem)
     if plan is None:
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnreg.backends._cudnn_offsets import Offsets
-from attnreg.backends._cudnn_problem import Problem, rounded, tokens_in_order
+from attnreg.backends._cudnn_problem import Problem
+from attnreg.backends._cudnn_sharing import rounded
 from attnreg.layout import dense
 from attnreg.packed import derived_from, stream_of
 
@@ -21,25 +22,22 @@ __all__ = ["described", "lse_lies", "offsets_of", "with_results"]
 def described(
     direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call
 ) -> tuple[Problem, Offsets | None, int]:
-    """Return the problem of a call, the offsets of packed tensors, and the stream to run on."""
+    """Return the problem of a call, the offsets of packed tensors, and the stream to run on.
+
+    What is planned is for `Plans.planned` to say.
+    """
     device, packed = query.get_device(), call.cu_seqlens_q is not None
     stream = stream_of(query)
     batch, max_q, max_k, tokens = query.shape[0], call.max_q, call.max_k, (0, 0)
     offsets = None
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        totals = query.shape[0], key.shape[0]
-        width = query.shape[-2] * query.shape[-1]
-        batch, max_q, max_k, *rounded_totals = rounded(
-            call.cu_seqlens_q.shape[0] - 1, max_q, max_k, *totals, width
-        )
-        if direction == "backward":
-            tokens = rounded_totals[0], rounded_totals[1]
+        batch, max_q, max_k = rounded(call.cu_seqlens_q.shape[0] - 1, max_q, max_k, query.shape[0])
+        tokens = query.shape[0], key.shape[0] if direction == "backward" else 0
         offsets = offsets_of(batch, stream, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
     problem = Problem(
         direction, device, query.dtype, batch, max_q, max_k, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed, *tokens,
         _strides(query, packed), _strides(key, packed), _strides(value, packed),
-        lse_tokens=tokens_in_order(query.shape[0]) if packed else 0,
     )  # fmt: skip
     return problem, offsets, stream
 
@@ -65,7 +63,7 @@ def lse_lies(problem: Problem, query: Tensor) -> tuple[tuple[int, ...], tuple[in
     """Return size and strides of the LSE that a problem's kernels write or read."""
     *batch, rows, heads = query.shape[:-1]
     size = *batch, heads, rows
-    return size, (1, heads) if problem.packed and not problem.lse_tokens else dense(size)
+    return size, (1, heads) if problem.packed and not problem.own else dense(size)
 
 
 def _is_square(call: Call) -> bool:

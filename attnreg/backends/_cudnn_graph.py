@@ -168,9 +168,9 @@ class _Description:
 
     def _stats_strides(self) -> Strides:
         """Strides of the LSE: of packed tensors with the token first, (T, H), or in order, (H, T)."""
-        heads, rows, tokens = self._problem.heads_q, self._problem.max_q, self._problem.lse_tokens
+        heads, rows = self._problem.heads_q, self._problem.max_q
         if self._problem.packed:
-            return (0, tokens, 1) if tokens else (0, 1, heads)
+            return (0, self._problem.tokens_q, 1) if self._problem.own else (0, 1, heads)
         return heads * rows, rows, 1
 
     def _tensor(self, slot: Slot, shape: tuple[int, int, int], strides: Strides, dtype: Any = None) -> Any:

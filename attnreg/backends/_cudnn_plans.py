@@ -15,6 +15,7 @@ import torch
 
 from attnreg.apart import apart
 from attnreg.backends._cudnn_graph import build
+from attnreg.backends._cudnn_sharing import Sharing
 from attnreg.errors import UnsupportedInputError
 from attnreg.layout import fresh
 from attnreg.locks import open_after_fork
@@ -57,10 +58,12 @@ class Plans:
 
     Attributes:
         built: how many plans were built for each direction.
+        planned: returns the problem that is planned for one; its plan is the one to run.
     """
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
+        self.planned = Sharing().planned
         self._module = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Graph] = {}
@@ -72,7 +75,7 @@ class Plans:
         """Run a problem's plan on a stream of its device, which has to be the current one.
 
         Args:
-            problem: what to run.
+            problem: what to run, one that `planned` has returned.
             tensors: those of the plan, by `Slot`, ascending.
             offsets: those of packed tensors.
             stream: a CUDA stream.

@@ -3,8 +3,8 @@
 What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
 tensors the LSE lies with the token first; a mask is a band with its own alignment, whose left bound
 counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_described`
-makes a `_cudnn_problem` of a call, `_cudnn_graph` plans it, `_cudnn_plans` keeps what was planned,
-`_cudnn_offsets` derives lengths, and `_cudnn_again` does a call that is known.
+makes a `_cudnn_problem` of a call, `_cudnn_sharing` rounds it, `_cudnn_graph` plans it, `_cudnn_plans`
+keeps what was planned, `_cudnn_offsets` derives lengths, and `_cudnn_again` does a call that is known.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
         return query.new_zeros(shape), query.new_full((*batch, heads, rows), -inf, dtype=torch.float32)
     query, key, value = (readable(x, repeats=False) for x in (query, key, value))
     problem, offsets, stream = described("forward", query, key, value, call)
+    problem = plans.planned(problem)
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     out = query.new_empty(shape) if whole else query.new_zeros(shape)
     lse = query.new_empty_strided(*lse_lies(problem, query), dtype=torch.float32)
@@ -140,7 +141,7 @@ def backward(
     given = (query, key, value, out, grad_out)
     query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
     problem, offsets, stream = described("backward", query, key, value, call)
-    problem = with_results(problem, out, grad_out, call)
+    problem = plans.planned(with_results(problem, out, grad_out, call))
     whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
     lse = lying(lse, lse_lies(problem, query)[1])
