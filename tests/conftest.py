@@ -18,7 +18,7 @@ import torch
 
 import attnreg
 from attnreg import _registry, aten, building, caches, counters, policy, scope, trace
-from attnreg.backends import _cpu_compiled
+from attnreg.backends import _cpu_compiled, _cudnn_sharing
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.packed import GRAPH_TREES
@@ -79,6 +79,15 @@ def no_graph_trees(monkeypatch):
 
 # A registry that nobody has used would plan everything again; plans take cuDNN up to a second each.
 plans_of_this_run = functools.cache(cudnn_backend.Plans)
+
+
+@pytest.fixture(params=[_cudnn_sharing.exact, _cudnn_sharing.shared], ids=["own plans", "shared plans"])
+def plans_of_either_kind(request, gpu_is_there, monkeypatch):
+    """Have cuDNN's packed calls planned for just their tokens, or for others, too, whatever came before."""
+    plans = _registry.find("cuDNN").kernels().forward.args[0]
+    monkeypatch.setattr(
+        plans, "planned", lambda problem: request.param(problem) if problem.packed else problem
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from attnreg.addresses import AddressCall
 from attnreg.answers import DeviceAnswer
 from attnreg.backends import _cudnn_again, _cudnn_described, _cudnn_plans, _cudnn_sharing, cudnn
 from attnreg.backends._cudnn_problem import Problem, Slot
-from attnreg.backends._cudnn_sharing import Sharing, rounded, with_room
+from attnreg.backends._cudnn_sharing import Firsts, exact, rounded, shared
 from attnreg.discovery import Entry
 from attnreg.verification import QUICK, Case, measure
 
@@ -57,14 +57,14 @@ def kernels(module):
 
 
 @pytest.fixture
-def shared(kernels, monkeypatch):
+def plans_for_others(kernels, monkeypatch):
     """Have each packed problem planned with room for others, as one of those that came later."""
     plans = kernels.forward.args[0]
-    monkeypatch.setattr(plans, "planned", lambda problem: with_room(problem) if problem.packed else problem)
+    monkeypatch.setattr(plans, "planned", lambda problem: shared(problem) if problem.packed else problem)
 
 
 @pytest.mark.parametrize("case", [case for case in RUNS.values() if case.varlen], ids=str)
-def test_what_it_says_it_can_run_is_right_with_a_plan_for_others_too(kernels, shared, case):
+def test_what_it_says_it_can_run_is_right_with_a_plan_for_others_too(kernels, plans_for_others, case):
     errors = measure(kernels, case)
     assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
     assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
@@ -178,12 +178,51 @@ def test_the_first_tokens_of_a_kind_are_planned_for_as_they_are_and_others_with_
     assert planned_tokens(kernels, module, [20, 9], [20, 11], scale=0.5)[3:] == [(room, room)]
 
 
+def test_only_what_is_planned_is_a_first(kernels, module, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedInputError, match="run the call once before the capture"):
+            kernels.forward(*ragged([3, 9]))
+    assert planned_tokens(kernels, module, [3, 10]) == [(13, 13)]
+    assert kernels.forward.args[0].planned(packed_problem("forward", [3, 9])).own
+
+
 def test_kinds_are_not_kept_without_end(kernels, module, monkeypatch):
-    monkeypatch.setattr(_cudnn_sharing, "MOST", 2)
+    monkeypatch.setattr(_cudnn_sharing, "MOST", 2)  # of which the forward is one
     for scale in (0.1, 0.2, 0.3):
         assert planned_tokens(kernels, module, [3, 9], scale=scale)[-1] == (12, 12)
         assert planned_tokens(kernels, module, [3, 8], scale=scale)[-1] == (4096, 4096)
     assert planned_tokens(kernels, module, [3, 7], scale=0.1)[-1] == (10, 10), "it has been forgotten"
+    built = len(module.graphs)
+    planned_tokens(kernels, module, [3, 9], scale=0.1)
+    assert len(module.graphs) == built, "there is a plan for these"
+
+
+def test_a_call_that_is_captured_takes_whichever_plan_there_is(kernels, module, monkeypatch):
+    """Its own or the one with room: both have run before."""
+    calls = [ragged(lens) for lens in ([3, 9], [3, 10], [4, 10])]
+    wanted = [kernels.forward(*given)[0] for given in calls[:2]]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    built = len(module.graphs)
+    for given, out in zip(calls, wanted, strict=False):
+        assert torch.equal(kernels.forward(*given)[0], out)
+    assert kernels.forward(*calls[2])[0].isfinite().all(), "others share a plan with the second"
+    assert len(module.graphs) == built
+
+
+@pytest.mark.parametrize("own", [(True, False), (False, True)], ids=["own forward", "own backward"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_a_forward_and_a_backward_may_have_plans_of_either_kind(kernels, monkeypatch, window, own):
+    monkeypatch.setattr(
+        kernels.forward.args[0],
+        "planned",
+        lambda problem: exact(problem) if own[problem.direction == "backward"] else shared(problem),
+    )
+    lens = (100, 0, 155, 1)
+    case = Case(name="mixed", lens_q=lens, lens_k=(120, 3, 155, 1), varlen=True, heads=(4, 2), window=window)
+    errors = measure(kernels, case)
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
 
 
 def packed_problem(direction, lens, width=1024):
@@ -196,11 +235,23 @@ def packed_problem(direction, lens, width=1024):
     )  # fmt: skip
 
 
+def test_a_kind_is_all_but_the_lengths():
+    firsts = Firsts()
+    firsts.met(exact(packed_problem("backward", [3, 9])))
+    for lens in ([3, 9], [9, 3], [1] * 12):
+        assert firsts.may_be(packed_problem("backward", lens))
+    for lens in ([3, 10], [1] * 9, [5000, 9], [2] * 100):
+        assert not firsts.may_be(packed_problem("backward", lens))
+    for other in (packed_problem("forward", [3, 10]), packed_problem("backward", [3, 10], width=512)):
+        assert firsts.may_be(other)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize(("most", "width"), [(64, 16 * 64), (64, 32 * 128), (64, 64 * 128)])
 def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
-    draw, sharing = random.Random(seed), Sharing()
+    draw = random.Random(seed)
+    firsts = {"forward": Firsts(), "backward": Firsts()}
     plans = {"forward": set(), "backward": set()}
 
     def up_to(number):
@@ -215,7 +266,8 @@ def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
             problem = packed_problem(direction, lens, width)
             assert problem.batch >= len(lens)
             assert problem.max_q == problem.max_k >= max(lens)
-            found = sharing.planned(problem)
+            found = exact(problem) if firsts[direction].may_be(problem) else shared(problem)
+            firsts[direction].met(found)
             if direction == "backward":
                 assert found.tokens_q == found.tokens_k >= sum(lens)
             assert found.tokens_q == sum(lens) or not found.own
@@ -224,25 +276,22 @@ def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
 
 
 @pytest.mark.parametrize(
-    ("direction", "tokens", "own"),
+    ("direction", "tokens", "planned"),
     [
-        ("forward", (2048, 0), True),
-        ("forward", (2**20, 0), True),
-        ("forward", (2049, 0), False),
-        ("forward", (1024, 0), False),
-        ("backward", (2048, 2048), True),
-        ("backward", (2048, 2049), False),
-        ("backward", (2049, 2048), False),
-        ("backward", (1024, 1024), False),
+        ("forward", (2048, 0), (2048, 0, True)),
+        ("forward", (2**20, 0), (2**20, 0, True)),
+        ("forward", (2049, 0), (0, 0, False)),
+        ("forward", (1024, 0), (0, 0, False)),
+        ("backward", (2048, 2048), (2048, 2048, True)),
+        ("backward", (2048, 100), (2048, 4096, True)),  # of keys there may be any number
+        ("backward", (2049, 2048), (4096, 4096, False)),
+        ("backward", (1024, 1024), (4096, 4096, False)),
     ],
 )
-def test_budgets_of_tokens_have_plans_of_their_own(direction, tokens, own):
-    sharing = Sharing()
-    sharing.planned(packed_problem(direction, [7]))
+def test_budgets_of_tokens_have_plans_of_their_own(direction, tokens, planned):
     problem = packed_problem(direction, [2049])._replace(tokens_q=tokens[0], tokens_k=tokens[1])
-    planned = sharing.planned(problem)
-    assert planned.own is own
-    assert ((planned.tokens_q, planned.tokens_k) == tokens) is own
+    found = shared(problem)
+    assert (found.tokens_q, found.tokens_k, found.own) == planned
 
 
 @pytest.mark.parametrize(
@@ -268,17 +317,6 @@ def test_tokens_with_a_plan_of_their_own_have_their_lse_in_order_and_nothing_is_
     assert torch.equal(as_written, lse)
     assert as_written.is_contiguous() is in_order
     assert all(grad.isfinite().all() for grad in grads)
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
-def test_an_lse_in_order_is_right(kernels, window):
-    lens = (100, 0, 155, 1)
-    case = Case(
-        name="a power of two", lens_q=lens, lens_k=(120, 3, 155, 1), varlen=True, heads=(4, 2), window=window
-    )
-    errors = measure(kernels, case)
-    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
-    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
 
 
 def test_no_batch_is_rounded_beyond_what_kernels_take():
@@ -312,7 +350,7 @@ def test_short_sequences_are_planned_with_less_to_spare():
     ],
 )
 def test_a_workspace_is_small_where_tokens_are_few_and_grows_with_them(batch, tokens, width, planned):
-    found = with_room(packed_problem("backward", [1] * (batch - 1) + [tokens - batch + 1], width))
+    found = shared(packed_problem("backward", [1] * (batch - 1) + [tokens - batch + 1], width))
     assert (found.tokens_q, found.tokens_k, found.own) == (planned, planned, False)
 
 
@@ -322,7 +360,7 @@ def test_a_workspace_is_at_most_four_times_too_large_and_twice_above_a_gigabyte(
     for _ in range(1000):
         batch, longest = draw.randint(1, 600), 2 ** draw.uniform(0, 13)
         lens = [round(draw.uniform(1, longest)) for _ in range(batch)]
-        found, tokens = with_room(packed_problem("backward", lens, width)), sum(lens)
+        found, tokens = shared(packed_problem("backward", lens, width)), sum(lens)
         least = min(512 * found.batch, max(2**14, 2**26 // width))
         total = found.tokens_q
         assert tokens <= total
@@ -643,7 +681,7 @@ def tensors(given, seed):
 @pytest.mark.parametrize("lens_k", [None, [12, 9, 30]], ids=["one offsets", "two"])
 def test_a_known_packed_call_comes_out_the_same_on_other_offsets(request, kernels, module, lens_k, own):
     if not own:
-        request.getfixturevalue("shared")
+        request.getfixturevalue("plans_for_others")
     given = ragged([3, 9, 30], lens_k)
     other = ragged([20, 2, 20], lens_k and [20, 20, 11])[-1]._replace(max_q=30, max_k=30)
     call = given[-1]

@@ -103,6 +103,11 @@ def test_varlen_attn_is_right_each_time_and_soon_known(named, options, known, ra
         assert known() == 1
 
 
+@pytest.mark.only_for("cuDNN")
+def test_so_it_is_whoever_the_plans_are_for(named, plans_of_either_kind, known, ran):
+    test_varlen_attn_is_right_each_time_and_soon_known(named, {"window_size": CAUSAL}, known, ran)
+
+
 def test_what_is_known_does_not_outlive_what_was_asked_for(known, ran):
     given = gpu.packed((40, 300, 7))
     right = gpu.expected(given)[0]

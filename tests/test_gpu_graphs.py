@@ -139,6 +139,11 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
         gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
 
 
+@pytest.mark.only_for("cuDNN")
+def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
+    test_a_replay_follows_offsets_that_are_refilled(named)
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.only_for("FA4", "cuDNN")
 def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):

@@ -26,6 +26,23 @@ pytestmark = [
 FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
 
 
+def sdpa(query, key, value, *_):
+    """Attend over packed tensors that are one sequence."""
+    batch = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return F.scaled_dot_product_attention(*batch)[0].transpose(0, 1)
+
+
+# With the lengths of two batches.
+ALL_FRONTS = pytest.mark.parametrize(
+    ("front", "lengths"),
+    [
+        pytest.param(torch_varlen_attn, ((5, 300, 0, 42), (7, 129, 0, 64)), id="torch"),
+        pytest.param(attnreg.varlen_attn, ((5, 300, 0, 42), (7, 129, 0, 64)), id="attnreg"),
+        pytest.param(sdpa, ((347,), (200,)), id="SDPA"),
+    ],
+)
+
+
 @pytest.fixture
 def compiled():
     """Compile a function whole, as if nothing had been compiled before."""
@@ -137,10 +154,10 @@ def test_autocast_reaches_attention_and_its_gradients_come_back_whole(named, ent
     gpu.assert_near((out, *grads), gpu.expected(given)[0])
 
 
-@FRONTS
+@ALL_FRONTS
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(named, front, reentrant, ran):
-    given = gpu.packed()
+def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(named, front, lengths, reentrant, ran):
+    given = gpu.packed(lengths[0])
     with attnreg.register_backend(named):
         out = checkpoint(front, *given, use_reentrant=reentrant)
         out.backward(gpu.incoming(out))
@@ -187,40 +204,44 @@ def test_a_backward_that_is_not_deterministic_goes_elsewhere_with_the_reason(nam
 # ---- streams, threads, devices
 
 
-def test_a_side_stream_is_the_only_one_that_is_used(named):
-    there = gpu.packed()
-    gpu.run(functools.partial(attnreg.varlen_attn, backend=named), there)  # compiles, plans
-    zeros = [torch.zeros_like(x).requires_grad_() for x in there.qkv]
-    given = gpu.Packed(*zeros, *there[3:])
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)  # whoever doesn't wait for this stream finds zeros
-        with torch.no_grad():
-            for tensor, values in zip(given.qkv, there.qkv, strict=True):
-                tensor.copy_(values)
-        got = gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given)
-    torch.cuda.synchronize()
+@ALL_FRONTS
+def test_a_side_stream_is_the_only_one_that_is_used(named, front, lengths, ran):
+    there = gpu.packed(lengths[0])
+    with attnreg.register_backend(named):
+        gpu.run(front, there)  # compiles, plans
+        zeros = [torch.zeros_like(x).requires_grad_() for x in there.qkv]
+        given = gpu.Packed(*zeros, *there[3:])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)  # whoever doesn't wait for this stream finds zeros
+            with torch.no_grad():
+                for tensor, values in zip(given.qkv, there.qkv, strict=True):
+                    tensor.copy_(values)
+            got = gpu.run(front, given)
+        torch.cuda.synchronize()
+    assert ran() == {named: (2, 2)}
     gpu.assert_near(got, gpu.expected(there)[0])
 
 
-def test_two_threads_on_streams_of_their_own_get_their_own_results(named):
-    batches = [gpu.packed((300, 5, 42), seed=1), gpu.packed((7, 129, 64), seed=2)]
-    step = functools.partial(attnreg.varlen_attn, backend=named)
-    alone = [gpu.run(step, given)[0] for given in batches]
-    torch.cuda.synchronize()
+@ALL_FRONTS
+def test_two_threads_on_streams_of_their_own_get_their_own_results(named, front, lengths, ran):
+    batches = [gpu.packed(one, seed=seed) for seed, one in enumerate(lengths)]
     start = threading.Barrier(2)
 
     def work(given):
         start.wait(60)
         with torch.cuda.stream(torch.cuda.Stream()):
-            results = [gpu.run(step, given) for _ in range(10)]
+            results = [gpu.run(front, given) for _ in range(10)]
             torch.cuda.current_stream().synchronize()
         return results
 
-    with ThreadPoolExecutor(2) as pool:
+    with attnreg.register_backend(named), ThreadPoolExecutor(2) as pool:
+        alone = [gpu.run(front, given)[0] for given in batches]
+        torch.cuda.synchronize()
         for given, first, results in zip(batches, alone, pool.map(work, batches), strict=True):
             assert all(torch.equal(out, first) for out, *_ in results)
             gpu.assert_near(results[-1], gpu.expected(given)[0])
+    assert ran() == {named: (22, 22)}
 
 
 def test_two_threads_may_meet_new_kinds_of_calls_at_once(named):

@@ -15,7 +15,7 @@ import torch
 
 from attnreg.apart import apart
 from attnreg.backends._cudnn_graph import build
-from attnreg.backends._cudnn_sharing import Sharing
+from attnreg.backends._cudnn_sharing import Firsts, exact, shared
 from attnreg.errors import UnsupportedInputError
 from attnreg.layout import fresh
 from attnreg.locks import open_after_fork
@@ -58,18 +58,28 @@ class Plans:
 
     Attributes:
         built: how many plans were built for each direction.
-        planned: returns the problem that is planned for one; its plan is the one to run.
     """
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
-        self.planned = Sharing().planned
         self._module = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Graph] = {}
         self._declined: dict[Problem, str] = {}
+        self._firsts = Firsts()
         self._own = threading.local()
         atexit.register(self._let_go)
+
+    def planned(self, problem: Problem) -> Problem:
+        """Return the problem whose plan is to run this one."""
+        if not problem.packed:
+            return problem
+        own = exact(problem)
+        if own in self._plans:
+            return own
+        if self._firsts.may_be(problem) and not torch.cuda.is_current_stream_capturing():
+            return own
+        return shared(problem)
 
     def run(self, problem: Problem, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int) -> None:
         """Run a problem's plan on a stream of its device, which has to be the current one.
@@ -129,6 +139,8 @@ class Plans:
             if problem in self._declined:
                 raise UnsupportedInputError(self._declined[problem])
             if problem not in self._plans:
+                if problem.own:
+                    self._firsts.met(problem)
                 while len(self._plans) >= _KEPT:
                     del self._plans[next(iter(self._plans))]
                 handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)

@@ -17,7 +17,7 @@ from attnreg.capabilities import GRID
 if TYPE_CHECKING:
     from attnreg.backends._cudnn_problem import Problem
 
-__all__ = ["Sharing", "rounded", "with_room"]
+__all__ = ["Firsts", "exact", "rounded", "shared"]
 
 # The backward's workspace is a float32 gradient of the query. One with room has it for so many tokens of each
 # sequence that is planned for, at most for 256 MB of numbers or for `TOKENS`, whichever are more; then it
@@ -27,7 +27,7 @@ PER_SEQUENCE, TOKENS, NUMBERS = 512, 2**14, 2**26
 # Of smaller batches, whose sequences are multiples of 64 long, one in a few has a power of two by chance.
 BUDGET = 2048
 
-# Kinds that are remembered. A program that has more of them, a scale for each call say, forgets them.
+# Kinds that are remembered.
 MOST = 512
 
 
@@ -36,43 +36,54 @@ def rounded(batch: int, max_q: int, max_k: int, tokens: int) -> tuple[int, int, 
     return _sequences(batch, tokens / batch), _up(max_q, 4096, 16), _up(max_k, 4096, 16)
 
 
-class Sharing:
-    """Decides which plan a problem gets: its own, or one with room for others.
+def exact(problem: Problem) -> Problem:
+    """Return the packed problem that is planned for just the tokens of this one."""
+    return problem._replace(own=True)
 
-    Room is the price of few plans, which a run whose batches all have as many tokens needn't pay. So the
-    tokens that are met first of a kind get a plan of their own, and so does a power of two, as the
-    budgets of packed training mostly are.
+
+def shared(problem: Problem) -> Problem:
+    """Return the packed problem that is planned for this one and for others.
+
+    Of queries it has room for more tokens, unless they are a power of two, as the budgets of packed training
+    mostly are: those have plans of their own.
+    """
+    budget = problem.tokens_q >= BUDGET and problem.tokens_q & (problem.tokens_q - 1) == 0
+    if budget and problem.tokens_k in (problem.tokens_q, 0):
+        return exact(problem)
+    width = problem.heads_q * problem.head_dim  # what a token costs in the workspace
+    least = min(PER_SEQUENCE * problem.batch, max(TOKENS, NUMBERS // width))
+    tokens_k = _total(problem.tokens_k, least, width) if problem.direction == "backward" else 0
+    if budget:
+        return exact(problem._replace(tokens_k=tokens_k))
+    tokens_q = _total(problem.tokens_q, least, width) if problem.direction == "backward" else 0
+    return problem._replace(tokens_q=tokens_q, tokens_k=tokens_k)
+
+
+class Firsts:
+    """Which tokens were planned for first of each kind of packed problem.
+
+    Room for others is the price of few plans, which a run whose batches all have as many tokens needn't pay:
+    the first ones get a plan of their own. A kind is all but the lengths.
     """
 
     def __init__(self) -> None:
-        self._first: dict[Problem, tuple[int, int]] = {}
+        self._tokens: dict[Problem, tuple[int, int]] = {}
 
-    def planned(self, problem: Problem) -> Problem:
-        """Return the problem that is planned for one with these tokens."""
-        if not problem.packed:
-            return problem
+    def may_be(self, problem: Problem) -> bool:
+        """Whether a problem's tokens are the first ones of its kind, or nothing has been planned of it."""
         tokens = problem.tokens_q, problem.tokens_k
-        kind = problem._replace(batch=0, max_q=0, max_k=0, tokens_q=0, tokens_k=0)
-        if kind not in self._first and len(self._first) >= MOST:
-            self._first.clear()
-        if self._first.setdefault(kind, tokens) == tokens or _budget(*tokens):
-            return problem._replace(own=True)
-        return with_room(problem)
+        return self._tokens.get(_kind(problem), tokens) == tokens
+
+    def met(self, problem: Problem) -> None:
+        """Remember that this is planned, one that is `exact`."""
+        kind = _kind(problem)
+        while kind not in self._tokens and len(self._tokens) >= MOST:
+            del self._tokens[next(iter(self._tokens))]
+        self._tokens.setdefault(kind, (problem.tokens_q, problem.tokens_k))
 
 
-def _budget(tokens_q: int, tokens_k: int) -> bool:
-    return tokens_q >= BUDGET and tokens_q & (tokens_q - 1) == 0 and tokens_k in (tokens_q, 0)
-
-
-def with_room(problem: Problem) -> Problem:
-    """Return the packed problem that is planned for this one and others of about as many tokens or fewer."""
-    if problem.direction == "forward":
-        return problem._replace(tokens_q=0)
-    width = problem.heads_q * problem.head_dim  # what a token costs in the workspace
-    least = min(PER_SEQUENCE * problem.batch, max(TOKENS, NUMBERS // width))
-    return problem._replace(
-        tokens_q=_total(problem.tokens_q, least, width), tokens_k=_total(problem.tokens_k, least, width)
-    )
+def _kind(problem: Problem) -> Problem:
+    return problem._replace(batch=0, max_q=0, max_k=0, tokens_q=0, tokens_k=0, own=False)
 
 
 def _sequences(batch: int, mean: float) -> int:

@@ -1,7 +1,7 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
 What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
-tensors the LSE lies with the token first; a mask is a band with its own alignment, whose left bound
+tensors the LSE mostly lies with the token first; a mask is a band with its own alignment, whose left bound
 counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_described`
 makes a `_cudnn_problem` of a call, `_cudnn_sharing` rounds it, `_cudnn_graph` plans it, `_cudnn_plans`
 keeps what was planned, `_cudnn_offsets` derives lengths, and `_cudnn_again` does a call that is known.
