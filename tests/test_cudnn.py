@@ -178,21 +178,23 @@ def test_the_first_tokens_of_a_kind_are_planned_for_as_they_are_and_others_with_
     assert planned_tokens(kernels, module, [20, 9], [20, 11], scale=0.5)[3:] == [(room, room)]
 
 
-def test_only_what_is_planned_is_a_first(kernels, module, monkeypatch):
+def test_a_call_that_a_capture_refused_is_no_first(kernels, monkeypatch):
+    plans = kernels.forward.args[0]
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(UnsupportedInputError, match="run the call once before the capture"):
             kernels.forward(*ragged([3, 9]))
-    assert planned_tokens(kernels, module, [3, 10]) == [(13, 13)]
-    assert kernels.forward.args[0].planned(packed_problem("forward", [3, 9])).own
+    for lens in ([3, 10], [3, 9]):
+        kernels.forward(*ragged(lens))
+    assert [(problem.tokens_q, problem.own) for problem in plans._plans] == [(13, True), (0, False)]
 
 
-def test_kinds_are_not_kept_without_end(kernels, module, monkeypatch):
-    monkeypatch.setattr(_cudnn_sharing, "MOST", 2)  # of which the forward is one
+def test_kinds_are_forgotten_one_by_one(kernels, module, monkeypatch):
+    monkeypatch.setattr(_cudnn_sharing, "MOST", 4)  # of each scale there are two, one for each direction
     for scale in (0.1, 0.2, 0.3):
         assert planned_tokens(kernels, module, [3, 9], scale=scale)[-1] == (12, 12)
-        assert planned_tokens(kernels, module, [3, 8], scale=scale)[-1] == (4096, 4096)
-    assert planned_tokens(kernels, module, [3, 7], scale=0.1)[-1] == (10, 10), "it has been forgotten"
+    assert planned_tokens(kernels, module, [3, 8], scale=0.2)[-1] == (4096, 4096), "still known"
+    assert planned_tokens(kernels, module, [3, 8], scale=0.1)[-1] == (11, 11), "the oldest"
     built = len(module.graphs)
     planned_tokens(kernels, module, [3, 9], scale=0.1)
     assert len(module.graphs) == built, "there is a plan for these"
@@ -207,6 +209,10 @@ def test_a_call_that_is_captured_takes_whichever_plan_there_is(kernels, module, 
     for given, out in zip(calls, wanted, strict=False):
         assert torch.equal(kernels.forward(*given)[0], out)
     assert kernels.forward(*calls[2])[0].isfinite().all(), "others share a plan with the second"
+    monkeypatch.setattr(kernels.forward.args[0], "_firsts", Firsts())
+    assert kernels.forward(*ragged([4, 11]))[0].isfinite().all(), (
+        "none can be made that it could be a first by"
+    )
     assert len(module.graphs) == built
 
 

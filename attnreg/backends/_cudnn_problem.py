@@ -46,8 +46,8 @@ class Problem(NamedTuple):
     head dim lies dense. Results are contiguous. A masked backward is `square` where every sequence has
     as many keys as queries: then both alignments of a mask are the same, and cuDNN 9.19 skips what is
     masked for the one aligned top-left only. Of packed tensors the tokens are the most that there may be,
-    of keys in the backward only; the `own` plan of a number of tokens is for just so many, with an LSE that
-    lies in order, (H, T), where others have the token first.
+    of keys in the backward only; the `own` plan of a number of query tokens is for just so many, with an LSE
+    that lies in order, (H, T), where others have the token first.
     """
 
     direction: Direction

@@ -37,7 +37,7 @@ def rounded(batch: int, max_q: int, max_k: int, tokens: int) -> tuple[int, int, 
 
 
 def exact(problem: Problem) -> Problem:
-    """Return the packed problem that is planned for just the tokens of this one."""
+    """Return the packed problem that is planned for just as many query tokens."""
     return problem._replace(own=True)
 
 
@@ -70,12 +70,15 @@ class Firsts:
         self._tokens: dict[Problem, tuple[int, int]] = {}
 
     def may_be(self, problem: Problem) -> bool:
-        """Whether a problem's tokens are the first ones of its kind, or nothing has been planned of it."""
+        """Whether a problem's tokens are the first ones of its kind, or could be."""
         tokens = problem.tokens_q, problem.tokens_k
         return self._tokens.get(_kind(problem), tokens) == tokens
 
     def met(self, problem: Problem) -> None:
-        """Remember that this is planned, one that is `exact`."""
+        """Remember that this is to be planned, one that is `exact`.
+
+        It may fail: where cuDNN has no kernel for a kind, it isn't asked about each number of tokens.
+        """
         kind = _kind(problem)
         while kind not in self._tokens and len(self._tokens) >= MOST:
             del self._tokens[next(iter(self._tokens))]
