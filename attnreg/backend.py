@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
     Again = Callable[[Direction, tuple[Tensor, ...], "Call"], Callable[..., tuple[Tensor, ...] | None] | None]
 
-__all__ = ["Backend", "Call", "Kernels"]
+__all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
+
+# What is told of an experimental backend: it ...
+UNTRIED = "hasn't run on the hardware that it is written for"
 
 
 class Call(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, aten, scope
 from attnreg.asked import Asked, dense, packed
+from attnreg.backend import UNTRIED
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.planning import decide, standing_in
 from attnreg.render import decision_table
@@ -167,7 +168,8 @@ def _explained(asked: Asked, leading: Preference | None) -> Explanation:
         backward = _decision(spec, "backward", entries, policy, native)
     measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
     unknown = _unmeasured(spec, policy, (forward, backward))
-    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *measured, *unknown)
+    untried = _untried((forward, backward), entries)
+    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *untried, *measured, *unknown)
     return Explanation(spec, forward, backward, notes)
 
 
@@ -203,6 +205,14 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():
                 yield f"takes for granted that {entry.name} loads there ({entry.unavailable()})"
+
+
+def _untried(decisions: tuple[Decision | None, ...], entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield which of the backends that would run the call are experimental."""
+    for name in dict.fromkeys(one.backend for one in decisions if one is not None and one.backend):
+        entry = entries.get(name.casefold())
+        if entry is not None and entry.backend is not None and entry.backend.experimental:
+            yield f"{name} is experimental: it {UNTRIED}"
 
 
 def _decision(

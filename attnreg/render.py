@@ -80,7 +80,7 @@ def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) 
     width = max(map(len, rows))
     yield from (f"    {name:<{width}}  {told}" for name, told in rows.items())
     for point in prediction.points:
-        near = "measured itself" if point.itself else f"{point.distance:.2f} away"
+        near = "measured itself" if point.itself else f"{point.distance:.2f} powers of two away"
         yield f"    from {point.size}, {near}"
     for note in prediction.notes:
         yield f"    {note}"

@@ -97,6 +97,20 @@ def test_a_call_for_another_machine_is_explained_row_by_row():
     )
 
 
+def test_an_experimental_backend_is_told_once_where_it_would_run(known, fake):
+    known["new"] = Entry(
+        "new", "a test", fake("new", experimental=True, head_dim=attnreg.Range(64, 64), priority=50).backend
+    )
+    _registry.changed()
+    told = "new is experimental: it hasn't run on the hardware that it is written for"
+    explanation = explain(spec(head_dim=64, head_dim_v=64, needs_backward=True))
+    assert (explanation.backend, explanation.backward.backend) == ("new", "new")
+    assert [note for note in explanation.notes if "experimental" in note] == [told]
+    elsewhere = explain(spec(needs_backward=True))
+    assert (elsewhere.backend, elsewhere.backward.backend) == ("cpu", "math")
+    assert not any("experimental" in note for note in elsewhere.notes)
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "rejected"),
     [

@@ -322,13 +322,13 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 def test_explain_calls_no_other_call_the_same(here):
     attnreg.configure(here(point(first=30.0)))
     told = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
-    assert "from B 2, 256 x 256, H 4, 0.00 away" in told
+    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in told
 
 
 def test_explain_says_from_how_far_away_a_prediction_comes(here):
     attnreg.configure(here(first=30.0, second=10.0))
     text = str(attnreg.explain(asked(512)))
-    assert "    from B 2, 256 x 256, H 4, 1.41 away" in text
+    assert "    from B 2, 256 x 256, H 4, 1.41 powers of two away" in text
     assert "    outside the measured range, its edge decides: max_q 512 is above 256" in text
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, aten, building, environment, planning, policy
+from attnreg.backend import UNTRIED
 from attnreg.cli import torch_facts
 from attnreg.errors import AttnregError, BackendUnavailableError
 from attnreg.selection import Policy, select
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from attnreg.spec import Device
 
 __all__ = ["inventory"]
-
-UNTRIED = "hasn't run on the hardware that it is written for"
 
 
 def inventory() -> dict[str, Any]:
