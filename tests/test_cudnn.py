@@ -236,7 +236,7 @@ def packed_problem(direction, lens, width=1024):
     tokens, heads, strides = sum(lens), width // 64, (0, 64, width)
     sizes = rounded(len(lens), max(lens), max(lens), tokens)
     return Problem(
-        direction, 0, torch.bfloat16, *sizes, heads, heads, 64, 64, 0.125, (-1, -1), True,
+        direction, -1, torch.bfloat16, *sizes, heads, heads, 64, 64, 0.125, (-1, -1), True,
         tokens, tokens if direction == "backward" else 0, strides, strides, strides,
     )  # fmt: skip
 
@@ -255,10 +255,9 @@ def test_a_kind_is_all_but_the_lengths():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize(("most", "width"), [(64, 16 * 64), (64, 32 * 128), (64, 64 * 128)])
-def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
-    draw = random.Random(seed)
-    firsts = {"forward": Firsts(), "backward": Firsts()}
-    plans = {"forward": set(), "backward": set()}
+def test_a_thousand_ragged_batches_need_few_plans(module, monkeypatch, most, width, spread, seed):
+    monkeypatch.setattr(_cudnn_plans, "build", lambda cudnn, problem, handle: object())
+    draw, plans = random.Random(seed), _cudnn_plans.Plans(module)
 
     def up_to(number):
         return round(number ** draw.uniform(0, 1)) if spread == "by magnitude" else draw.randint(1, number)
@@ -268,17 +267,16 @@ def test_a_thousand_ragged_batches_need_few_plans(most, width, spread, seed):
         lens = [draw.randint(1, longest) for _ in range(up_to(most))]
         if spread == "in steps of 64":
             lens = [64 * -(-length // 64) for length in lens]
-        for direction, planned in plans.items():
+        for direction in plans.built:
             problem = packed_problem(direction, lens, width)
             assert problem.batch >= len(lens)
             assert problem.max_q == problem.max_k >= max(lens)
-            found = exact(problem) if firsts[direction].may_be(problem) else shared(problem)
-            firsts[direction].met(found)
+            found = plans.planned(problem)
             if direction == "backward":
                 assert found.tokens_q == found.tokens_k >= sum(lens)
             assert found.tokens_q == sum(lens) or not found.own
-            planned.add(found)
-    assert max(map(len, plans.values())) <= 24
+            plans._plan(found)
+    assert 1 < plans.built["forward"] <= plans.built["backward"] <= 24
 
 
 @pytest.mark.parametrize(
