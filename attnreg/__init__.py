@@ -21,14 +21,16 @@ if TYPE_CHECKING:
         configure,
         install,
         list_backends,
+        record,
         register_backend,
         reload,
         uninstall,
+        use_backend,
     )
-    from attnreg.backend import Backend, Call, Kernels
-    from attnreg.capabilities import Capabilities, Range
-    from attnreg.config import Settings
-    from attnreg.counters import Stats, reset_stats, stats
+    from attnreg.contract.backend import Backend, Call, Kernels
+    from attnreg.contract.capabilities import Capabilities, Range
+    from attnreg.contract.spec import AttentionSpec, Device
+    from attnreg.dispatch.counters import Stats, reset_stats, stats
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
@@ -41,19 +43,27 @@ if TYPE_CHECKING:
         UnsupportedInputError,
     )
     from attnreg.explanation import Explanation, explain
-    from attnreg.recording import record
-    from attnreg.selection import Decision
-    from attnreg.spec import AttentionSpec, Device
-    from attnreg.use import use_backend
-    from attnreg.varlen import AuxRequest, varlen_attn, varlen_attn_out
+    from attnreg.selection.decision import Decision
+    from attnreg.settings.config import Settings
+    from attnreg.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "api": ("Handle", "configure", "install", "list_backends", "register_backend", "reload", "uninstall"),
-    "backend": ("Backend", "Call", "Kernels"),
-    "capabilities": ("Capabilities", "Range"),
-    "config": ("Settings",),
+    "api": (
+        "Handle",
+        "configure",
+        "install",
+        "list_backends",
+        "record",
+        "register_backend",
+        "reload",
+        "uninstall",
+        "use_backend",
+    ),
+    "contract.backend": ("Backend", "Call", "Kernels"),
+    "contract.capabilities": ("Capabilities", "Range"),
+    "settings.config": ("Settings",),
     "errors": (
         "AttnregError",
         "BackendUnavailableError",
@@ -66,12 +76,10 @@ _HOMES = {
         "UnsupportedInputError",
     ),
     "explanation": ("Explanation", "explain"),
-    "recording": ("record",),
-    "selection": ("Decision",),
-    "spec": ("AttentionSpec", "Device"),
-    "counters": ("Stats", "reset_stats", "stats"),
-    "use": ("use_backend",),
-    "varlen": ("AuxRequest", "varlen_attn", "varlen_attn_out"),
+    "selection.decision": ("Decision",),
+    "contract.spec": ("AttentionSpec", "Device"),
+    "dispatch.counters": ("Stats", "reset_stats", "stats"),
+    "varlen.front": ("AuxRequest", "varlen_attn", "varlen_attn_out"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

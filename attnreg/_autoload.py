@@ -23,7 +23,8 @@ def activate() -> None:
     from attnreg.errors import ConfigError
 
     try:
-        from attnreg import aten, policy
+        from attnreg import aten
+        from attnreg.selection import policy
 
         aten.ensure()
         policy.current()
@@ -56,7 +57,8 @@ class _TorchHandle:
 
     def remove(self) -> None:
         """Leave things as `activate_flash_attention_impl` found them, but for what was registered since."""
-        from attnreg import aten, policy
+        from attnreg import aten
+        from attnreg.selection import policy
 
         policy.activate(self._active_before)
         if not self._installed_before and not policy.is_active():
@@ -64,7 +66,8 @@ class _TorchHandle:
 
 
 def _activated_by_torch() -> _TorchHandle:
-    from attnreg import aten, policy
+    from attnreg import aten
+    from attnreg.selection import policy
 
     installed_before = aten.installed()
     aten.ensure()

@@ -11,14 +11,14 @@ import logging
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnreg.discovery import Entry, discover
+from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
-from attnreg.locks import open_after_fork
+from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnreg.backend import Backend
+    from attnreg.contract.backend import Backend
 
 __all__ = [
     "Registration",

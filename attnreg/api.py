@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ContextDecorator, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from attnreg import _registry, aten, policy
-from attnreg.backend import Backend
-from attnreg.errors import BackendUnavailableError, RegistrationError
-from attnreg.spec import Device
+from attnreg import _registry, aten
+from attnreg.contract.backend import Backend
+from attnreg.contract.spec import Device
+from attnreg.dispatch import scope, trace
+from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
+from attnreg.selection import policy
+from attnreg.selection.decision import Preference
+from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
-    from attnreg.config import Settings
-    from attnreg.discovery import Entry
+    from attnreg.contract.discovery import Entry
+    from attnreg.settings.config import Settings
 
 __all__ = [
     "Handle",
     "configure",
     "install",
     "list_backends",
+    "record",
     "register_backend",
     "reload",
     "uninstall",
+    "use_backend",
 ]
 
 log = logging.getLogger("attnreg")
@@ -157,6 +166,77 @@ def reload() -> None:
         if policy.serves(fresh):
             aten.ensure()
         policy.apply(fresh)
+
+
+# What held before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
+_outer: ContextVar[tuple[scope.Pin | None, ...]] = ContextVar("attnreg_outer_pins", default=())
+
+
+class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
+    """Put backends first inside a `with` block or a decorated function.
+
+    Holds for this thread or task alone, and for the backward of what ran inside it. Names are tried
+    in the order given. Activation checkpointing runs a forward again inside the backward, after the
+    block has ended: there use `backend=` on the call, or `register_backend`.
+
+        with attnreg.use_backend("math"):
+            out = F.scaled_dot_product_attention(query, key, value)
+
+    Raises:
+        UnknownBackendError: no backend has one of the names.
+        BackendUnavailableError: one of them can't load here.
+        RegistrationError: the routers can't be installed.
+    """
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise InvalidInputError("use_backend: got no name, expected at least one backend")
+        found = [_registry.find(name) for name in names]
+        aten.ensure()
+        for entry in found:
+            entry.kernels()
+        quoted = ", ".join(repr(entry.name) for entry in found)
+        self._pin = scope.pin(Preference(f"use_backend({quoted})", tuple(entry.name for entry in found)))
+
+    def __enter__(self) -> None:
+        _outer.set((*_outer.get(), scope.current()))
+        scope.enter(self._pin)
+
+    def __exit__(self, *exc: object) -> None:
+        *further, before = _outer.get()
+        _outer.set(tuple(further))
+        scope.enter(before)
+
+
+@contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write each distinct attention call of a block once, with its count, when the block ends.
+
+    Counts are added to those that the file has. All threads are recorded, and what runs stays the same:
+    where nothing asks for a backend, torch's own choices stand.
+
+    Raises:
+        ConfigError: the file can't be written, or has something else in it.
+        RegistrationError: the routers can't be installed.
+    """
+    file = Path(path).absolute()
+    check_writable(file)
+    aten.ensure()
+    recording = trace.start(file)
+    policy.watch(1)
+    failing = True
+    try:
+        yield
+        failing = False
+    finally:
+        policy.watch(-1)
+        trace.stop(recording)
+        try:
+            recording.write()
+        except ConfigError as error:
+            if not failing:
+                raise
+            log.warning("%s", error)  # the program's own exception says more
 
 
 def install() -> None:

@@ -12,17 +12,18 @@ from unittest import mock
 
 import torch
 
-from attnreg import _registry, native
-from attnreg.backends import _cudnn_described
-from attnreg.backends._cudnn_problem import Slot
+from attnreg import _registry
+from attnreg.backends.cudnn import described
+from attnreg.backends.cudnn.problem import Slot
+from attnreg.torchlib import captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.backend import Call
     from attnreg.bench.inputs import Tensors
+    from attnreg.contract.backend import Call
 
 __all__ = ["ByHand", "by_hand"]
 
@@ -42,8 +43,8 @@ def by_hand(name: str, call: Call, tensors: Tensors) -> ByHand:
 
 
 def _fa2(call: Call) -> ByHand:
-    run_forward = native.kernel("_flash_attention_forward", "CUDA")
-    run_backward = native.kernel("_flash_attention_backward", "CUDA")
+    run_forward = captured.kernel("_flash_attention_forward", "CUDA")
+    run_backward = captured.kernel("_flash_attention_backward", "CUDA")
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, 0.0, call.causal)
     left, right = call.window
     options = {"scale": call.scale, "window_size_left": left, "window_size_right": right}
@@ -60,7 +61,7 @@ def _fa2(call: Call) -> ByHand:
 
 
 def _fa4(call: Call) -> ByHand:
-    from attnreg.backends._fa4_package import functions
+    from attnreg.backends.fa4.package import functions
 
     run_forward, run_backward = functions()
     shared = {
@@ -133,7 +134,7 @@ def _cudnn(call: Call, tensors: Tensors) -> ByHand:
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
     with (
-        mock.patch.object(_cudnn_described, "rounded", lambda *sizes: sizes[:3]),
+        mock.patch.object(described, "rounded", lambda *sizes: sizes[:3]),
         mock.patch.object(plans, "planned", lambda problem: problem._replace(own=problem.packed)),
     ):
         there = _Prepared(plans, kernels.forward, *inputs, call)

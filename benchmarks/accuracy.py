@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py [--quick] [--device D] [--backends A,B] [--dtypes A,B] [--json FILE]
 
-Every backend is held to every case of `attnreg.verification`. For each dtype and tensor: the worst and
+Every backend is held to every case of `attnreg.measure`. For each dtype and tensor: the worst and
 the geometric mean of error / error of PyTorch; the aim is 2 at most. Where rounding the result alone
 costs more than PyTorch's own error, twice that rounding is allowed beside it, as in `attnreg verify`; "of
 what is allowed" is the worst by that rule, and wrong above 1. What a backend refuses isn't run, and counted
@@ -24,12 +24,12 @@ import torch
 
 from attnreg.bench.report import save, show, show_machine
 from attnreg.cli.verdicts import TENSORS, Verdict, candidates, state
-from attnreg.verification import CASES, QUICK
+from attnreg.measure import CASES, QUICK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnreg.verification import Case, Outcome
+    from attnreg.measure import Case, Outcome
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
 from attnreg.bench.report import save, show
-from attnreg.spec import AttentionSpec, Device
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.lookup import predict

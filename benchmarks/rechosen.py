@@ -22,7 +22,7 @@ from attnreg import _registry
 from attnreg.bench.cases import held_out
 from attnreg.bench.report import save, show
 from attnreg.bench.summary import FIXED
-from attnreg.spec import Device
+from attnreg.contract.spec import Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.lookup import predict
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnreg.bench.shapes import Shape
-    from attnreg.discovery import Direction
+    from attnreg.contract.spec import Direction
 
 DEVICE = Device.parse("sm_90")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

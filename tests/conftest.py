@@ -17,12 +17,16 @@ import pytest
 import torch
 
 import attnreg
-from attnreg import _registry, aten, building, caches, counters, policy, scope, trace
-from attnreg.backends import _cpu_compiled, _cudnn_sharing
+from attnreg import _registry, aten
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
-from attnreg.packed import GRAPH_TREES
-from attnreg.state import state
+from attnreg.backends.cpu import compiled as cpu_compiled
+from attnreg.backends.cudnn import sharing
+from attnreg.contract.offsets import GRAPH_TREES
+from attnreg.dispatch import counters, scope, trace
+from attnreg.dispatch.state import state
+from attnreg.selection import policy
+from attnreg.torchlib import building, caches
 from attnreg.tuning import tables
 
 
@@ -81,7 +85,7 @@ def no_graph_trees(monkeypatch):
 plans_of_this_run = functools.cache(cudnn_backend.Plans)
 
 
-@pytest.fixture(params=[_cudnn_sharing.exact, _cudnn_sharing.shared], ids=["own plans", "shared plans"])
+@pytest.fixture(params=[sharing.exact, sharing.shared], ids=["own plans", "shared plans"])
 def plans_of_either_kind(request, gpu_is_there, monkeypatch):
     """Have cuDNN's packed calls planned for just their tokens, or for others, too, whatever came before."""
     plans = _registry.find("cuDNN").kernels().forward.args[0]
@@ -183,7 +187,7 @@ def built_cpu_kernel():
 @pytest.fixture(scope="session")
 def cpu_kernel(built_cpu_kernel):
     """Return the compiled kernel of the cpu backend."""
-    return _cpu_compiled.Compiled.of(ctypes.CDLL(str(built_cpu_kernel)))
+    return cpu_compiled.Compiled.of(ctypes.CDLL(str(built_cpu_kernel)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -192,8 +196,8 @@ def wanted_cpu_kernel(request):
     compiled = request.config.getoption("--routers") == "compiled"
     found = request.getfixturevalue("cpu_kernel") if compiled else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cpu_compiled, "load", lambda: found)
-        patch.setattr(_cpu_compiled, "is_there", lambda: compiled)
+        patch.setattr(cpu_compiled, "load", lambda: found)
+        patch.setattr(cpu_compiled, "is_there", lambda: compiled)
         yield
 
 

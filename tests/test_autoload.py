@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch.nn import attention
 
 import attnreg
-from attnreg import _autoload, aten, policy
+from attnreg import _autoload, aten
 from attnreg.errors import RegistrationError, UnknownBackendError
+from attnreg.selection import policy
 
 # A training step of a program that knows torch only. What it prints at its end is for the tests.
 PROGRAM = """\
@@ -167,7 +168,7 @@ def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeyp
 
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
     # Importing torch imports attnreg again, which is half-way in then.
-    told, said = run(program="import attnreg.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
+    told, said = run(program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
     assert told == [1]
     assert "UserWarning: attnreg is not active: ImportError: cannot import name" in said[0]
 

@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend
 
 import attnreg
 from attnreg import _registry, aten, explain
-from attnreg.asked import ROUTED
-from attnreg.discovery import Entry
+from attnreg.contract.discovery import Entry
 from attnreg.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -19,6 +18,7 @@ from attnreg.errors import (
     UnknownBackendError,
     UnsupportedInputError,
 )
+from attnreg.explanation.call_spec import ROUTED
 
 NOT_SERVED = "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg import _registry, api, aten, policy
-from attnreg.discovery import Entry
+from attnreg import _registry, api, aten
+from attnreg.contract.discovery import Entry
 from attnreg.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -18,6 +18,7 @@ from attnreg.errors import (
     RegistrationError,
     UnknownBackendError,
 )
+from attnreg.selection import policy
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -466,7 +467,7 @@ def test_routers_that_fail_to_install_leave_the_settings_as_they_were(no_routers
         with pytest.raises(RegistrationError, match="routers can't be installed"):
             change()
         assert everything() == before
-    assert policy.current() == attnreg.selection.Policy()
+    assert policy.current() == attnreg.selection.decision.Policy()
 
 
 def test_routers_that_fail_to_install_leave_install_undone(no_routers):

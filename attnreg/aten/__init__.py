@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.nn.attention import _registry as torch_registry
 
-from attnreg import _registry, native
+from attnreg import _registry
 from attnreg.aten import compiled, cpu, cudnn, flash
 from attnreg.aten.routing import Route, router
 from attnreg.errors import RegistrationError
-from attnreg.locks import open_after_fork
+from attnreg.torchlib import captured
+from attnreg.torchlib.locks import open_after_fork
 
 __all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by", "usable"]
 
@@ -110,7 +111,7 @@ def restore() -> None:
         _kept_out = True
         if _library is not None:
             compiled.uncover()
-            native.compiled = None
+            captured.compiled = None
             _library._destroy()  # type: ignore[no-untyped-call]
             _library = None
 
@@ -148,20 +149,20 @@ def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Li
     """Register the routers for some routes, all or none."""
     places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
     for op, key in [(route.op, key) for route, key, _ in places] + [(op, "CUDA") for op in ABOVE]:
-        native.check_not_overridden(op, key)
+        captured.check_not_overridden(op, key)
     # All kernels are captured before the first router covers one.
-    routers = [router(route, native.capture(route.op, key), unknown) for route, key, unknown in places]
+    routers = [router(route, captured.capture(route.op, key), unknown) for route, key, unknown in places]
     is_compiled = compiled.capture(_compiled(route, key) for route, key, _ in places)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for (route, key, _), function in zip(places, routers, strict=True):
             _register(library, route.op, key, function)
-        native.compiled = False
+        captured.compiled = False
         if is_compiled:
             compiled.cover()
     except Exception as error:
         compiled.uncover()
-        native.compiled = None
+        captured.compiled = None
         library._destroy()  # type: ignore[no-untyped-call]
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
     return library

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from attnreg.addresses import AddressCall
+from attnreg.contract.launchers import AddressCall
 from attnreg.errors import RegistrationError, UnsupportedInputError
-from attnreg.native import OpCall
+from attnreg.torchlib.captured import OpCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.backend import Call
-    from attnreg.planning import Plan
+    from attnreg.contract.backend import Call
+    from attnreg.dispatch.planning import Plan
 
 __all__ = ["Again", "Answer", "Layout", "Turned", "address_call", "alike", "answer", "tried"]
 

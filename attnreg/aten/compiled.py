@@ -11,8 +11,11 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry, building, counters, environment, native, scope
+from attnreg import _registry
+from attnreg.dispatch import counters, scope
 from attnreg.errors import AttnregError, BuildError
+from attnreg.settings import environment
+from attnreg.torchlib import building, captured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,7 +51,7 @@ def cover() -> None:
     global extension
     _loaded.cover()
     _loaded.lead_to("aten::_flash_attention_forward", scope.variable)
-    extension, native.compiled = _loaded, not _idle
+    extension, captured.compiled = _loaded, not _idle
     _registry.changed()
 
 
@@ -56,14 +59,14 @@ def uncover() -> None:
     """Take them out; no change if they aren't in."""
     global extension
     if _loaded is not None:
-        extension, native.compiled = None, None
+        extension, captured.compiled = None, None
         _loaded.uncover()
         _registry.changed()
 
 
 def listening() -> Any:
     """Return the module of compiled routers while they answer calls, or None."""
-    return extension if native.compiled else None
+    return extension if captured.compiled else None
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def _rest(more: int) -> None:
     with _registry.lock:
         _idle += more
         if extension is not None:
-            native.compiled = not _idle
+            captured.compiled = not _idle
         if _loaded is not None:
             _loaded.enable(not _idle)
         _registry.changed()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnreg import scope
 from attnreg.aten.heads_first import contract, gradients, plan_for
 from attnreg.aten.routing import Quick, Route, Turn, like
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
-from attnreg.planning import Native
+from attnreg.dispatch import scope
+from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
     from torch import Tensor

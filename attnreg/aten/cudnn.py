@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import scope
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import cudnn_extras, shared
 from attnreg.aten.heads_first import contract, gradients, plan_for
 from attnreg.aten.routing import Quick, Route, Turn, drawn, like, passed_on, tied
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
-from attnreg.backend import Call
-from attnreg.dispatch import bounds, prepare, scale_of, wants_deterministic, wants_gradient
-from attnreg.planning import Native
+from attnreg.contract.backend import Call
+from attnreg.dispatch import scope
+from attnreg.dispatch.calls import bounds, prepare, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.aten.again import Answer
     from attnreg.aten.heads_first import Contract
-    from attnreg.planning import Plan
+    from attnreg.dispatch.planning import Plan
 
 __all__ = ["CUDNN", "ROUTES"]
 

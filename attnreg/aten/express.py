@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg import counters, scope
 from attnreg.aten import compiled
 from attnreg.aten.again import Again, address_call
 from attnreg.aten.beside import flash_extras, shared
+from attnreg.contract.offsets import facts_of, of_a_graph, stream_of
+from attnreg.contract.validation import check_values
+from attnreg.dispatch import counters, scope
 from attnreg.errors import UnsupportedInputError
-from attnreg.packed import facts_of, of_a_graph, stream_of
-from attnreg.validation import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.backend import Call
-    from attnreg.planning import Plan
-    from attnreg.scope import Own
-    from attnreg.state import State
+    from attnreg.contract.backend import Call
+    from attnreg.dispatch.planning import Plan
+    from attnreg.dispatch.scope import Own
+    from attnreg.dispatch.state import State
 
 __all__ = ["Express", "backward", "forward", "known_as", "remember"]
 

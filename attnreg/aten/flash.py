@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import scope
 from attnreg.aten import express
 from attnreg.aten.again import Layout, answer
 from attnreg.aten.beside import flash_extras, shared
 from attnreg.aten.routing import Quick, Route, Turn, drawn, like, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
-from attnreg.backend import Call
-from attnreg.dispatch import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
-from attnreg.packed import facts, stream_of
-from attnreg.planning import Native
+from attnreg.contract.backend import Call
+from attnreg.contract.offsets import facts, stream_of
+from attnreg.dispatch import scope
+from attnreg.dispatch.calls import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnreg.planning import Plan
+    from attnreg.dispatch.planning import Plan
 
 __all__ = ["DENSE", "ROUTES"]
 

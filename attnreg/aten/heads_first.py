@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attnreg.backend import Call
-from attnreg.dispatch import bounds, scale_of, wants_deterministic, wants_gradient
-from attnreg.planning import Plan, make_plan, spec_of
-from attnreg.state import state
-from attnreg.validation import check, check_scale
+from attnreg.contract.backend import Call
+from attnreg.contract.validation import check, check_scale
+from attnreg.dispatch.calls import bounds, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.planning import Plan, make_plan, spec_of
+from attnreg.dispatch.state import state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.aten.routing import Turn
-    from attnreg.discovery import Direction
-    from attnreg.scope import Pin
+    from attnreg.contract.spec import Direction
+    from attnreg.dispatch.scope import Pin
 
 __all__ = ["Contract", "contract", "gradients", "plan_for"]
 

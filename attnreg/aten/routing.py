@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg import counters, scope
-from attnreg.addresses import AddressCall
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer, tried
-from attnreg.declines import DeclinedError, served
+from attnreg.contract.declines import DeclinedError, served
+from attnreg.contract.launchers import AddressCall
+from attnreg.dispatch import counters, scope
+from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection import Preference
-from attnreg.state import state
+from attnreg.selection.decision import Preference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.backend import Call
-    from attnreg.planning import Native, Plan
-    from attnreg.state import State
+    from attnreg.contract.backend import Call
+    from attnreg.dispatch.planning import Native, Plan
+    from attnreg.dispatch.state import State
 
 # Keywords of which a call may have some and be known again; a mask isn't plain.
 PLAIN = frozenset({"scale", "attn_mask"})

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backend import Backend, Call, Kernels
-from attnreg.backends._fa3_rows import blank, keys_past, rows_past
-from attnreg.capabilities import GRID, Capabilities, Range
+from attnreg.contract.backend import Backend, Call, Kernels
+from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.errors import RegistrationError
-from attnreg.layout import readable
+from attnreg.torchlib.layout import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
 
@@ -108,14 +107,14 @@ def _load() -> Kernels:
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if _nothing_to_do(query, key):
             return _empty(query, call)
-        queries = rows_past(query, call.cu_seqlens_q)
-        key, value = blank(keys_past(key, call), key, value)
+        queries = _rows_past(query, call.cu_seqlens_q)
+        key, value = _blank(_keys_past(key, call), key, value)
         # One split: several would be added up in an order that changes.
         out, lse = run_forward(
             *map(readable, (query, key, value)),
             page_table=call.block_table, num_splits=1, **_arguments(call),
         )[:2]  # fmt: skip
-        (out,) = blank(queries, out)
+        (out,) = _blank(queries, out)
         unseen = lse == torch.inf if queries is None else (lse == torch.inf) | queries
         return out, lse.masked_fill(unseen, -torch.inf)
 
@@ -126,9 +125,9 @@ def _load() -> Kernels:
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         if _nothing_to_do(query, key):
             return grad_q, grad_k, grad_v
-        queries = rows_past(query, call.cu_seqlens_q)
-        query, grad_out, out = blank(queries, query, grad_out, out)
-        key, value = blank(keys_past(key, call), key, value)
+        queries = _rows_past(query, call.cu_seqlens_q)
+        query, grad_out, out = _blank(queries, query, grad_out, out)
+        key, value = _blank(_keys_past(key, call), key, value)
         run_backward(
             *map(readable, (query, key, value)),
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
@@ -191,6 +190,40 @@ def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
 def _empty(query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     return torch.zeros_like(query), lse.transpose(-1, -2).contiguous()
+
+
+# Rows that belong to no sequence. The kernels load whole tiles: one that ends beyond its sequence takes the
+# rows after it along, at a weight of zero, and zero times NaN is NaN. So what no query may see is set to zero
+# before; that costs a copy, as only the GPU knows where a packed batch ends.
+
+
+def _rows_past(packed: Tensor, offsets: Tensor | None) -> Tensor | None:
+    """Return which rows come after the last sequence; None for a dense call."""
+    if offsets is None:
+        return None
+    return torch.arange(packed.shape[0], device=offsets.device) >= offsets[-1]
+
+
+def _keys_past(key: Tensor, call: Call) -> Tensor | None:
+    """Return which keys no query may see, whatever the mask; None where there can't be any."""
+    offsets, used = call.cu_seqlens_k, call.seqused_k
+    if call.block_table is not None:
+        return None
+    if used is None:
+        return _rows_past(key, offsets)
+    if offsets is None:
+        return torch.arange(key.shape[1], device=key.device) >= used[:, None]
+    rows = torch.arange(key.shape[0], device=key.device, dtype=offsets.dtype)
+    # The rows after the last sequence count as one more, of which nothing is used.
+    ends = torch.cat((offsets[:-1] + used, offsets.new_zeros(1)))
+    return rows >= ends[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
+
+
+def _blank(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros in those rows; themselves where there are none."""
+    if rows is None:
+        return tensors
+    return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
 
 
 BACKEND = Backend(

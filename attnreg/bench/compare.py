@@ -13,7 +13,7 @@ from attnreg.bench.shapes import FORWARD
 from attnreg.bench.sides import STEPS, ran
 from attnreg.bench.timing import ahead, interleaved, median_ratio
 from attnreg.bench.truth import TOLERANCE
-from attnreg.counters import reset_stats
+from attnreg.dispatch.counters import reset_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnreg import _registry, api, aten, planning, policy
-from attnreg.backend import Backend, Kernels
+from attnreg import _registry, api, aten
+from attnreg.contract.backend import Backend, Kernels
+from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError, ConfigError
+from attnreg.selection import policy
 from attnreg.tuning.tables import Report
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
-from attnreg import native
 from attnreg.aten import compiled
 from attnreg.bench.contexts import led_by, untouched
 from attnreg.bench.inputs import Batch
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import Side, layers, layers_backward, misled
 from attnreg.bench.timing import host_per_call, interleaved
-from attnreg.counters import reset_stats
-from attnreg.discovery import Direction
+from attnreg.contract.spec import Direction
+from attnreg.dispatch.counters import reset_stats
+from attnreg.torchlib import captured
 from attnreg.tuning.failures import check_alive
 from attnreg.tuning.points import Front
 
@@ -42,7 +42,7 @@ def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS)
     With the routers in Python, and with compiled ones where these are built.
     """
     with untouched():
-        found = list(_through_both(device, names, rounds)) if native.compiled else []
+        found = list(_through_both(device, names, rounds)) if captured.compiled else []
         with compiled.idle():
             return [*_through_both(device, names, rounds), *found]
 
@@ -62,7 +62,7 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
     }
     for name, taken in _guarded(able, device, rounds).items():
         for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
-            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(native.compiled))
+            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(captured.compiled))
 
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg import varlen
-from attnreg.backend import Call
-from attnreg.dispatch import bounds
+from attnreg.contract.backend import Call
+from attnreg.dispatch.calls import bounds
+from attnreg.varlen import front
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -105,7 +105,7 @@ class Batch:
         """Call the front through which attnreg serves such a call: its `varlen_attn`, or torch's SDPA."""
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
-        return varlen.varlen_attn(  # type: ignore[return-value]
+        return front.varlen_attn(  # type: ignore[return-value]
             q, k, v, self.offsets_q, self.offsets_k, self.max_q, self.max_k,
             is_causal=self.shape.causal, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip

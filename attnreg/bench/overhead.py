@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from attnreg import _registry, api, aten
-from attnreg.backend import Backend, Call, Kernels
 from attnreg.bench.joined import joined
 from attnreg.bench.noop import aten_nothing, nothing_backward, nothing_forward
 from attnreg.bench.report import Report, Table
 from attnreg.bench.timing import interleaved, median_ratio, per_call
-from attnreg.capabilities import Capabilities
-from attnreg.varlen import varlen_attn
+from attnreg.contract.backend import Backend, Call, Kernels
+from attnreg.contract.capabilities import Capabilities
+from attnreg.varlen.front import varlen_attn
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,6 @@ import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from attnreg import counters
 from attnreg.bench.cases import held_out
 from attnreg.bench.compare import Checked, checked, short
 from attnreg.bench.contexts import table_in_force
@@ -29,6 +28,7 @@ from attnreg.bench.strategies import Runner, by_direction, hands, strategies
 from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, aims, gains, ratios, summary
 from attnreg.bench.timing import interleaved
 from attnreg.bench.truth import TOLERANCE, Truth
+from attnreg.dispatch import counters
 from attnreg.errors import BackendUnavailableError
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import random
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnreg.dispatch import bounds
-from attnreg.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec
+from attnreg.dispatch.calls import bounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnreg.spec import Device
+    from attnreg.contract.spec import Device
 
 __all__ = ["BACKWARD", "BOTH", "FORWARD", "Shape", "decode", "dense", "packed", "ragged"]
 

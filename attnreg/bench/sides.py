@@ -10,7 +10,7 @@ import torch
 
 from attnreg.bench.shapes import BOTH, FORWARD
 from attnreg.bench.timing import back_to_back, calls_for
-from attnreg.counters import stats
+from attnreg.dispatch.counters import stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg import _registry, planning
+from attnreg import _registry
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
 from attnreg.bench.joined import joined
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 from attnreg.bench.sides import WARM_UP, Side, forward, layers, layers_backward
 from attnreg.bench.summary import CHOSEN, FIXED, ORDER, TORCH
 from attnreg.bench.timing import back_to_back, calls_for
+from attnreg.dispatch import planning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backend import Backend
     from attnreg.bench.inputs import Tensors
     from attnreg.bench.report import Job
+    from attnreg.contract.backend import Backend
 
 __all__ = ["AIMS", "DEFAULT", "measure"]
 

@@ -19,8 +19,8 @@ def build(as_json: AsJson = False) -> None:
     can't be compiled the other is, and the exit status is 1.
     """
     import_torch()
-    from attnreg import building
     from attnreg.errors import BuildError
+    from attnreg.torchlib import building
 
     place, began = console(stderr=True), time.perf_counter()
     made: dict[str, str] = {}

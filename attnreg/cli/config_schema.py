@@ -18,6 +18,6 @@ def config_schema(
 
     Editors complete and check a file with it.
     """
-    from attnreg import config
+    from attnreg.settings import config
 
     print_json(config.schema())

@@ -10,8 +10,8 @@ from attnreg.cli.parsing import names, spec_of
 from attnreg.cli.torch_first import import_torch
 
 if TYPE_CHECKING:
+    from attnreg.contract.spec import AttentionSpec
     from attnreg.explanation import Explanation
-    from attnreg.spec import AttentionSpec
 
 __all__ = ["explain"]
 
@@ -132,8 +132,9 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     Those two load their backends; here they needn't be loadable, so that a call for another machine
     is explained with all its reasons.
     """
-    from attnreg import _registry, explanation, scope
-    from attnreg.selection import Preference
+    from attnreg import _registry, explanation
+    from attnreg.dispatch import scope
+    from attnreg.selection.decision import Preference
 
     asked = (only,) if only else preferred
     found = tuple(_registry.find(name).name for name in asked)

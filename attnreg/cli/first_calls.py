@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
-from attnreg.backend import Call
 from attnreg.cli.verdicts import candidates
-from attnreg.discovery import Direction
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import Direction
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
-    from attnreg.discovery import Entry
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["FirstCall", "planned"]
 

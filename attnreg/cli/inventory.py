@@ -9,18 +9,22 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry, aten, building, environment, planning, policy
-from attnreg.backend import UNTRIED
+from attnreg import _registry, aten
 from attnreg.cli import torch_facts
+from attnreg.contract.backend import UNTRIED
+from attnreg.contract.spec import AttentionSpec
+from attnreg.dispatch import planning
 from attnreg.errors import AttnregError, BackendUnavailableError
-from attnreg.selection import Policy, select
-from attnreg.spec import AttentionSpec
+from attnreg.selection import policy
+from attnreg.selection.decision import Policy, select
+from attnreg.settings import environment
+from attnreg.torchlib import building
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnreg.discovery import Entry
-    from attnreg.spec import Device
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import Device
 
 __all__ = ["inventory"]
 

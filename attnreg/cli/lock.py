@@ -31,7 +31,7 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     With ATTNREG_LOCK=FILE a program runs just that, or fails saying what differs. A lock that is in
     force already is left out of account.
     """
-    from attnreg.lockfile import VARIABLE
+    from attnreg.selection.lockfile import VARIABLE
 
     in_force = os.environ.pop(VARIABLE, None)  # it needn't be readable: it may be the one to be made anew
     try:

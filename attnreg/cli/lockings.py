@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg import _registry, planning
+from attnreg import _registry
 from attnreg.cli.output import heading, table
 from attnreg.cli.parsing import present_device
+from attnreg.dispatch import planning
+from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError
-from attnreg.lockfile import FORMAT, Lockfile, Row
-from attnreg.selection import tied_to
-from attnreg.state import state
+from attnreg.selection.decision import tied_to
+from attnreg.selection.lockfile import FORMAT, Lockfile, Row
 from attnreg.tuning import traces
 from attnreg.tuning.machine import environment
 from attnreg.tuning.table import check_writable
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from attnreg.discovery import Direction
-    from attnreg.selection import Decision, Policy
-    from attnreg.spec import AttentionSpec, Device
+    from attnreg.contract.spec import AttentionSpec, Device, Direction
+    from attnreg.selection.decision import Decision, Policy
     from attnreg.tuning.traces import Recorded
 
 __all__ = ["Locked", "locked", "show"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attnreg.spec import AttentionSpec, Device
+    from attnreg.contract.spec import AttentionSpec, Device
 
 __all__ = [
     "device_of",
@@ -60,7 +60,7 @@ def dtype_name(option: str, text: str) -> str:
     """Read a floating-point dtype by any usual name, and return torch's."""
     import torch
 
-    from attnreg.spec import canonical_dtype
+    from attnreg.contract.spec import canonical_dtype
 
     name = canonical_dtype(text)
     found = getattr(torch, name, None)
@@ -77,8 +77,8 @@ def device_of(option: str, text: str) -> Device:
 
     Without a text it is this machine's GPU, else its CPU.
     """
-    from attnreg import planning
-    from attnreg.spec import Device
+    from attnreg.contract.spec import Device
+    from attnreg.dispatch import planning
 
     parsed = Device.parse(text) if text else None
     if parsed is not None and parsed.capability is not None:
@@ -121,8 +121,8 @@ def spec_of(
     q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
 ) -> AttentionSpec:
     """Read what the options say of a call: `--q`, `--kv`, `--device`, `--dtype` and `--window`."""
-    from attnreg.dispatch import bounds
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
+    from attnreg.dispatch.calls import bounds
 
     batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
     batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")

@@ -16,7 +16,7 @@ from attnreg.cli.torch_first import import_torch
 from attnreg.cli.warmup import Backends, Backward, Deterministic, Dtypes
 
 if TYPE_CHECKING:
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
     from attnreg.tuning.session import Session
 
 __all__ = ["tune"]

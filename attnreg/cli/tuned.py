@@ -6,14 +6,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 from attnreg.cli.output import heading, table
-from attnreg.discovery import Direction
+from attnreg.contract.spec import Direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from rich.console import Console
 
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
     from attnreg.tuning.points import Front, Measured, Point
     from attnreg.tuning.session import Session
 

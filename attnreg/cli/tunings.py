@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnreg import aten, native, planning
+from attnreg import aten
 from attnreg.cli.parsing import spec_of
 from attnreg.cli.verdicts import candidates
 from attnreg.cli.warmup import pairs
+from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from attnreg.torchlib import captured
 from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
 from attnreg.tuning.grids import grid
@@ -24,7 +26,7 @@ from attnreg.tuning.timing import timer_for
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.spec import AttentionSpec, Device
+    from attnreg.contract.spec import AttentionSpec, Device
 
 __all__ = ["begun", "given", "measure_fronts", "wanted"]
 
@@ -121,7 +123,7 @@ def measure_fronts(session: Session) -> None:
     if session.device.type != "cuda":
         return
     aten.usable()  # puts the routers in: then it is known whether they are compiled
-    known = {front.backend for front in session.fronts if front.compiled or not native.compiled}
+    known = {front.backend for front in session.fronts if front.compiled or not captured.compiled}
     names = [entry.name for entry in session.entries if entry.name not in known]
     if not names:
         return

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg import _registry, policy
+from attnreg import _registry
 from attnreg.cli.output import finite
 from attnreg.errors import BackendUnavailableError
-from attnreg.verification import verify
+from attnreg.measure import verify
+from attnreg.selection import policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
 
-    from attnreg.discovery import Entry
-    from attnreg.verification import Case, Error, Outcome
+    from attnreg.contract.discovery import Entry
+    from attnreg.measure import Case, Error, Outcome
 
 __all__ = ["TENSORS", "Verdict", "Worst", "candidates", "state"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from attnreg.cli.verdicts import Verdict
-    from attnreg.verification import Case, Error, Outcome
+    from attnreg.measure import Case, Error, Outcome
 
 __all__ = ["verify"]
 
@@ -81,7 +81,7 @@ def verify(
 
 def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> "list[Case]":
     from attnreg.errors import InvalidInputError
-    from attnreg.verification import CASES, QUICK
+    from attnreg.measure import CASES, QUICK
 
     wanted = [dtype_name("--dtype", name) for name in dtypes] or ([] if full else ["bfloat16"])
     found = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from attnreg.cli.first_calls import FirstCall
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["pairs", "warmup"]
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnreg.backend import Kernels
+from attnreg.contract.backend import Kernels
+from attnreg.measure import measure_taken
 from attnreg.tuning.kinds import kind_of
 from attnreg.tuning.workload import small_cases
-from attnreg.verification import measure_taken
 
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.discovery import Direction, Entry
-    from attnreg.spec import AttentionSpec
-    from attnreg.verification import Case, Error
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec, Direction
+    from attnreg.measure import Case, Error
 
 __all__ = ["Checks", "Verdict"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
-from attnreg.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attnreg.spec import Device
+    from attnreg.contract.spec import Device
 
 __all__ = ["coarse_to_fine", "grid"]
 

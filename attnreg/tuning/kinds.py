@@ -11,8 +11,7 @@ from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from attnreg.discovery import Direction
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec, Direction
 
 __all__ = ["Kind", "Size", "coordinates", "distance_between", "family_of", "kind_of", "size_of", "work"]
 

@@ -18,8 +18,7 @@ from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from attnreg.discovery import Direction
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.tuning.index import Index, Kinds, Near
     from attnreg.tuning.kinds import Kind
     from attnreg.tuning.points import Point

@@ -16,8 +16,8 @@ from attnreg.tuning.table import Environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnreg.discovery import Entry
-    from attnreg.spec import Device
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import Device
 
 __all__ = ["environment", "file_name"]
 

@@ -16,8 +16,8 @@ from attnreg.tuning.workload import copies
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attnreg.discovery import Direction, Entry
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.runners import Runner
     from attnreg.tuning.timing import Timer

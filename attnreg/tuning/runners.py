@@ -16,8 +16,8 @@ from attnreg.tuning.samples import astray
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attnreg.discovery import Direction, Entry
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.timing import Taken, Timer
     from attnreg.tuning.workload import Copy

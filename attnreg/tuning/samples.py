@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backend import Call
-    from attnreg.discovery import Direction
+    from attnreg.contract.backend import Call
+    from attnreg.contract.spec import Direction
     from attnreg.tuning.workload import Copy
 
 __all__ = ["astray"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from attnreg.discovery import Direction
+from attnreg.contract.spec import Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.failures import TimeIsUpError, no_memory
 from attnreg.tuning.kinds import kind_of, size_of
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from attnreg.discovery import Entry
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.kinds import Kind, Size
     from attnreg.tuning.points import Front, Point

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import InvalidInputError
-from attnreg.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from attnreg.spec import Device
+    from attnreg.contract.spec import Device
 
 __all__ = ["spec_from", "spec_to"]
 

@@ -19,8 +19,8 @@ from attnreg.tuning.table import load
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from attnreg.discovery import Direction, Entry
-    from attnreg.spec import AttentionSpec, Device
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec, Device, Direction
     from attnreg.tuning.lookup import Prediction
     from attnreg.tuning.table import Table
 

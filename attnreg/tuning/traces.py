@@ -8,16 +8,16 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import ConfigError, InvalidInputError
-from attnreg.locks import open_after_fork
-from attnreg.spec import AttentionSpec, Device
+from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.specs import spec_from, spec_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from attnreg.discovery import Direction
+    from attnreg.contract.spec import Direction
 
 __all__ = ["Recorded", "check_writable", "merge", "read"]
 

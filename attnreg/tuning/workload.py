@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backend import Call
-from attnreg.verification import Case
+from attnreg.contract.backend import Call
+from attnreg.measure import Case
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnreg.spec import AttentionSpec
+    from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["Copy", "copies", "lengths", "small_cases", "unmeasurable"]
 

@@ -1,0 +1,130 @@
+"""torch's CPU flash kernel, called so that it keeps the contract of `attnreg.contract.backend`.
+
+What it does otherwise, found by running torch 2.13, and what is put right here:
+
+- A last dimension whose stride isn't 1 is read as if it were, with wrong numbers: it is copied.
+- A mask has to have the dtype of the query, and can't be boolean.
+- A row that sees no key gets LSE 0 from the forward; from an LSE of -inf the backward makes NaN.
+- An empty query or key ends the process by a division by zero: callers pass none.
+- Its float16 products, and in the backward its bfloat16 ones of short sequences, are up to ten
+  times slower than float32, and its backward sums gradients in the dtype of the query: float16 is
+  computed in float32, bfloat16 in the backward.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.torchlib import captured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["Flash", "additive", "forward_dtype", "lse_dtype", "readable"]
+
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+Band = tuple[int, int]
+
+
+class Flash(NamedTuple):
+    """The two captured kernels. Tensors are (B, H, S, D), never empty, LSE is (B, H, S).
+
+    In a `band` (low, high) row i sees key j if low <= j - i <= high. A `bias` is as `additive`
+    returns it.
+    """
+
+    forward_kernel: Callable[..., Any]
+    backward_kernel: Callable[..., Any]
+
+    @classmethod
+    def captured(cls) -> Flash:
+        """Return torch's own kernels, whatever router covers them."""
+        return cls(*(captured.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward")))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        band: Band | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and LSE."""
+        causal, mask = _mask(q, k, band, bias)
+        out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        if bias is not None and mask is not None:
+            lse = lse.masked_fill((mask == -inf).all(-1), -inf)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        band: Band | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value.
+
+        `out` and `lse` may be those of more keys than are passed: the gradients are then these
+        keys' share.
+        """
+        causal, mask = _mask(q, k, band, bias)
+        if bias is not None:
+            # exp(score - inf) is 0, and the row drops out of every sum.
+            lse = lse.masked_fill(lse == -inf, inf)
+        grads: tuple[Tensor, Tensor, Tensor] = self.backward_kernel(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return grads
+
+
+def lse_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the LSE, in which the backward is computed."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def forward_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that the forward is computed in."""
+    return x.dtype if x.dtype == torch.bfloat16 else lse_dtype(x)
+
+
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (B, S, H, D) as a (B, H, S, D) that the kernels can read."""
+    x = x.to(dtype)
+    # Rows closer together than they are long (an expanded tensor) would be read by a slow product.
+    return (x if x.stride(-1) == 1 and x.stride(1) >= x.size(-1) else x.contiguous()).transpose(1, 2)
+
+
+def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a bias as the kernels take it: four dimensions, added to the scores."""
+    if bias is None:
+        return None
+    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    if bias.dtype == torch.bool:
+        return torch.zeros_like(bias, dtype=dtype).masked_fill_(~bias, -inf)
+    return bias.to(dtype).contiguous()
+
+
+def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Return whether the kernel's own causal mask (aligned top-left) serves, else a mask."""
+    if band is None:
+        return False, bias
+    rows, keys = q.size(2), k.size(2)
+    if bias is None and band[0] <= 1 - rows and band[1] == 0:
+        return True, None
+    distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+    hidden = ((distance < band[0]) | (distance > band[1]))[None, None]
+    base = q.new_zeros(hidden.shape) if bias is None else bias
+    return False, base.masked_fill(hidden, -inf)

@@ -1,0 +1,173 @@
+"""FA2: FlashAttention 2, the CUDA kernels that come with torch, and the package flash-attn beside them.
+
+Torch's own kernels run whatever they can. The package is used only where it can do more: ALiBi
+slopes, which torch's kernels are built without, and a paged key-value cache on torch 2.11. Both
+depart from the contract in the LSE of a row without a key (+inf there, -inf here) and in rows past
+the last offset, which they never write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.backends.fa2 import rows
+from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
+from attnreg.backends.fa2.native import PAGES, SPLITS, Native
+from attnreg.contract.backend import Backend, Call, Kernels
+from attnreg.contract.capabilities import GRID, Capabilities, Range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnreg.contract.spec import AttentionSpec
+
+__all__ = ["BACKEND"]
+
+
+class _Forward(Capabilities):
+    """The fields, and what only this direction adds."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_forward_reasons(spec))
+
+
+class _Backward(Capabilities):
+    """The fields, and what only this direction adds."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_backward_reasons(spec))
+
+
+# torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: compute capability 8.0 on,
+# fp16 and bf16, head dims in steps of 8 up to 256, equal for value and query.
+LIMITS: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((8, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "batch": Range(0, GRID),
+    "heads": Range(0, GRID),
+    "varlen": True,
+    "gqa": True,
+    "causal": True,
+    "window": True,
+    "dropout": True,
+    "alibi": True,
+    "deterministic": True,
+    "capture": True,
+}
+# torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
+MOST_SPLITS = 128
+FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
+BACKWARD = _Backward(**LIMITS)
+
+
+def _packages_forward(paged: bool, alibi: bool) -> bool:
+    """Whether only the package can run a forward."""
+    return alibi or (paged and not PAGES)
+
+
+def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
+    paged = spec.page_size is not None
+    if spec.seqused_k and not spec.varlen:
+        yield "seqused_k needs packed tensors, got dense ones"
+    if paged and spec.dropout > 0.0:
+        yield "dropout_p must be 0 with a block_table, which has no backward"
+    # The kernels of packed sequences split only those with pages, dense ones by torch's own choice alone.
+    if spec.num_splits is not None and not spec.varlen:
+        yield f"num_splits must be None for dense tensors, got {spec.num_splits}"
+    elif paged and (spec.num_splits or 1) > MOST_SPLITS:
+        yield f"num_splits must be at most {MOST_SPLITS} with a block_table, got {spec.num_splits}"
+    # csrc/flash_attn/src/flash_fwd_launch_template.h: both share a dimension of the grid then.
+    elif paged and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
+        yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
+    if _packages_forward(paged, spec.alibi):
+        what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"
+        if lack := missing(spec.device.simulated):
+            yield f"{what} {lack}"
+        if spec.num_splits is not None and spec.alibi:
+            yield f"num_splits must be None with alibi_slopes, got {spec.num_splits}"
+
+
+def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
+    # torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: too little shared memory.
+    small = spec.device.capability is not None and (
+        (8, 6) <= spec.device.capability <= (8, 9) or spec.device.capability >= (12, 0)
+    )
+    if small and spec.head_dim > 192 and (spec.head_dim <= 224 or spec.dropout > 0.0):
+        yield (
+            "head_dim must be at most 192, or above 224 without dropout, on compute capability "
+            f"8.6 to 8.9 and 12, got {spec.head_dim}"
+        )
+    if spec.alibi and (lack := missing(spec.device.simulated)):
+        yield f"alibi_slopes need {lack}"
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    reasons = []
+    if spec.dropout == 1.0:
+        reasons.append("dropout_p must be below 1, got 1.0")
+    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
+    if spec.varlen and largest >= 2**31:
+        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
+    return tuple(reasons)
+
+
+def _unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without its flash attention kernels"
+    return None
+
+
+def _version() -> str:
+    beside = installed()
+    return f"{torch.__version__} (flash-attn {beside})" if beside else str(torch.__version__)
+
+
+def _load() -> Kernels:
+    torchs = Native()
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if rows.nothing_to_do(query, key, call):
+            return rows.empty(query, call)
+        packages = _packages_forward(call.block_table is not None, call.alibi_slopes is not None)
+        use: Native | Package = package() if packages else torchs
+        out, lse = use.forward(query, key, value, call)
+        return (out, lse) if rows.covered(query, key, call) else rows.by_contract(out, lse, call)
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if rows.nothing_to_do(query, key, call):
+            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        use: Native | Package = torchs if call.alibi_slopes is None else package()
+        if rows.covered(query, key, call):
+            return use.backward(grad_out, query, key, value, out, lse, call)
+        grads = use.backward(grad_out, query, key, value, out, rows.kernels_lse(lse), call)
+        offsets = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
+        grad_q, grad_k, grad_v = (
+            rows.zero_tail(grad, ends) for grad, ends in zip(grads, offsets, strict=True)
+        )
+        return grad_q, grad_k, grad_v
+
+    return Kernels(forward, backward, torchs.again)
+
+
+BACKEND = Backend(
+    name="FA2",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    refuses=_refuses,
+    priority=10,
+)

@@ -1,0 +1,181 @@
+"""FA2's second provider: the package flash-attn, for what the kernels inside torch can't do.
+
+It has the same kernels with more ways in: a backward with ALiBi slopes, and pages on a torch that
+has none. Its functions are operators of torch's, called by keyword.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.backends.fa2 import rows
+from attnreg.errors import RegistrationError
+from attnreg.torchlib.isolation import bare
+from attnreg.torchlib.layout import readable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+
+__all__ = ["Package", "installed", "missing", "package"]
+
+NAME = "flash-attn"
+INSTALL = "pip install 'attnreg[fa2]'"
+
+_MASK = (
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+    "alibi_slopes",
+)
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_GRADS = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic", "rng_state")
+
+# What the adapter passes; what else there is keeps its default.
+TAKEN = {
+    "_flash_attn_forward": ("q", "k", "v", *_MASK, "return_softmax"),
+    "_flash_attn_varlen_forward": (
+        "q",
+        "k",
+        "v",
+        *_MASK,
+        *_PACKED,
+        "return_softmax",
+        "block_table",
+        "seqused_k",
+    ),
+    "_flash_attn_backward": ("q", "k", "v", *_MASK, *_GRADS),
+    "_flash_attn_varlen_backward": ("q", "k", "v", *_MASK, *_PACKED, *_GRADS),
+}
+
+
+def installed() -> str | None:
+    """Return the version of the package; None where it isn't installed. Imports nothing."""
+    try:
+        # flash-attn-4 lives in the same namespace; the extension is this package's alone.
+        return version(NAME) if find_spec("flash_attn_2_cuda") else None
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+def missing(simulated: bool) -> str:
+    """Return why the package can't be used, or an empty string.
+
+    On this machine it is loaded to find out: its extension fits one torch only, and by the time that
+    a call runs there is no other backend to go to.
+    """
+    found = installed()
+    if found is None:
+        return f"the package {NAME}, which isn't installed; install it with: {INSTALL}"
+    if simulated:
+        return ""
+    loaded = _loaded()
+    if isinstance(loaded, Package):
+        return ""
+    return f"the package {NAME}, whose {found} failed to load: {type(loaded).__name__}: {loaded}"
+
+
+def package() -> Package:
+    """Return the loaded package; `missing` has said that it is there.
+
+    Raises:
+        RegistrationError: it isn't; with the cause.
+    """
+    loaded = _loaded()
+    if isinstance(loaded, Package):
+        return loaded
+    raise RegistrationError(f"{NAME} failed to load: {loaded}") from loaded
+
+
+@functools.cache
+def _loaded() -> Package | Exception:
+    """Load the package, once per process, or return what kept it from loading."""
+    try:
+        import_module("flash_attn.flash_attn_interface")  # registers its operators
+        return Package()
+    except Exception as error:  # noqa: BLE001 - the cause becomes a reason
+        return bare(error)
+
+
+class Package:
+    """The package's four operators, once they are known to take what the adapter passes."""
+
+    def __init__(self) -> None:
+        self._run = {name: _checked(name) for name in TAKEN}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE as the kernel gives them."""
+        given = _given(query, key, value, call) | {"return_softmax": False}
+        name = "_flash_attn_forward"
+        if call.varlen:
+            name = "_flash_attn_varlen_forward"
+            given |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
+        out, lse, _, rng_state = self._run[name](**given)
+        if call.rng_state is not None:
+            call.rng_state.view(torch.int64).copy_(rng_state)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients as the kernel gives them."""
+        # The operator returns none of the three: what it isn't given to write to is lost.
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
+        self._run["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
+            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
+            dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic,
+            rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
+            **_given(query, key, value, call),
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v
+
+
+def _given(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
+    """Return what all four are given."""
+    causal, left, right = rows.mask(call)
+    given: dict[str, Any] = {
+        "q": readable(query),
+        "k": readable(key),
+        "v": readable(value),
+        "dropout_p": call.dropout,
+        "softmax_scale": call.scale,
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": 0.0,
+        "alibi_slopes": call.alibi_slopes,
+    }
+    if call.varlen:
+        given["cu_seqlens_q"], given["cu_seqlens_k"] = call.cu_seqlens_q, rows.key_offsets(call)
+        given["max_seqlen_q"], given["max_seqlen_k"] = rows.longest(query, key, call)
+    return given
+
+
+def _checked(name: str) -> Any:
+    operator = getattr(torch.ops.flash_attn, name, None)
+    if operator is None:
+        raise RegistrationError(f"it registers no operator flash_attn::{name}")
+    arguments = operator.default._schema.arguments
+    if lacking := [taken for taken in TAKEN[name] if taken not in {one.name for one in arguments}]:
+        raise RegistrationError(f"flash_attn::{name} has no argument {', '.join(lacking)}")
+    needed = [one.name for one in arguments if not one.has_default_value()]
+    if unknown := [argument for argument in needed if argument not in TAKEN[name]]:
+        raise RegistrationError(f"flash_attn::{name} needs {', '.join(unknown)}, which attnreg doesn't know")
+    return operator.default

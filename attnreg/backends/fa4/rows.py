@@ -1,0 +1,88 @@
+"""Rows that belong to no sequence: which they are, and tensors in which they hold zeros.
+
+FA4 loads whole tiles. A tile that ends beyond its sequence takes the rows after it along, at a
+weight of zero, and zero times NaN is NaN. So what no query may see has to be finite, whatever the
+caller has left there. It costs a copy, as only the GPU knows where a packed batch ends; once it has
+told (`packed.facts`), a batch without such rows costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg.contract.offsets import derived, facts, stream_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+
+__all__ = ["blank", "empty", "unseen", "whole", "zeros"]
+
+
+def whole(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that every row belongs to a sequence and counts."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), _stream(query)).whole
+
+
+def unseen(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """Return the query rows and the key rows that no sequence counts; None where there can't be any."""
+    purpose = ("FA4", call.block_table is None, query.shape[:-2], key.shape[:-2])
+    return derived(call, _stream(query), purpose, lambda: _unseen(query, key, call))
+
+
+def _unseen(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    offsets_q, offsets_k, used = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+    queries = None if offsets_q is None else _past(query.shape[0], offsets_q)
+    if call.block_table is not None:
+        return queries, None
+    if offsets_k is None:
+        return queries, None if used is None else _arange(key.shape[1], used) >= used[:, None]
+    if used is None:
+        return queries, _past(key.shape[0], offsets_k)
+    rows = _arange(key.shape[0], offsets_k)
+    # One end more than there are sequences: that of the rows past the last, of which none counts.
+    ends = torch.cat((offsets_k[:-1] + used, offsets_k.new_zeros(1)))
+    return queries, rows >= ends[torch.searchsorted(offsets_k[1:], rows, right=True)]
+
+
+def blank(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros in those rows, taken from `zeros`; themselves where there are none."""
+    if rows is None:
+        return tensors
+    # A view of what is filled already: a number would be sent to the GPU by one more launch.
+    rows, zero = rows[..., None, None], zeros.as_strided((), ())
+    return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def empty(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of rows that see no key.
+
+    Also where the kernel writes the rest: filling both first is one pass over the output, and one
+    launch each, where clearing the rows past the last offset afterwards is two passes and a mask.
+    """
+    *rows, heads, _ = query.shape
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    out = query.new_zeros((*rows, heads, value.shape[-1]))
+    return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def zeros(tensor: Tensor) -> Tensor:
+    """Return the gradient of what takes none."""
+    return tensor.new_zeros(tensor.shape)
+
+
+def _past(tokens: int, offsets: Tensor) -> Tensor:
+    return _arange(tokens, offsets) >= offsets[-1]
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=like.dtype, device=like.device)
+
+
+def _stream(tensor: Tensor) -> int:
+    return stream_of(tensor) if tensor.is_cuda else 0

@@ -1,0 +1,171 @@
+"""Where the sequences of a batch lie, and how they move into padded groups and back.
+
+Dense, packed and paged tensors are all read as rows, (T, H, D), and a place in them for every token
+of every sequence. Neighbouring sequences are gathered into a group, (b, H, width, D), padded on the
+*left*: their last tokens line up, so that one bottom-right mask holds for all of them. It is known
+on the host even where the lengths are not, as on a GPU, where reading them would wait for the
+device and break CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+
+__all__ = ["Group", "Sequences", "Span", "as_rows", "groups", "key_sequences", "query_sequences"]
+
+
+class Span(NamedTuple):
+    """One side of a group.
+
+    Attributes:
+        positions: (b, width), the position of each token in its sequence; negative for padding.
+        rows: (b, width), its row in the flat tensor; the number of rows for padding.
+        padded: whether there may be padding.
+    """
+
+    positions: Tensor
+    rows: Tensor
+    padded: bool
+
+    @property
+    def width(self) -> int:
+        """The length that all sequences are padded to."""
+        return self.rows.shape[1]
+
+    def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the group's rows of (T, H, D) as (b, H, width, D), 0 where there is padding."""
+        total = flat.shape[0]
+        picked = flat.index_select(0, self.rows.clamp(max=total - 1).flatten()).to(dtype)
+        if self.padded:
+            # What lies there belongs to others or to nobody, and may be NaN: 0 * NaN is not 0.
+            picked.masked_fill_((self.rows == total).view(-1, 1, 1), 0)
+        return picked.view(*self.rows.shape, *flat.shape[1:]).transpose(1, 2).contiguous()
+
+    def scatter(self, group: Tensor, into: Tensor, *, add: bool = False) -> None:
+        """Write (b, H, width, D) to its rows of `into`, (T + 1, H, D); padding goes to the last."""
+        values = group.transpose(1, 2).flatten(0, 1).to(into.dtype)
+        write = into.index_add_ if add else into.index_copy_
+        write(0, self.rows.flatten(), values)
+
+
+class Sequences(NamedTuple):
+    """The places of all sequences on one side of a call.
+
+    Attributes:
+        starts, lengths: (B,), the first row and the number of tokens of each sequence; where the
+            rows are pages, `table` says where it starts.
+        bounds: its length once more where the host knows it, else an upper bound of it.
+        exact: whether `bounds` are the lengths.
+        total: the number of rows.
+        table, page_size: the page numbers (B, pages) of each sequence, and the size of a page.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    bounds: list[int]
+    exact: bool
+    total: int
+    table: Tensor | None = None
+    page_size: int = 1
+
+    def span(self, batch: slice) -> Span:
+        """Return the places of some neighbouring sequences."""
+        width = max(self.bounds[batch])
+        padded = not self.exact or min(self.bounds[batch]) < width
+        missing = width - self.lengths[batch, None]
+        positions = torch.arange(width, device=self.lengths.device) - missing
+        rows = self._rows(batch, positions.clamp(min=0)).clamp(0, self.total - 1)
+        return Span(positions, rows.masked_fill(positions < 0, self.total), padded)
+
+    def _rows(self, batch: slice, positions: Tensor) -> Tensor:
+        if self.table is None:
+            return self.starts[batch, None] + positions
+        pages = self.table[batch].long().gather(1, positions // self.page_size)
+        return pages * self.page_size + positions % self.page_size
+
+
+class Group(NamedTuple):
+    """Neighbouring sequences that are worked on together."""
+
+    batch: slice
+    queries: Span
+    keys: Span
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return (B, S, H, D) or (pages, page size, H, D) as rows, (T, H, D); packed tensors are."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
+
+
+def query_sequences(q: Tensor, call: Call) -> Sequences:
+    """Return the places of the queries."""
+    return _sequences(q, call.cu_seqlens_q, None, call.max_q)
+
+
+def key_sequences(k: Tensor, call: Call) -> Sequences:
+    """Return the places of the keys and values, those that count."""
+    if call.block_table is None:
+        return _sequences(k, call.cu_seqlens_k, call.seqused_k, call.max_k)
+    page_size = k.shape[1]
+    count, capacity = call.block_table.shape[0], call.block_table.shape[1] * page_size
+    lengths = torch.full((count,), capacity, device=k.device)
+    paged = Sequences(lengths, lengths, [capacity] * count, True, k.shape[0] * page_size)
+    return _shortened(paged, call.seqused_k, call.max_k)._replace(table=call.block_table, page_size=page_size)
+
+
+def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
+    """Yield the batch in groups of similar lengths; `cost` elements a token stay below `limit`.
+
+    Sequences without queries or without keys may be left out: nothing is to be done for them.
+    """
+    start, wide_q, wide_k, area = 0, 0, 0, 0
+    for stop, (len_q, len_k) in enumerate(zip(queries.bounds, keys.bounds, strict=True)):
+        wide_q, wide_k, area = max(wide_q, len_q), max(wide_k, len_k), area + len_q * len_k
+        count = stop - start + 1
+        # Beyond twice the real work, padding costs more than another round of kernels.
+        if count > 1 and (count * cost * (wide_q + wide_k) > limit or count * wide_q * wide_k > 2 * area):
+            yield from _group(queries, keys, slice(start, stop))
+            start, wide_q, wide_k, area = stop, len_q, len_k, len_q * len_k
+    yield from _group(queries, keys, slice(start, len(queries.bounds)))
+
+
+def _group(queries: Sequences, keys: Sequences, batch: slice) -> Iterator[Group]:
+    if any(queries.bounds[batch]) and any(keys.bounds[batch]):
+        yield Group(batch, queries.span(batch), keys.span(batch))
+
+
+def _sequences(x: Tensor, offsets: Tensor | None, used: Tensor | None, longest: int) -> Sequences:
+    if offsets is None:
+        count, length = x.shape[:2]
+        starts = torch.arange(count, device=x.device) * length
+        lengths = torch.full((count,), length, device=x.device)
+        return _shortened(Sequences(starts, lengths, [length] * count, True, count * length), used, longest)
+    total, lengths = x.shape[0], offsets.diff()
+    longest = min(longest, total)
+    bounds = lengths.tolist() if _on_host(lengths) else [longest] * len(lengths)
+    packed = Sequences(offsets[:-1], lengths, bounds, _on_host(lengths), total)
+    return _shortened(packed, used, longest)
+
+
+def _shortened(sequences: Sequences, used: Tensor | None, longest: int) -> Sequences:
+    """Return the sequences with only their first `used` tokens."""
+    if used is None:
+        return sequences
+    lengths = torch.minimum(sequences.lengths, used)
+    exact = _on_host(lengths)
+    bounds = lengths.tolist() if exact else [min(longest, bound) for bound in sequences.bounds]
+    return sequences._replace(lengths=lengths, bounds=bounds, exact=exact)
+
+
+def _on_host(lengths: Tensor) -> bool:
+    """Return whether reading the lengths costs nothing."""
+    return lengths.device.type == "cpu"

@@ -1,0 +1,142 @@
+"""Which scores of a group count, and what is added to them, tile by tile.
+
+A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix, which
+never exists whole. Tiles that the window excludes are never visited, so the work grows with the
+window, not with the square of the length.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg.backends.math import dropout
+from attnreg.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnreg.backends.math.batch import Group
+    from attnreg.contract.backend import Call
+
+__all__ = ["TILE_KEYS", "TILE_QUERIES", "Mask", "Tile"]
+
+TILE_QUERIES = 256
+TILE_KEYS = 512
+
+
+class Tile(NamedTuple):
+    """A part of the score matrix; `visible` broadcasts to its scores, None if all of them count."""
+
+    rows: slice
+    cols: slice
+    visible: Tensor | None
+
+
+class Mask:
+    """What a call hides and adds in one group."""
+
+    def __init__(self, call: Call, group: Group, heads: int) -> None:
+        self.call = call
+        self.group = group
+        self.heads = heads
+        self.width_q = group.queries.width
+        self.width_k = group.keys.width
+        self.device = group.keys.rows.device
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Yield the rows in blocks."""
+        return _blocks(0, self.width_q, TILE_QUERIES)
+
+    def tiles(self, rows: slice) -> Iterator[Tile]:
+        """Yield the tiles of some rows, without those that the window hides altogether."""
+        left, right = self.call.window
+        shift = self.width_k - self.width_q
+        low = max(0, rows.start + shift - left) if left >= 0 else 0
+        high = min(self.width_k, rows.stop + shift + right) if right >= 0 else self.width_k
+        for cols in _blocks(low, high, TILE_KEYS):
+            yield Tile(rows, cols, self._visible(rows, cols))
+
+    def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the scaled scores of a tile."""
+        bias, slopes = self._bias(tile.rows, tile.cols), self.call.alibi_slopes
+        if bias is not None and bias.dtype == torch.bool:
+            bias = None
+        if slopes is None:
+            return bias
+        slopes = (slopes[None] if slopes.dim() == 1 else slopes[self.group.batch]).to(dtype)
+        alibi = -slopes[:, :, None, None] * self._distance(tile.rows, tile.cols).abs()
+        return alibi if bias is None else alibi + bias
+
+    def kept(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+        """Return the factors of dropout: 0 where a weight is dropped, else 1 / (1 - p)."""
+        p, rng_state = self.call.dropout, self.call.rng_state
+        if p == 0.0:
+            return None
+        if rng_state is None:
+            raise InvalidInputError(f"rng_state: got None with dropout_p {p}, expected a seed and an offset")
+        # Counted from the end, a weight has the same number however its sequence is padded.
+        survives = dropout.survivors(
+            rng_state,
+            p,
+            self._numbers(self.group.batch),
+            torch.arange(self.heads, device=self.device),
+            self.width_q - 1 - self._numbers(tile.rows),
+            self.width_k - 1 - self._numbers(tile.cols),
+        )
+        return survives.to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+    def _visible(self, rows: slice, cols: slice) -> Tensor | None:
+        parts = [*self._in_window(rows, cols), *self._in_sequence(rows, cols), *self._unmasked(rows, cols)]
+        return functools.reduce(operator.and_, parts) if parts else None
+
+    def _in_window(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+        left, right = self.call.window
+        shift = self.width_k - self.width_q
+        if left >= 0 and cols.start < rows.stop - 1 + shift - left:
+            yield (self._distance(rows, cols) <= left)[None, None]
+        if right >= 0 and cols.stop - 1 > rows.start + shift + right:
+            yield (self._distance(rows, cols) >= -right)[None, None]
+
+    def _in_sequence(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+        if self.group.queries.padded:
+            yield (self.group.queries.positions[:, rows] >= 0)[:, None, :, None]
+        if self.group.keys.padded:
+            yield (self.group.keys.positions[:, cols] >= 0)[:, None, None, :]
+
+    def _unmasked(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+        bias = self._bias(rows, cols)
+        if bias is not None:
+            # A key at -inf is hidden, not merely unlikely: whatever it holds must not come through.
+            yield bias if bias.dtype == torch.bool else bias != -torch.inf
+
+    def _bias(self, rows: slice, cols: slice) -> Tensor | None:
+        bias = self.call.attn_bias
+        if bias is None:
+            return None
+        bias = bias[(None,) * (4 - bias.dim())]
+        for dim, part in ((0, self.group.batch), (2, rows)):
+            bias = bias.narrow(dim, part.start, part.stop - part.start) if bias.shape[dim] > 1 else bias
+        if bias.shape[3] == 1:
+            return bias
+        if not self.group.keys.padded:
+            return bias[..., cols]
+        places = self.group.keys.positions[:, None, None, cols].clamp(min=0)
+        return bias.take_along_dim(places, dim=3)
+
+    def _distance(self, rows: slice, cols: slice) -> Tensor:
+        """Return how far before its query each key is."""
+        shift = self.width_k - self.width_q
+        return self._numbers(rows)[:, None] + shift - self._numbers(cols)
+
+    def _numbers(self, part: slice) -> Tensor:
+        return torch.arange(part.start, part.stop, device=self.device)
+
+
+def _blocks(low: int, high: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, high)) for start in range(low, high, size))

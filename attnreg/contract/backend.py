@@ -1,0 +1,182 @@
+"""The contract between attnreg and a kernel provider.
+
+A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front
+that the call came through; what a provider does otherwise is put right inside its file:
+
+- Dense tensors are (B, S, H, D). Varlen tensors are packed, (T, H, D), with int32 `cu_seqlens`.
+- LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) varlen.
+- The mask is a window (left, right), -1 unbounded, aligned bottom-right: query i of S_q sees key j
+  of S_k if `i + S_k - S_q - left <= j <= i + S_k - S_q + right`. Causal is `(-1, 0)`.
+- A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
+  last offset of a varlen batch are 0 in the output and in every gradient.
+- Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
+- What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
+  it writes anything: the call goes to the next backend.
+
+Because all keep to it, any forward pairs with any backward. With dropout the random state ties
+both to one backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnreg.contract.capabilities import Capabilities
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.contract.spec import AttentionSpec, Direction
+
+    Again = Callable[[Direction, tuple[Tensor, ...], "Call"], Callable[..., tuple[Tensor, ...] | None] | None]
+
+__all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
+
+# What is told of an experimental backend: it ...
+UNTRIED = "hasn't run on the hardware that it is written for"
+
+
+class Call(NamedTuple):
+    """The arguments of one call beside its query, key and value.
+
+    Attributes:
+        scale: factor on the scores before the softmax.
+        max_q, max_k: the longest sequence in tokens; S_q and S_k of a dense call.
+        window: (left, right) in tokens, -1 unbounded, bottom-right; `(-1, 0)` is causal.
+        cu_seqlens_q, cu_seqlens_k: int32 offsets (B + 1,), None for a dense call.
+        seqused_k: int32 (B,), how many keys of each sequence count; None for all.
+        block_table: int32 (B, pages), pages of a paged key-value cache (pages, page size, H, D).
+            With one, `cu_seqlens_k` is None and `seqused_k` gives the lengths.
+        attn_bias: added to the scaled scores, or boolean (True: visible); broadcasts to
+            (B, H, S_q, S_k); dense calls only.
+        alibi_slopes: float32 (H,) or (B, H); adds `-slope * |i + S_k - S_q - j|`.
+        dropout: probability of dropping an attention weight.
+        rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
+            overwrite, the backward's to read; None without dropout.
+        num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
+            forward's alone. A kernel that never splits may leave more than one to those that do.
+        deterministic: whether the gradients have to be bitwise repeatable.
+    """
+
+    scale: float
+    max_q: int
+    max_k: int
+    window: tuple[int, int] = (-1, -1)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout: float = 0.0
+    rng_state: Tensor | None = None
+    num_splits: int | None = None
+    deterministic: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.window[1] == 0
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the tensors are packed."""
+        return self.cu_seqlens_q is not None
+
+
+class Kernels(NamedTuple):
+    """The functions of a loaded backend.
+
+    `forward(q, k, v, call)` returns `(out, lse)`; `backward(grad_out, q, k, v, out, lse, call)`
+    returns `(grad_q, grad_k, grad_v)`. A backend without a backward leaves it None; another
+    backend's then serves.
+
+    `again(direction, tensors, call)` is for backends that can do a call more shortly once they have seen
+    it. It is asked after the function above has run such a call, with the tensors that it was given, and
+    returns a function or None: none so far. That function is given further tensors of the same shapes,
+    strides, dtypes, devices and alignment to 16 bytes, and of packed calls both offsets (one tensor if the
+    call's were), where all else is as in `call`. All of their rows belong to sequences that have queries and
+    keys, and each query sees a key. Thread, stream and current device may be others, and a CUDA graph may be
+    captured. It returns what the function above does, only that a forward's LSE may have any strides; or None
+    if after all it can't. It calls no op of aten's that attnreg routes. Where it would only call a kernel, it
+    may be a `native.OpCall` or an `addresses.AddressCall`, for which compiled routers need no Python objects
+    of tensors.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+    backward: (
+        Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
+    ) = None
+    again: Again | None = None
+
+
+def _nothing_missing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A named provider of attention kernels.
+
+    Attributes:
+        name: how users ask for it; compared without regard to case.
+        forward, backward: what each direction can run; `backward=None` if it has none.
+        load: imports the provider and returns its kernels; called once, when first needed.
+        unavailable: returns why the provider can't load here, or None; cheap, imports nothing.
+        version: returns the provider's version, or None where it has none; what else is worth
+            saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
+        refuses: returns further reasons against a spec, in the manner of `Capabilities`.
+        install: the command that installs what is missing; told with every reason that isn't torch's own
+            ("torch finds no CUDA GPU here").
+        priority: rank in the default order of the devices it serves, the highest first.
+        experimental: whether it hasn't run on the hardware that it is written for.
+
+    Raises:
+        RegistrationError: a field has the wrong type; the message names it.
+    """
+
+    name: str
+    forward: Capabilities
+    load: Callable[[], Kernels]
+    backward: Capabilities | None = None
+    unavailable: Callable[[], str | None] = _nothing_missing
+    version: Callable[[], str | None] = _nothing_missing
+    refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
+    install: str = ""
+    priority: int = 0
+    experimental: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if problem := _badly_typed(field.name, value):
+                raise RegistrationError(f"Backend.{field.name}: got {value!r}, expected {problem}")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device types that it serves in either direction."""
+        both = self.forward.devices + (self.backward.devices if self.backward else ())
+        return tuple(dict.fromkeys(both))
+
+
+def _badly_typed(name: str, value: object) -> str:
+    """Return what the field should have been, or an empty string."""
+    if name == "name":
+        named = isinstance(value, str) and value and value == value.strip() and "," not in value
+        return "" if named else "a name without commas and outer spaces"
+    if value is None and name in ("backward", "refuses"):
+        return ""
+    if name in ("load", "unavailable", "version", "refuses"):
+        return "" if callable(value) else "a function"
+    kind, expected = {
+        "forward": (Capabilities, "Capabilities"),
+        "backward": (Capabilities, "Capabilities or None"),
+        "install": (str, "a string"),
+        "priority": (int, "a whole number"),
+        "experimental": (bool, "True or False"),
+    }[name]
+    return "" if isinstance(value, kind) else expected

@@ -1,0 +1,190 @@
+"""What a backend can run, as data, and the one function that turns the data into sentences.
+
+A limit is a field. What no field can say goes into `Backend.refuses`, which returns sentences of
+the same form: lower case, no full stop, subject first, what was got and what was expected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnreg.contract.spec import AttentionSpec
+
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range"]
+
+
+class Range(NamedTuple):
+    """The whole numbers from `low` to `high`, both included, that are multiples of `step`."""
+
+    low: int
+    high: int
+    step: int = 1
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and self.low <= number <= self.high and number % self.step == 0
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}" + (f" in steps of {self.step}" if self.step > 1 else "")
+
+
+ANY_SIZE = Range(0, 2**31 - 1)
+
+# Where the second and third dimension of a CUDA grid end: https://docs.nvidia.com/cuda/cuda-c-programming-guide
+GRID = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """The calls that one direction (forward or backward) of a backend can run.
+
+    Attributes:
+        devices: device types as torch names them, for example `("cuda",)`.
+        dtypes: dtype names, for example `("float16", "bfloat16")`.
+        compute_capability: lowest and highest CUDA compute capability, both included; None for any.
+        head_dim: head dims of query and key.
+        head_dim_v: head dims of the value; None if it must equal that of query and key.
+        page_size: page sizes of a paged key-value cache; None if it can't read one.
+        batch, heads: how many sequences and query heads a call may have: many kernels give each a place in
+            a dimension of their grid, which ends at `GRID`.
+
+    The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
+    (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
+    slopes; `seqused_k`; a given number of splits; a scale of 0 or below (`any_scale`); whether it is
+    `deterministic`, and whether it can be recorded in a CUDA graph (`capture`).
+
+    Raises:
+        RegistrationError: a field has the wrong type; the message names it.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    head_dim: Range = ANY_SIZE
+    head_dim_v: Range | None = None
+    page_size: Range | None = None
+    batch: Range = ANY_SIZE
+    heads: Range = ANY_SIZE
+    dense: bool = True
+    varlen: bool = False
+    gqa: bool = False
+    causal: bool = False
+    window: bool = False
+    dropout: bool = False
+    bias: bool = False
+    alibi: bool = False
+    seqused_k: bool = False
+    num_splits: bool = False
+    any_scale: bool = False
+    deterministic: bool = False
+    capture: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if problem := _badly_typed(field.name, value):
+                raise RegistrationError(f"Capabilities.{field.name}: got {value!r}, expected {problem}")
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        if spec.device.type not in self.devices:
+            # Every further reason would speak of a device that this backend doesn't serve.
+            return (f"device must be {_listed(self.devices)}, got {spec.device.type}",)
+        return (*self._limits(spec), *self._switches(spec))
+
+    def _limits(self, spec: AttentionSpec) -> Iterator[str]:
+        if self.compute_capability is not None and spec.device.capability is not None:
+            low, high = self.compute_capability
+            if not low <= spec.device.capability <= high:
+                side = "old" if spec.device.capability < low else "new"
+                yield (
+                    f"compute capability must be {_dotted(low)} to {_dotted(high)}, "
+                    f"got {_dotted(spec.device.capability)} (too {side})"
+                )
+        if spec.dtype not in self.dtypes:
+            yield f"dtype must be {_listed(self.dtypes)}, got {spec.dtype}"
+        if spec.head_dim not in self.head_dim:
+            yield f"head_dim must be {self.head_dim}, got {spec.head_dim}"
+        if self.head_dim_v is None and spec.head_dim_v != spec.head_dim:
+            yield f"head_dim of the value must be that of the query, {spec.head_dim}, got {spec.head_dim_v}"
+        if self.head_dim_v is not None and spec.head_dim_v not in self.head_dim_v:
+            yield f"head_dim of the value must be {self.head_dim_v}, got {spec.head_dim_v}"
+        if spec.page_size is not None and self.page_size is None:
+            yield "block_table must be None: no paged key-value cache"
+        if spec.page_size is not None and self.page_size is not None and spec.page_size not in self.page_size:
+            yield f"page size must be {self.page_size}, got {spec.page_size}"
+        if spec.batch not in self.batch:
+            yield f"batch must be {self.batch}, got {spec.batch}"
+        if spec.heads_q not in self.heads:
+            yield f"query heads must be {self.heads}, got {spec.heads_q}"
+
+    def _switches(self, spec: AttentionSpec) -> Iterator[str]:
+        asked_and_offered = (
+            (spec.varlen, self.varlen, "input must be dense, got varlen"),
+            (not spec.varlen, self.dense, "input must be varlen, got dense"),
+            (
+                spec.heads_q != spec.heads_k,
+                self.gqa,
+                f"query and key must have as many heads, got {spec.heads_q} and {spec.heads_k}",
+            ),
+            (spec.causal, self.causal, "is_causal must be False, got True"),
+            (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),
+            (spec.dropout > 0.0, self.dropout, f"dropout_p must be 0, got {spec.dropout}"),
+            (spec.bias, self.bias, "attn_bias must be None, got a tensor"),
+            (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
+            (not spec.positive_scale, self.any_scale, "scale must be above 0"),
+            (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
+            (
+                spec.num_splits is not None,
+                self.num_splits,
+                f"num_splits must be None, got {spec.num_splits}",
+            ),
+            (
+                spec.deterministic,
+                self.deterministic,
+                "not deterministic, and deterministic algorithms are on",
+            ),
+            (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
+        )
+        return (reason for asked, offered, reason in asked_and_offered if asked and not offered)
+
+
+def _badly_typed(name: str, value: object) -> str:
+    """Return what the field should have been, or an empty string."""
+    if name in ("devices", "dtypes"):
+        names = isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)
+        return "" if names else "a non-empty tuple of names"
+    if name == "compute_capability":
+        return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
+    if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
+        optional = value is None and name in ("head_dim_v", "page_size")
+        return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
+    return "" if isinstance(value, bool) else "True or False"
+
+
+def _is_range(value: object) -> bool:
+    return isinstance(value, Range) and all(isinstance(number, int) for number in value) and value.step > 0
+
+
+def _is_version_range(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(
+            isinstance(end, tuple) and len(end) == 2 and all(isinstance(part, int) for part in end)
+            for end in value
+        )
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " or ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,200 @@
+"""Finding backends: the files of `attnreg/backends/` and the entry points `attnreg.backends`.
+
+Nothing is imported before somebody asks, and a broken backend never hides the others: it becomes an
+`Entry` that keeps its cause, so that `info` and `explain` can show it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import threading
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from attnreg.contract import known_issues
+from attnreg.contract.backend import Backend, Kernels
+from attnreg.errors import BackendUnavailableError, RegistrationError
+from attnreg.torchlib.isolation import bare
+from attnreg.torchlib.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attnreg.contract.spec import AttentionSpec, Direction
+
+__all__ = ["GROUP", "Entry", "discover"]
+
+GROUP = "attnreg.backends"
+
+# One for all: two backends that load each other's packages can't wait for each other.
+_loading = open_after_fork(threading.RLock())
+
+
+class Entry:
+    """A backend as the registry keeps it: where it came from and whether it loads here.
+
+    Attributes:
+        name: the backend's name, or that of its file or entry point where it is broken.
+        origin: where it came from, in words.
+        backend: what it declares; None where it is broken.
+        cause: the exception that broke it, or that its loading raised.
+        own: whether the program brought it, so that it goes with its last registration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        origin: str,
+        backend: Backend | None = None,
+        cause: BaseException | None = None,
+        own: bool = False,
+    ) -> None:
+        self.name = name
+        self.origin = origin
+        self.backend = backend
+        self.cause = cause
+        self.own = own
+        self._kernels: Kernels | None = None
+        self._missing: str | None = None
+
+    def unavailable(self) -> str:
+        """Return why it can't load here, or an empty string; imports no kernel package."""
+        with _loading:
+            if self.cause is not None:
+                return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
+            if self._missing is None and self.backend is not None:
+                self._missing = self._probe(self.backend)
+            return self._missing or ""
+
+    def kernels(self) -> Kernels:
+        """Load the backend, once per process, and return its kernels.
+
+        Raises:
+            BackendUnavailableError: it can't load here; says why and what to install.
+        """
+        with _loading:
+            if self._kernels is None and not self.unavailable() and self.backend is not None:
+                self._kernels = self._load(self.backend)
+            if self._kernels is None:
+                raise BackendUnavailableError(f"{self.name} {self.unavailable()}") from self.cause
+            return self._kernels
+
+    def kernel(self, direction: Direction) -> Callable[..., Any]:
+        """Load the backend and return its function for one direction.
+
+        Raises:
+            BackendUnavailableError: it can't load here, or has no such direction.
+        """
+        kernels = self.kernels()
+        found = kernels.forward if direction == "forward" else kernels.backward
+        if found is None:
+            raise BackendUnavailableError(f"{self.name} has no {direction}")
+        return found
+
+    def again(self, direction: Direction) -> Callable[..., Any] | None:
+        """Load the backend and return its `Kernels.again` for one direction; None if it has none.
+
+        Raises:
+            BackendUnavailableError: it can't load here.
+        """
+        found = self.kernels().again
+        return None if found is None else functools.partial(found, direction)
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return everything that speaks against running `spec` here in that direction."""
+        if self.backend is None:
+            return (self.unavailable(),)
+        offered = self.backend.forward if direction == "forward" else self.backend.backward
+        if offered is None:
+            return ("has no backward",)
+        spec = spec.of(direction)
+        # What is missing here needn't be missing on the machine that is being asked about.
+        missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
+        try:
+            against = offered.unsupported(spec)
+            if not against and self.backend.refuses is not None:
+                against = _reasons(self.backend.refuses(spec))
+            if not against and not missing:
+                against = known_issues.against(self.name, self.backend.version, spec, direction)
+        except Exception as error:  # noqa: BLE001 - a backend's own check must not end the program
+            against = (f"check failed: {type(error).__name__}: {error}",)
+        return (missing, *against) if missing else against
+
+    def version(self) -> str:
+        """Return the provider's version, or an empty string where it has none or can't say."""
+        try:
+            found = self.backend.version() if self.backend else None
+            return str(found) if found else ""
+        except Exception:  # noqa: BLE001 - the version is a courtesy
+            return ""
+
+    def _probe(self, backend: Backend) -> str:
+        try:
+            missing = backend.unavailable()
+        except Exception as error:  # noqa: BLE001 - as in `reasons`
+            missing = f"availability check failed: {type(error).__name__}: {error}"
+        if missing and missing.startswith("torch "):
+            return f"can't load here: {missing}"  # no package would help
+        return f"can't load here: {missing}{self._hint()}" if missing else ""
+
+    def _hint(self) -> str:
+        install = self.backend.install if self.backend is not None else ""
+        return f"; install it with: {install}" if install else ""
+
+    def _load(self, backend: Backend) -> Kernels | None:
+        try:
+            kernels = backend.load()
+            if not isinstance(kernels, Kernels):
+                raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
+            if backend.backward is not None and kernels.backward is None:
+                raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - kept as the cause, shown everywhere
+            self.cause = bare(error)  # for good, and a call may be what asked for it
+            return None
+        return kernels
+
+
+def _reasons(told: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(told, str):  # each of its letters would become a reason
+        raise TypeError(f"refuses() returned {told!r}, expected a tuple of reasons")
+    return tuple(told)
+
+
+def discover() -> list[Entry]:
+    """Return every backend that this installation has, broken ones included."""
+    return [*_builtin(), *_plugins()]
+
+
+def _builtin() -> Iterator[Entry]:
+    # Named, not imported: this room lies below theirs.
+    for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__):
+        if not module.name.startswith("_"):
+            path = f"{GROUP}.{module.name}"
+            yield _entry(module.name, path, functools.partial(_declared_in, path))
+
+
+def _plugins() -> Iterator[Entry]:
+    # Sorted, because which of two backends of one name comes first mustn't be the file system's choice.
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+        yield _entry(point.name, f"entry point {point.value}{package}", point.load)
+
+
+def _declared_in(path: str) -> object:
+    return importlib.import_module(path).BACKEND
+
+
+def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
+    try:
+        found = load()
+        if not isinstance(found, Backend):
+            raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the others have to load
+        return Entry(name, origin, cause=bare(error))
+    return Entry(found.name, origin, found)

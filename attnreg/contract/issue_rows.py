@@ -1,0 +1,206 @@
+"""The rows of a file of known issues: their form, what is wrong with one, which calls one describes."""
+
+from __future__ import annotations
+
+import operator
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attnreg.contract.spec import AttentionSpec
+from attnreg.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+__all__ = ["Issue", "read"]
+
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
+# What a call can be tested for, and the type of each.
+FIELDS = {field.name: str(field.type) for field in fields(AttentionSpec)} | {
+    "causal": "bool",
+    "windowed": "bool",
+    "window_left": "int",
+    "window_right": "int",
+}
+del FIELDS["device"], FIELDS["window"]
+
+TESTS: dict[str, Callable[[Any, Any], bool]] = {
+    "equals": operator.eq,
+    "differs_from": operator.ne,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "less_than": operator.lt,
+    "more_than": operator.gt,
+    "multiple_of": lambda got, divisor: got % divisor == 0,
+    "modulo": lambda got, of: got % of[0] == of[1],
+}
+
+
+class Sum(NamedTuple):
+    """Another field, and what is added to it: `"max_q - 1"`."""
+
+    field: str
+    added: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issue:
+    """One row.
+
+    Attributes:
+        backend: whose kernels it speaks of.
+        reason, link: what is wrong with them, and where that was reported.
+        directions: the directions that are affected.
+        versions: the provider's versions that are, as a specifier; empty for all.
+        compute_capability: the lowest and highest that are; None for all.
+        where: what a call has to be like, as (field, test, operand).
+    """
+
+    backend: str
+    reason: str
+    link: str
+    directions: tuple[str, ...]
+    versions: str = ""
+    compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    where: tuple[tuple[str, str, Any], ...] = ()
+
+    def affects(self, spec: AttentionSpec, direction: str) -> bool:
+        """Whether a call is one of those described, the provider's version aside."""
+        known = spec.device.capability
+        if self.compute_capability is not None and known is not None:
+            lowest, highest = self.compute_capability
+            if not lowest <= known <= highest:
+                return False
+        return direction in self.directions and all(_holds(spec, *test) for test in self.where)
+
+    def affects_version(self, version: str, simulated: bool = False) -> bool:
+        """Whether a provider's version has the fault; the first word of `version` counts.
+
+        A version that can't be told has it, except on a machine that is only asked about.
+        """
+        if not self.versions:
+            return True
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion, Version
+
+        try:
+            return SpecifierSet(self.versions).contains(Version(version.split()[0]), prereleases=True)
+        except (IndexError, InvalidVersion):
+            return not simulated
+
+
+def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
+    """Return the rows of a file, and what is wrong with those that aren't among them."""
+    issues: list[Issue] = []
+    problems: list[str] = []
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["issue"]
+    except (OSError, ValueError, KeyError) as error:
+        return (), (f"{path.name}: {type(error).__name__}: {error}",)
+    for number, row in enumerate(rows, 1):
+        try:
+            issues.append(_issue(row))
+        except _MalformedError as error:
+            problems.append(f"{path.name}: issue {number}: {error}")
+    return tuple(issues), tuple(problems)
+
+
+class _MalformedError(Exception):
+    """Names the key of a row, what it got and what was expected."""
+
+
+def _issue(row: dict[str, Any]) -> Issue:
+    _expect_one_of("key", row, [field.name for field in fields(Issue)])
+    for key in ("backend", "reason", "link", "directions"):
+        _expect(isinstance(row.get(key), str) and row[key], key, row.get(key), "a string")
+    sentence, link = row["reason"], row["link"]
+    _expect(sentence == sentence.strip(" .\n"), "reason", sentence, "one sentence without a full stop")
+    _expect(link.startswith("https://"), "link", link, "an address that begins with https://")
+    _expect_one_of("directions", [row["directions"]], DIRECTIONS)
+    return Issue(
+        backend=row["backend"],
+        reason=sentence,
+        link=link,
+        directions=DIRECTIONS[row["directions"]],
+        versions=_versions(row.get("versions", "")),
+        compute_capability=_capabilities(row.get("compute_capability")),
+        where=tuple(_tests(row.get("where", {}))),
+    )
+
+
+def _versions(text: Any) -> str:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return str(SpecifierSet(text))
+    except (InvalidSpecifier, TypeError, AttributeError):
+        problem = f"versions: got {text!r}, expected a specifier such as '>=9.10,<9.10.2'"
+        raise _MalformedError(problem) from None
+
+
+def _capabilities(ends: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    if ends is None:
+        return None
+    found = [re.fullmatch(r"(\d+)\.(\d)", str(end)) for end in ends] if isinstance(ends, list) else []
+    numbers = [(int(end[1]), int(end[2])) for end in found if end]
+    fine = len(found) == len(numbers) == 2 and numbers[0] <= numbers[1]
+    _expect(fine, "compute_capability", ends, "the lowest and the highest, such as ['8.0', '9.0']")
+    return numbers[0], numbers[1]
+
+
+def _tests(where: Any) -> Iterator[tuple[str, str, Any]]:
+    _expect(isinstance(where, dict), "where", where, "a table")
+    _expect_one_of("where: field", where, FIELDS)
+    for field, tests in where.items():
+        asked = tests if isinstance(tests, dict) else {"equals": tests}
+        _expect_one_of(f"where.{field}: test", asked, TESTS)
+        for test, operand in asked.items():
+            yield field, test, _operand(field, test, operand)
+
+
+def _operand(field: str, test: str, operand: Any) -> Any:
+    """Return what a field is compared with, after checking that the two can be compared."""
+    key, kind = f"where.{field}.{test}", FIELDS[field]
+    if test == "modulo":
+        whole = isinstance(operand, list) and len(operand) == 2 and all(type(n) is int for n in operand)
+        _expect(whole and operand[0] > 0, key, operand, "[divisor, remainder]")
+        return tuple(operand)
+    if kind in ("bool", "str"):
+        _expect(test in ("equals", "differs_from"), key, operand, f"no such test, as {field} is no number")
+        fine = type(operand).__name__ == kind
+        _expect(fine, key, operand, "true or false" if kind == "bool" else "a string")
+        return operand
+    if isinstance(operand, str) and (other := re.fullmatch(r"(\w+)(?: ([+-]) (\d+))?", operand)):
+        _expect_one_of(f"{key}: field", [other[1]], [name for name in FIELDS if FIELDS[name] == "int"])
+        return Sum(other[1], int(f"{other[2] or '+'}{other[3] or 0}"))
+    _expect(type(operand) in (int, float), key, operand, "a number, or a field such as 'max_q - 1'")
+    _expect(test != "multiple_of" or operand > 0, key, operand, "a number above 0")
+    return operand
+
+
+def _expect(fine: Any, key: str, got: object, expected: str) -> None:
+    if not fine:
+        raise _MalformedError(f"{key}: got {got!r}, expected {expected}")
+
+
+def _expect_one_of(what: str, got: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for word in got:
+        _expect(word in known, what, word, f"one of {', '.join(known)}{did_you_mean(str(word), known)}")
+
+
+def _holds(spec: AttentionSpec, field: str, test: str, operand: object) -> bool:
+    got = _value(spec, field)
+    if isinstance(operand, Sum):
+        operand = _value(spec, operand.field) + operand.added
+    return got is not None and TESTS[test](got, operand)
+
+
+def _value(spec: AttentionSpec, field: str) -> Any:
+    if field in ("window_left", "window_right"):
+        return spec.window[field == "window_right"]
+    return getattr(spec, field)

@@ -1,0 +1,188 @@
+"""What one attention call asks, without its tensors.
+
+`AttentionSpec` is what selection reads: capabilities turn it into reasons, `explain` prints it, a
+test builds it for hardware that isn't there. `Device` is where it would run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from attnreg.errors import InvalidInputError
+
+__all__ = ["AttentionSpec", "Device", "Direction", "canonical_dtype"]
+
+Direction = Literal["forward", "backward"]
+
+UNBOUNDED = (-1, -1)
+
+# The least that each number may be; None is a number that isn't asked for.
+LEAST = {
+    **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"), 0),
+    "page_size": 1,
+    "num_splits": 0,
+}
+
+_DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def canonical_dtype(dtype: object) -> str:
+    """Return the name of a dtype: `"bfloat16"` for `torch.bfloat16`, `"bf16"` and `"bfloat16"`."""
+    name = str(dtype).removeprefix("torch.").lower()
+    return _DTYPE_ALIASES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device as selection sees it: its type and, for CUDA, its compute capability.
+
+    `capability` is None where it isn't known ("cuda" on a machine without a GPU) or means nothing.
+    A `simulated` device is one that `explain` asks about from a machine that needn't have it.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    index: int | None = None
+    name: str = ""
+    simulated: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read `"cpu"`, `"cuda"`, `"cuda:1"` or a simulated GPU such as `"sm_90"`."""
+        if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text.strip().lower()):
+            return cls("cuda", (int(arch[1]), int(arch[2])), simulated=True)
+        if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", text.strip().lower()):
+            return cls(plain[1], index=None if plain[2] is None else int(plain[2]))
+        raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'")
+
+    @property
+    def arch(self) -> str:
+        """`"sm_90"` where the compute capability is known, else an empty string."""
+        return "" if self.capability is None else f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The settings keys that govern this device, the most exact first."""
+        return (self.arch, self.type) if self.arch else (self.type,)
+
+    def __str__(self) -> str:
+        place = self.type if self.index is None else f"{self.type}:{self.index}"
+        arch = f"simulated {self.arch}" if self.simulated else self.arch
+        details = ", ".join(part for part in (self.name, arch) if part)
+        return f"{place} ({details})" if details else place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One attention call, as far as choosing a kernel for it goes.
+
+    Lengths count tokens. `max_q` and `max_k` are the longest sequence of the batch (the length
+    itself where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
+    unless given. `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right;
+    `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one.
+
+    Raises:
+        InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, or the
+            device is no `Device`.
+    """
+
+    device: Device
+    dtype: str
+    batch: int
+    max_q: int
+    max_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    tokens_q: int = -1
+    tokens_k: int = -1
+    varlen: bool = False
+    window: tuple[int, int] = UNBOUNDED
+    dropout: float = 0.0
+    bias: bool = False
+    alibi: bool = False
+    seqused_k: bool = False
+    page_size: int | None = None
+    num_splits: int | None = None
+    positive_scale: bool = True
+    needs_backward: bool = False
+    deterministic: bool = False
+    capturing: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, Device):
+            raise InvalidInputError(
+                f"device: got {self.device!r}, expected a Device, as Device.parse({str(self.device)!r}) gives"
+            )
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "window", tuple(self.window))
+        for field, least in LEAST.items():
+            number = getattr(self, field)
+            if number is not None and (not isinstance(number, int) or number < least):
+                raise InvalidInputError(f"{field}: got {number!r}, expected {least} or more")
+        if len(self.window) != 2 or min(self.window) < -1:
+            raise InvalidInputError(f"window: got {self.window}, expected (left, right), each -1 or more")
+        if self.tokens_q < 0:
+            object.__setattr__(self, "tokens_q", self.batch * self.max_q)
+        if self.tokens_k < 0:
+            object.__setattr__(self, "tokens_k", self.batch * self.max_k)
+        if self.heads_k == 0 or self.heads_q % self.heads_k:
+            raise InvalidInputError(
+                f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
+                "expected the first to be a multiple of the second"
+            )
+        if not 0.0 <= self.dropout <= 1.0:
+            raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
+
+    def of(self, direction: str) -> AttentionSpec:
+        """Return what one direction is asked: a backward is given no number of splits."""
+        return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key (bottom-right aligned)."""
+        return self.window[1] == 0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the mask is a window that plain causal attention doesn't cover."""
+        return self.window[0] >= 0 or self.window[1] > 0
+
+    def __str__(self) -> str:
+        """Return the input line of errors and `explain`: shapes, dtype, and what was asked."""
+        rows_q = (self.tokens_q,) if self.varlen else (self.batch, self.max_q)
+        rows_k = (self.tokens_k,) if self.varlen else (self.batch, self.max_k)
+        query = (*rows_q, self.heads_q, self.head_dim)
+        key = (*rows_k, self.heads_k, self.head_dim)
+        value = (*rows_k, self.heads_k, self.head_dim_v)
+        shapes = f"query {query} · key {key} · value {value} · {self.dtype}"
+        return " · ".join([shapes, *self._flags()])
+
+    def _flags(self) -> list[str]:
+        shown = {
+            f"varlen, {self.batch} sequences up to {self.max_q} x {self.max_k}": self.varlen,
+            "causal": self.causal and not self.windowed,
+            f"window {self.window}": self.windowed,
+            f"dropout {self.dropout}": self.dropout > 0.0,
+            "attn_bias": self.bias,
+            "alibi": self.alibi,
+            "seqused_k": self.seqused_k,
+            f"pages of {self.page_size}": self.page_size is not None,
+            f"num_splits {self.num_splits}": self.num_splits is not None,
+            "scale 0 or below": not self.positive_scale,
+            "needs grad": self.needs_backward,
+            "deterministic": self.deterministic,
+            "in a CUDA graph": self.capturing,
+        }
+        return [text for text, on in shown.items() if on]

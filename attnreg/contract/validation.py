@@ -1,0 +1,167 @@
+"""Checks of a call's tensors against the contract: an error that says what was got and expected.
+
+`check` reads shapes, dtypes and devices only, so it runs once per kind of call, when its decision
+is made. `check_values` reads values, which costs nothing on a CPU and would cost a sync elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+
+__all__ = ["check", "check_scale", "check_values"]
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
+    """Refuse a call that contradicts itself.
+
+    Raises:
+        InvalidInputError: a rank, dtype, device, head count or length doesn't fit.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    _check_kind(tensors)
+    rank = 3 if call.varlen else 4
+    ranks = (rank, 4, 4) if call.block_table is not None else (rank, rank, rank)
+    for (name, tensor), expected in zip(tensors.items(), ranks, strict=True):
+        if tensor.dim() != expected:
+            layout = "(tokens, heads, head_dim)" if expected == 3 else "(batch, length, heads, head_dim)"
+            raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{expected} dimensions {layout}")
+    if query.shape[-1] != key.shape[-1]:
+        raise _wrong("head_dim", f"{query.shape[-1]} for query and {key.shape[-1]} for key", "equal ones")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise _wrong("key and value", f"shapes {tuple(key.shape)} and {tuple(value.shape)}", "equal lengths")
+    heads_q, heads_k = query.shape[-2], key.shape[-2]
+    if heads_k == 0 or heads_q % heads_k:
+        raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple")
+    if call.varlen:
+        _check_varlen(query, call)
+    elif query.shape[0] != key.shape[0]:
+        raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
+
+
+def _check_kind(tensors: dict[str, Tensor]) -> None:
+    """Check that all live on one device in one floating dtype."""
+    for what in ("dtype", "device"):
+        if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
+            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
+            raise _wrong(what, got, f"one {what}")
+    dtype = tensors["query"].dtype
+    if not dtype.is_floating_point:
+        raise _wrong("dtype", str(dtype), "a floating-point dtype")
+
+
+def _check_varlen(query: Tensor, call: Call) -> None:
+    rows = {"cu_seq_q": call.cu_seqlens_q, "cu_seq_k": call.cu_seqlens_k, "seqused_k": call.seqused_k}
+    for name, offsets in rows.items():
+        if offsets is not None:
+            _check_integers(name, offsets, query, rank=1)
+    if call.block_table is not None:
+        _check_integers("block_table", call.block_table, query, rank=2)
+    elif call.cu_seqlens_k is None:
+        raise _wrong("cu_seq_k", "None", "a tensor (None goes with a block_table)")
+    batch = call.cu_seqlens_q.shape[0] - 1 if call.cu_seqlens_q is not None else 0
+    if batch < 0:
+        raise _wrong("cu_seq_q", "no element", "batch + 1 offsets, the first of them 0")
+    lengths = {"cu_seq_k": (call.cu_seqlens_k, batch + 1), "seqused_k": (call.seqused_k, batch)}
+    for name, (offsets, expected) in {**lengths, "block_table": (call.block_table, batch)}.items():
+        if offsets is not None and offsets.shape[0] != expected:
+            raise _wrong(name, f"{offsets.shape[0]} rows", f"{expected}, as cu_seq_q has {batch + 1} offsets")
+    for name, longest in (("max_q", call.max_q), ("max_k", call.max_k)):
+        if longest < 0:
+            raise _wrong(name, str(longest), "0 or more")
+
+
+def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None:
+    if tensor.dtype != torch.int32:
+        raise _wrong(name, str(tensor.dtype), "torch.int32")
+    if tensor.device != query.device:
+        raise _wrong(name, f"a tensor on {tensor.device}", f"{query.device}, where the query is")
+    if tensor.dim() != rank:
+        raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{rank} dimension{'s' * (rank > 1)}")
+
+
+def check_values(query: Tensor, key: Tensor, call: Call) -> None:
+    """Check the values of a varlen call's integers; for tensors whose values are at hand.
+
+    Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
+
+    Raises:
+        InvalidInputError: offsets don't start at 0, decrease or end past the last token; a sequence
+            is longer than `max_q` or `max_k`; `seqused_k` counts keys, or `block_table` names pages,
+            that aren't there.
+    """
+    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if offsets_q is None:
+        return
+    lengths = _checked_lengths(offsets_q.tolist(), query.shape[0], call.max_q, "q")
+    if call.block_table is not None:
+        _check_pages(key, call)
+        return
+    if offsets_k is None:
+        return
+    # In self-attention both sides are one, and were checked just now.
+    if offsets_k is not offsets_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
+        lengths = _checked_lengths(offsets_k.tolist(), key.shape[0], call.max_k, "k")
+    if call.seqused_k is not None:
+        _check_used(call.seqused_k.tolist(), lengths)
+
+
+def _checked_lengths(offsets: list[int], tokens: int, longest: int, side: str) -> list[int]:
+    lengths = list(map(operator.sub, offsets[1:], offsets))
+    if offsets[0] != 0:
+        raise _wrong(f"cu_seq_{side}", f"first offset {offsets[0]}", "0")
+    if min(lengths, default=0) < 0:
+        at = next(i for i, length in enumerate(lengths, 1) if length < 0)
+        raise _wrong(f"cu_seq_{side}", f"{offsets[at]} after {offsets[at - 1]} at index {at}", "no decrease")
+    if offsets[-1] > tokens:
+        expected = f"at most {tokens}, the tokens there are"
+        raise _wrong(f"cu_seq_{side}", f"last offset {offsets[-1]}", expected)
+    if max(lengths, default=0) > longest:
+        raise _wrong(f"max_{side}", str(longest), f"at least {max(lengths)}, the longest sequence")
+    return lengths
+
+
+def _check_used(used: list[int], lengths: list[int]) -> None:
+    for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the keys there are")
+
+
+def _check_pages(key: Tensor, call: Call) -> None:
+    if call.block_table is None:
+        return
+    pages, size = key.shape[:2]
+    table = call.block_table.tolist()
+    capacity = [len(row) * size for row in table]
+    used = capacity if call.seqused_k is None else call.seqused_k.tolist()
+    _check_used(used, capacity)
+    if max(used, default=0) > call.max_k:
+        raise _wrong("max_k", str(call.max_k), f"at least {max(used)}, the longest sequence")
+    for sequence, (row, count) in enumerate(zip(table, used, strict=True)):
+        for page in row[: -(-count // size) if size else 0]:
+            if not 0 <= page < pages:
+                raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
+
+
+def check_scale(scale: float) -> None:
+    """Check a softmax scale: any finite number, zero and negative ones included.
+
+    Raises:
+        InvalidInputError: it is NaN or infinite.
+    """
+    if not math.isfinite(scale):
+        raise _wrong("scale", str(scale), "a finite number")
+
+
+def _wrong(what: str, got: str, expected: str) -> InvalidInputError:
+    return InvalidInputError(f"{what}: got {got}, expected {expected}")

@@ -1,0 +1,286 @@
+"""Making a decision: the spec of a call, the checks that come before, and the plan that comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.contract import declines
+from attnreg.contract.discovery import Entry
+from attnreg.contract.results import examined
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch import counters, trace
+from attnreg.dispatch.state import state
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.selection import ranks
+from attnreg.selection.decision import Decision, Policy, Preference, select
+from attnreg.selection.render import fallback_line, refuse
+from attnreg.selection.replay import replayed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+    from attnreg.contract.spec import Direction
+    from attnreg.dispatch.state import State
+
+__all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of", "standing_in"]
+
+log = logging.getLogger("attnreg")
+
+
+class Native(NamedTuple):
+    """The kernel that torch was about to run when a router took the call.
+
+    Attributes:
+        name: the backend whose kernel it is; leads the default order.
+        judged: whether that backend's capabilities decide if it can run the call. If not, torch's
+            own selector has decided so already, and what it decided stands.
+    """
+
+    name: str
+    judged: bool = False
+
+
+class Plan(NamedTuple):
+    """What a decision comes down to.
+
+    Attributes:
+        backend: the name of the backend that runs the call.
+        kernel: its function.
+        original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
+        counters: what to add to once it ran.
+        proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
+        again: the backend's `Kernels.again` for this direction; None if it has none.
+        look_up: what it is looked up by.
+    """
+
+    backend: str
+    kernel: Callable[..., Any]
+    original: bool
+    counters: tuple[counters.Counter, ...]
+    proven: bool = True
+    again: Callable[[tuple[Tensor, ...], Call], Callable[..., Any] | None] | None = None
+    look_up: tuple[object, ...] = ()
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the kernel and count the call.
+
+        Raises:
+            DeclinedError: it says that it can't run this call; the plan is forgotten, so that calls like it
+                are decided anew.
+        """
+        try:
+            results = self.kernel(*inputs)
+        except UnsupportedInputError as error:
+            state().plans.pop(self.look_up, None)
+            # The refusal of a call within the kernel has a table under its headline.
+            reason = str(error).partition("\n")[0] if error.rejected else str(error)
+            raise declines.DeclinedError(declines.Told(self.look_up, self.backend, reason)) from error
+        counters.count(self.counters)
+        return results
+
+
+def make_plan(
+    now: State,
+    look_up: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    native: Native | None = None,
+    leading: Preference | None = None,
+) -> Plan:
+    """Decide about a spec, load the kernel, and keep the plan under `look_up` once it has proved itself.
+
+    Raises:
+        UnsupportedInputError: no backend can run it, or none may.
+        BackendUnavailableError: one that the settings ask for can't load here.
+        RanksDifferError: another rank of the job chooses by another table.
+    """
+    policy = now.policy.led_by(leading)
+    ranks.agree(now.policy, now.entries, spec.device)
+    entries = standing_in(native, now.entries)
+    if direction == "forward" and spec.needs_backward:
+        # Better no forward than one whose gradients nobody can compute.
+        _settle(spec, "backward", entries, policy, native)
+    for name, reason in declines.reasons(look_up).items():
+        if entry := entries.get(name.casefold()):
+            entries = {**entries, name.casefold(): _Declined(entry, reason)}
+    decision, kernel = _settle(spec, direction, entries, policy, native)
+    counted, tell = _counters(decision)
+    counted += trace.counters(spec, direction)
+    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, look_up=look_up)
+    if made.original:
+        tell()
+        if spec.capturing:  # maybe for want of another backend's first run: see below
+            return made._replace(proven=False)
+        now.keep(look_up, made)
+        return made
+    made = made._replace(again=entries[made.backend.casefold()].again(direction))
+
+    def passed() -> None:
+        tell()
+        # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
+        if not spec.capturing:
+            now.keep(look_up, made)
+
+    return made._replace(kernel=examined(made.kernel, direction, made.backend, passed), proven=False)
+
+
+def decide(
+    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str = ""
+) -> Decision:
+    """Select a backend, after checking that those asked for by name can load here.
+
+    Raises:
+        BackendUnavailableError: one that is asked for, and serves this kind of device, can't load;
+            says who asked, why, and what to install.
+        UnsupportedInputError: a lock says otherwise, or nothing, of this call.
+    """
+    spec = spec.of(direction)
+    for preference in policy.preferences:
+        if preference.required and preference.governs(spec.device):
+            for name in preference.names:
+                _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
+    if policy.lock is not None:
+        return replayed(policy.lock, spec, direction, entries, policy, native)
+    leaves_native = native and (policy.watching or not policy.by_measurement)
+    tables = None if leaves_native else policy.tables
+    prediction = tables.predict(spec, direction) if tables is not None else None
+    return select(spec, direction, entries, policy, native, prediction)
+
+
+def standing_in(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the backends with torch's own kernel in place of the one whose name it goes by."""
+    if native is None or (native.judged and native.name.casefold() in entries):
+        return entries
+    return {**entries, native.name.casefold(): _Original(native.name)}
+
+
+def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
+    """Return the spec of a call in the contract's layout."""
+    varlen, paged = call.cu_seqlens_q is not None, call.block_table is not None
+    batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    return AttentionSpec(
+        device=device_of(query.device),
+        dtype=str(query.dtype),
+        batch=batch,
+        max_q=call.max_q,
+        max_k=call.max_k,
+        heads_q=query.shape[-2],
+        heads_k=key.shape[-2],
+        head_dim=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        tokens_q=query.shape[0] if varlen else batch * call.max_q,
+        tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
+        varlen=varlen,
+        window=call.window,
+        dropout=call.dropout,
+        bias=call.attn_bias is not None,
+        alibi=call.alibi_slopes is not None,
+        seqused_k=call.seqused_k is not None,
+        page_size=key.shape[1] if paged else None,
+        num_splits=call.num_splits,
+        positive_scale=call.scale > 0.0,
+        needs_backward=needs_backward,
+        deterministic=call.deterministic,
+        capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Return what selection needs to know of a device; asks the driver once per device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Device(device.type, index=device.index)
+    properties = torch.cuda.get_device_properties(device)
+    return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
+
+
+def _not_to_be_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this plan is torch's own kernel; the router calls that")
+
+
+class _Original(Entry):
+    """Torch's own kernel of an op, standing in for the backend whose name it goes by."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "torch")
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return nothing: torch's own selector has sent the call here."""
+        return ()
+
+    def unavailable(self) -> str:
+        """Return nothing: it is part of torch."""
+        return ""
+
+
+class _Declined(Entry):
+    """A backend whose kernel has declined the call that is being decided."""
+
+    def __init__(self, entry: Entry, reason: str) -> None:
+        super().__init__(entry.name, entry.origin, entry.backend)
+        self._reason = reason
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return what the kernel said."""
+        return (self._reason,)
+
+    def unavailable(self) -> str:
+        """Return nothing: it has loaded."""
+        return ""
+
+
+def _settle(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: Native | None,
+) -> tuple[Decision, Callable[..., Any] | None]:
+    """Decide until the chosen backend's package really loads."""
+    while True:
+        decision = decide(spec, direction, entries, policy, native.name if native else "")
+        if decision.backend is None:
+            refuse(spec, decision)
+        if native is not None and decision.backend == native.name:
+            return decision, None
+        try:
+            return decision, entries[decision.backend.casefold()].kernel(direction)
+        except BackendUnavailableError:
+            continue  # its probe was too hopeful; from now on it is rejected with the cause
+
+
+def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
+    if entry is None or entry.name.casefold() in policy.disabled or spec.device.simulated:
+        return
+    serves = entry.backend is None or spec.device.type in entry.backend.devices
+    if serves and entry.unavailable():
+        raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause
+
+
+def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callable[[], None]]:
+    """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
+    name = decision.backend or ""
+    found = [counters.call_counter(name, decision.direction)]
+    fallbacks = []
+    for passed in decision.passed_over:
+        reason = "; ".join(decision.rejected[passed])
+        level = logging.WARNING if passed in decision.asked_for else logging.INFO
+        found.append(counters.fallback_counter(passed, reason))
+        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
+
+    def tell() -> None:
+        for counter, level, line in fallbacks:
+            if counters.untold(counter, level):
+                # A program's handler that raises must not cost it its attention.
+                with contextlib.suppress(Exception):
+                    log.log(level, "%s", line)
+
+    return tuple(found), tell

@@ -1,0 +1,170 @@
+"""Recording what calls there were: each distinct spec once, with how often it ran.
+
+A plan's counters get one more for its spec when the plan is made, so a call pays one addition. The
+file is written when recording or the program ends, and by a thread in between: after two seconds, and
+then every minute in which something ran, so that a program that is killed leaves most of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from attnreg import _registry
+from attnreg.dispatch.counters import Counter, collect
+from attnreg.errors import AttnregError
+from attnreg.torchlib.locks import open_after_fork
+from attnreg.tuning.traces import merge
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attnreg.contract.spec import AttentionSpec, Direction
+
+__all__ = ["Recording", "counters", "follow", "start", "stop"]
+
+log = logging.getLogger("attnreg")
+
+THREAD = "attnreg recording"
+SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
+
+# A program that never repeats a length mustn't grow a row for each without end.
+MOST_SPECS = 100_000
+
+_lock = open_after_fork(threading.RLock())
+_writing = open_after_fork(threading.Lock())
+_recordings: tuple[Recording, ...] = ()
+_followed: Recording | None = None
+
+
+@dataclass(eq=False)
+class Recording:
+    """One file and what is counted for it.
+
+    Attributes:
+        path: the file.
+        counted: the counter of each direction of each spec.
+        written: what of each counter is in the file.
+        full: whether calls were left out, as there were too many.
+        over: set when it ends.
+    """
+
+    path: Path
+    counted: dict[tuple[AttentionSpec, Direction], Counter] = field(default_factory=dict)
+    written: dict[tuple[AttentionSpec, Direction], int] = field(default_factory=dict)
+    full: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def counter(self, spec: AttentionSpec, direction: Direction) -> Counter | None:
+        """Return the counter of one direction of a spec; None if there are too many specs."""
+        place = replace(spec, device=replace(spec.device, index=None)), direction
+        if place not in self.counted and len(self.counted) >= MOST_SPECS:
+            if not self.full:
+                log.warning("%s: has %d distinct calls, more are not recorded", self.path, MOST_SPECS)
+            self.full = True
+            return None
+        return self.counted.setdefault(place, Counter())
+
+    def write(self) -> None:
+        """Add what was counted since the last time to the file.
+
+        Raises:
+            ConfigError: the file can't be written, or is no trace.
+        """
+        with _writing:
+            collect()
+            with _lock:  # not for as long as the file takes: calls wait for it
+                now = {place: counter.value for place, counter in self.counted.items()}
+            fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
+            if fresh := {place: n for place, n in fresh.items() if n}:
+                merge(self.path, fresh)
+            self.written = now
+
+
+def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
+    """Return what a new plan of that spec has to count for the recordings; none if there are none."""
+    if not _recordings:
+        return ()
+    with _lock:
+        found = (recording.counter(spec, direction) for recording in _recordings)
+        return tuple(counter for counter in found if counter is not None)
+
+
+def start(path: Path) -> Recording:
+    """Record into a file from now on."""
+    global _recordings
+    with _lock:
+        recording = Recording(path)
+        _recordings = (*_recordings, recording)
+        threading.Thread(
+            target=_keep_writing, args=(recording,), name="attnreg recording", daemon=True
+        ).start()
+        _registry.changed()  # plans that exist don't count for it
+        return recording
+
+
+def stop(recording: Recording) -> None:
+    """Record no longer; what was counted isn't written by this."""
+    global _recordings
+    with _lock:
+        recording.over.set()
+        _recordings = tuple(one for one in _recordings if one is not recording)
+        _registry.changed()
+
+
+def follow(path: Path | None) -> None:
+    """Record for the environment, until another file or None is given."""
+    global _followed
+    path = None if path is None else path.absolute()
+    with _lock:
+        if path == (None if _followed is None else _followed.path):
+            return
+        before, _followed = _followed, None
+        if before is not None:
+            stop(before)
+        if path is not None:
+            _followed = start(path)
+    if before is not None:
+        _write(before)
+
+
+def _keep_writing(recording: Recording) -> None:
+    pause = SECONDS_BEFORE
+    while not recording.over.wait(pause):
+        _write(recording)
+        pause = SECONDS_BETWEEN
+
+
+def _write(recording: Recording) -> None:
+    try:
+        recording.write()
+    except AttnregError as error:  # not a reason to lose a training run
+        log.warning("%s", error)
+
+
+def _forget_the_parents() -> None:
+    """Begin at zero in a forked child: what was counted before is its parent's to write."""
+    collect()
+    for recording in _recordings:
+        recording.written = {place: counter.value for place, counter in recording.counted.items()}
+
+
+@atexit.register
+def _at_exit() -> None:
+    if _followed is not None:
+        _write(_followed)
+
+
+def _write_at_the_end_of_a_worker(_: object) -> None:
+    # A forked worker ends without what `atexit` has; Python's own way out of one are finalizers.
+    multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_parents)
+    multiprocessing.util.register_after_fork(_at_exit, _write_at_the_end_of_a_worker)

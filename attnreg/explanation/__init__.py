@@ -1,0 +1,239 @@
+"""`explain`: which backend would run a call, who decided, and why not the others.
+
+Takes a spec, for hardware that needn't be there, or the arguments of the call itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attnreg import _registry, aten
+from attnreg.contract.backend import UNTRIED
+from attnreg.contract.spec import AttentionSpec
+from attnreg.dispatch import scope
+from attnreg.dispatch.planning import decide, standing_in
+from attnreg.dispatch.state import state
+from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from attnreg.explanation.call_spec import Asked, dense, packed
+from attnreg.selection.decision import Decision, Preference, select, tied_to
+from attnreg.selection.render import decision_table
+from attnreg.tuning.kinds import kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import Direction
+    from attnreg.selection.decision import Policy
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen to a call.
+
+    Attributes:
+        spec: what was asked.
+        forward: the decision about its forward.
+        backward: the decision about its backward; None where none is needed.
+        notes: what else decides whether attnreg sees the call at all.
+    """
+
+    spec: AttentionSpec
+    forward: Decision
+    backward: Decision | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the forward; None if none can run it."""
+        return self.forward.backend
+
+    @property
+    def source(self) -> str:
+        """Who decided about the forward."""
+        return self.forward.source
+
+    @property
+    def rejected(self) -> dict[str, tuple[str, ...]]:
+        """Why each of the others can't run the forward."""
+        return self.forward.rejected
+
+    @property
+    def runs(self) -> bool:
+        """Whether every direction that is needed has a backend."""
+        return self.backend is not None and (self.backward is None or self.backward.backend is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        found = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
+        for name in ("forward", "backward"):
+            decision = getattr(self, name)
+            if decision is not None and decision.predicted is not None:
+                found[name]["predicted"] = decision.predicted.to_dict()
+        return found
+
+    def __str__(self) -> str:
+        decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
+        tables = [decision_table(self.spec, decision) for decision in decisions]
+        return "\n\n".join([*tables, *(f"note: {note}" for note in self.notes)])
+
+
+def explain(
+    query: AttentionSpec | Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    cu_seq_q: Tensor | None = None,
+    cu_seq_k: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int = 0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = (-1, -1),
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Say which backend would run a call, who decided, and every reason against every other.
+
+    Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
+    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnknownBackendError: there is no such `backend`.
+        ConfigError: the environment or a settings file can't be read.
+    """
+    leading = _leading(backend)
+    if isinstance(query, AttentionSpec):
+        return _explained(Asked(query), leading)
+    if key is None or value is None:
+        raise InvalidInputError(
+            "explain: got a query alone, expected query, key and value, or an AttentionSpec"
+        )
+    if cu_seq_q is not None:
+        if attn_mask is not None or dropout_p > 0.0:
+            raise InvalidInputError(
+                "explain: got attn_mask or dropout_p with cu_seq_q, expected neither: varlen_attn "
+                "has no such argument"
+            )
+        asked = packed(
+            query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), is_causal, window_size, scale,
+            seqused_k, block_table, num_splits, enable_gqa,
+        )  # fmt: skip
+        return _explained(asked, leading)
+    further = {
+        "window_size": window_size is not None and tuple(window_size) != (-1, -1),
+        "seqused_k": seqused_k is not None,
+        "block_table": block_table is not None,
+        "num_splits": num_splits is not None,
+    }
+    if any(further.values()):
+        named = ", ".join(name for name, given in further.items() if given)
+        raise InvalidInputError(
+            f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
+        )
+    asked = dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(asked, leading)
+
+
+def _leading(backend: str | None) -> Preference | None:
+    """Return what `backend=` or an open `use_backend` asks; the backend needn't load here."""
+    if backend is not None:
+        name = _registry.find(backend).name
+        return Preference(f"backend={name!r}", (name,), exclusive=True)
+    pin = scope.current()
+    return pin.preference if pin is not None else None
+
+
+def _explained(asked: Asked, leading: Preference | None) -> Explanation:
+    now, spec = state(), asked.spec
+    if asked.elsewhere:
+        backward = _elsewhere(asked, "backward", now.entries) if spec.needs_backward else None
+        return Explanation(spec, _elsewhere(asked, "forward", now.entries), backward, _front_notes())
+    entries = standing_in(asked.native, now.entries)
+    policy = now.policy.led_by(leading)
+    native = asked.native.name if asked.native is not None else ""
+    forward, backward = _decision(spec, "forward", entries, policy, native), None
+    if spec.needs_backward:
+        if spec.dropout > 0.0 and forward.backend is not None:
+            policy = policy.led_by(tied_to(forward.backend))
+        backward = _decision(spec, "backward", entries, policy, native)
+    measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
+    unknown = _unmeasured(spec, policy, (forward, backward))
+    untried = _untried((forward, backward), entries)
+    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *untried, *measured, *unknown)
+    return Explanation(spec, forward, backward, notes)
+
+
+def _unmeasured(spec: AttentionSpec, policy: Policy, decisions: tuple[Decision | None, ...]) -> Iterator[str]:
+    """Yield of which directions the table in force says nothing."""
+    table = policy.tables.report(spec.device).in_force if policy.tables is not None else None
+    if table is None or policy.tables is None or policy.lock is not None:
+        return
+    for decision in decisions:
+        if decision is None:
+            continue
+        asked = spec.of(decision.direction)
+        if policy.tables.predict(asked, decision.direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(asked, decision.direction)}"
+
+
+def _elsewhere(asked: Asked, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
+    """Return what torch's own selector decided before attnreg could."""
+    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {asked.elsewhere}"
+    names = tuple(entry.name for entry in entries.values())
+    return Decision(
+        direction,
+        asked.elsewhere,
+        "torch's own selector",
+        rejected=dict.fromkeys(names, (reason,)),
+        order=(asked.elsewhere, *names),
+    )
+
+
+def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what an answer about another machine takes for granted of it."""
+    if spec.device.simulated:
+        for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
+            if entry.unavailable():
+                yield f"takes for granted that {entry.name} loads there ({entry.unavailable()})"
+
+
+def _untried(decisions: tuple[Decision | None, ...], entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield which of the backends that would run the call are experimental."""
+    for name in dict.fromkeys(one.backend for one in decisions if one is not None and one.backend):
+        entry = entries.get(name.casefold())
+        if entry is not None and entry.backend is not None and entry.backend.experimental:
+            yield f"{name} is experimental: it {UNTRIED}"
+
+
+def _decision(
+    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str
+) -> Decision:
+    try:
+        return decide(spec, direction, entries, policy, native)
+    except (BackendUnavailableError, UnsupportedInputError) as error:
+        decision = select(spec, direction, entries, policy, native)
+        return replace(decision, backend=None, refusal=str(error))
+
+
+def _front_notes() -> tuple[str, ...]:
+    notes = []
+    if not state().active:
+        notes.append("nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not")
+    if aten.shadowed_by():
+        notes.append(
+            f"torch.nn.attention has {aten.shadowed_by()!r} active above attnreg's routers: the flash ops "
+            "on CUDA go there; restore_flash_attention_impl() gives them back"
+        )
+    return tuple(notes)

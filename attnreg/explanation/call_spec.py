@@ -1,0 +1,118 @@
+"""What a call asks, read from its arguments without running it: for `explain`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten.heads_first import contract
+from attnreg.aten.schemas import SdpaCpuForward
+from attnreg.contract.backend import Call
+from attnreg.contract.validation import check, check_scale, check_values
+from attnreg.dispatch.calls import bounds, keys_used, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.planning import Native, spec_of
+from attnreg.errors import InvalidInputError
+from attnreg.varlen.arguments import autocast, heads_differ, window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnreg.contract.spec import AttentionSpec
+
+__all__ = ["Asked", "dense", "packed"]
+
+# The kernels that torch's selector sends a call to and that attnreg routes.
+ROUTED = {
+    ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
+    ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
+    ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
+}
+
+
+class Asked(NamedTuple):
+    """A call as selection sees it.
+
+    Attributes:
+        spec: what it asks.
+        native: the backend whose kernel torch itself was about to run.
+        elsewhere: the kernel to which torch's own selector sends the call, so that attnreg never
+            sees it; empty if it does.
+    """
+
+    spec: AttentionSpec
+    native: Native | None = None
+    elsewhere: str = ""
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Asked:
+    """Return what `F.scaled_dot_product_attention` asks with these arguments, (B, H, S, D).
+
+    Raises:
+        InvalidInputError: they contradict each other.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise InvalidInputError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected (batch, heads, length, head_dim), "
+                "or (tokens, heads, head_dim) with cu_seq_q"
+            )
+    query, key, value = autocast(query, key, value)
+    asked = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    inputs = contract(asked, attn_mask, True, None)
+    check(*inputs)
+    check_scale(inputs.call.scale)
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
+    native = ROUTED.get((query.device.type, choice))
+    elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
+    # The flash op of CUDA isn't told whether a gradient is needed: see `aten.flash`.
+    needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
+    return Asked(spec_of(*inputs, needs_backward), native, elsewhere)
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor | None],
+    longest: tuple[int, int],
+    is_causal: bool,
+    window_size: Sequence[int] | None,
+    scale: float | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    enable_gqa: bool,
+) -> Asked:
+    """Return what `varlen_attn` asks with these arguments, (T, H, D) with offsets.
+
+    Raises:
+        InvalidInputError: they contradict each other.
+    """
+    if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
+        raise heads_differ(query, key)
+    query, key, value = autocast(query, key, value)
+    call = Call(
+        scale_of(query, scale), *longest, bounds(window(window_size, is_causal), False, *longest), *offsets,
+        keys_used(seqused_k, offsets[1], block_table), block_table, None, None, 0.0, None, num_splits or None,
+        wants_deterministic(),
+    )  # fmt: skip
+    check(query, key, value, call)
+    check_scale(call.scale)
+    if query.is_cpu:
+        check_values(query, key, call)
+    return Asked(spec_of(query, key, value, call, wants_gradient(query, key, value)))

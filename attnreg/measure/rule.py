@@ -1,0 +1,210 @@
+"""The accuracy rule, and holding kernels to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.contract import known_issues
+from attnreg.contract.launchers import AddressCall
+from attnreg.contract.spec import Device
+from attnreg.errors import UnsupportedInputError
+from attnreg.measure.inputs import inputs
+from attnreg.measure.oracle import Results, attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from attnreg.contract.backend import Again, Backend, Call, Kernels
+    from attnreg.contract.spec import AttentionSpec
+    from attnreg.measure.cases import Case
+    from attnreg.measure.inputs import Inputs
+
+__all__ = ["Error", "Outcome", "measure", "measure_taken", "verify"]
+
+FACTOR = 2.0
+
+# Relative and absolute, those that torch.testing.assert_close uses by default.
+TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
+
+# Where a gradient is 0 by cancellation, as with one visible key, rounding it costs nothing; but the
+# kernel has come there through float32.
+LEAST = FACTOR * TOLERANCES[torch.float32][1]
+
+
+class Error(NamedTuple):
+    """The largest error of one tensor, against float64.
+
+    Attributes:
+        kernel: that of the kernel; infinite where it has NaN or another shape.
+        math: that of plain PyTorch operations in the inputs' dtype.
+        atol: what rounding the result costs by itself.
+    """
+
+    kernel: float
+    math: float
+    atol: float
+
+    @property
+    def allowed(self) -> float:
+        """The most that passes."""
+        return FACTOR * self.math + self.atol
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel is right."""
+        return self.kernel <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of plain PyTorch's; infinite where that has none."""
+        if self.kernel == 0.0:
+            return 0.0
+        return self.kernel / self.math if self.math else torch.inf
+
+    def __str__(self) -> str:
+        sign = "<=" if self.passed else ">"
+        return f"{self.kernel:.3g} {sign} {FACTOR:g} * {self.math:.3g} + {self.atol:.3g}"
+
+
+class Outcome(NamedTuple):
+    """What became of a case: errors by tensor name, and why what wasn't run wasn't."""
+
+    case: Case
+    errors: dict[str, Error]
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was run is right."""
+        return not self.failure and all(error.passed for error in self.errors.values())
+
+
+def measure(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, Error]:
+    """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward.
+
+    Where the kernels have a shorter way of doing the call again, the larger error counts.
+    """
+    given = inputs(case, device, seed)
+    q, k, v, grad_out, call = given
+    truth = attention(case, given, torch.float64)
+    plain = attention(case, given, q.dtype)
+    with torch.no_grad():
+        out, lse = kernels.forward(q, k, v, call)
+        grads = kernels.backward(grad_out, q, k, v, out, lse, call) if kernels.backward else ()
+        results = [(out, lse, *grads)]
+        if kernels.again is not None and _may_be_done_again(case, call, truth):
+            results += _done_again(kernels.again, given, (out, lse, *grads))
+    return {
+        name: Error(
+            max(_distance(one, getattr(truth, name)) for one in got),
+            _distance(getattr(plain, name), getattr(truth, name)),
+            _rounding(getattr(truth, name), q.dtype),
+        )
+        for name, got in zip(Results._fields, zip(*results, strict=True), strict=False)
+    }
+
+
+def measure_taken(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Error], str]:
+    """Return the errors of the directions that the kernels take, and why they decline one; empty if none."""
+    try:
+        return measure(kernels, case, device), ""
+    except UnsupportedInputError as error:
+        declined = str(error)
+    if kernels.backward is None:
+        return {}, declined
+    errors, forwards = measure_taken(kernels._replace(backward=None), case, device)
+    return errors, forwards or declined
+
+
+def _may_be_done_again(case: Case, call: Call, truth: Results) -> bool:
+    """Whether a case is of those of which `Kernels.again` may be asked."""
+    lengths = zip(case.lens_q, case.lens_k, strict=True)
+    full = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
+    plain = call.seqused_k is None and call.block_table is None and not call.dropout
+    return full and plain and bool(truth.lse.isfinite().all())
+
+
+def _done_again(again: Again, given: Inputs, results: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Return the results of the shorter ways, and those that are there already where there is none."""
+    *inputs, grad_out, call = given
+    ends = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
+    out, lse, *grads = results
+    forwards = [way(*inputs, *ends) or (out, lse) for way in _ways(again("forward", tuple(inputs), call))]
+    for ahead in forwards or [(out, lse)]:
+        tensors = grad_out, *inputs, *ahead
+        backwards = _ways(again("backward", tensors, call)) if grads else []
+        for back in [way(*tensors, *ends) or grads for way in backwards] or [grads]:
+            yield *ahead, *back
+
+
+def _ways(run: Callable[..., Any] | None) -> list[Callable[..., Any]]:
+    """Return how routers take a shorter way: those in Python, and what compiled ones may do instead."""
+    if run is None:
+        return []
+    return [run, run.on_addresses] if isinstance(run, AddressCall) else [run]
+
+
+def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:
+    """Hold a backend to some cases; what it says that it can't run is not run."""
+    kernels, device = backend.load(), torch.device(device)
+    place = _described(device)
+    for case in cases:
+        spec = case.spec(place)
+        against = _reasons(backend, "forward", spec)
+        if against:
+            yield Outcome(case, {}, against)
+            continue
+        against = _reasons(backend, "backward", spec)
+        runnable = kernels._replace(backward=None) if against else kernels
+        try:
+            errors, declined = measure_taken(runnable, case, device)
+        except Exception as error:  # noqa: BLE001 - one case that breaks must not hide the others
+            yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
+        else:
+            yield Outcome(case, errors, (declined,) if declined else against)
+
+
+def _reasons(backend: Backend, direction: str, spec: AttentionSpec) -> tuple[str, ...]:
+    offered = backend.forward if direction == "forward" else backend.backward
+    if offered is None:
+        return ("has no backward",)
+    try:
+        against = offered.unsupported(spec) or tuple(backend.refuses(spec) if backend.refuses else ())
+        return against or known_issues.against(backend.name, backend.version, spec, direction)
+    except Exception as error:  # noqa: BLE001 - a broken check is a reason like any other
+        return (f"check failed: {type(error).__name__}: {error}",)
+
+
+def _distance(got: Tensor, truth: Tensor) -> float:
+    if got.shape != truth.shape:
+        return torch.inf
+    got = got.to(torch.float64)
+    apart = (got - truth).abs().masked_fill(got == truth, 0.0)  # -inf is where it should be
+    return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if apart.numel() else 0.0
+
+
+def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
+    finite = truth[truth.isfinite()]
+    if not finite.numel():
+        return 0.0
+    if dtype in TOLERANCES:
+        relative, absolute = TOLERANCES[dtype]
+        return FACTOR * (absolute + relative * float(finite.abs().amax()))
+    rounded = finite.to(dtype)
+    return max(LEAST, FACTOR * float((rounded + 0.3 - 0.3 - rounded).abs().amax()))
+
+
+def _described(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type, index=device.index)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return Device(device.type, capability, device.index, name)

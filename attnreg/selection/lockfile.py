@@ -1,0 +1,204 @@
+"""A lockfile: which backend each call of a workload is to run on, and where that was decided.
+
+`attnreg lock` writes one, ATTNREG_LOCK names one. A lock is of one device; calls are compared without
+the device, which the environment stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
+from attnreg.tuning.matching import matched, matched_simulated
+from attnreg.tuning.points import Malformed
+from attnreg.tuning.specs import spec_from, spec_to
+from attnreg.tuning.table import Environment, environment_from, read_whole, write_whole
+from attnreg.tuning.traces import DIRECTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import Direction
+
+__all__ = ["FORMAT", "VARIABLE", "Lock", "Lockfile", "Row", "load", "place_of"]
+
+FORMAT = "attnreg lockfile"
+VERSION = 1
+VARIABLE = "ATTNREG_LOCK"
+KEYS = ("format", "version", "device", "environment", "rows")
+NOWHERE = Device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One direction of a call, the backend that runs it, and who decided so."""
+
+    spec: AttentionSpec
+    direction: Direction
+    backend: str
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return asdict(self) | {"spec": spec_to(self.spec)}
+
+    def says(self, name: str) -> str:
+        """Return the beginning of every sentence about a row that can't be replayed; `name` is the row's."""
+        return f"{name} says {self.backend} for this {self.direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lockfile:
+    """What a lockfile says.
+
+    Attributes:
+        path: where it is, absolute.
+        device: the type of its device: `"cpu"`, `"cuda"`.
+        environment: what was there when it was decided.
+        rows: each direction of each call once.
+    """
+
+    path: Path
+    device: str
+    environment: Environment
+    rows: tuple[Row, ...]
+
+    @property
+    def digest(self) -> str:
+        """What tells its contents from all others, in twelve digits; not the order of its rows."""
+        rows = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in self.rows)
+        data = json.dumps([self.device, asdict(self.environment), rows], sort_keys=True)
+        return hashlib.sha256(data.encode()).hexdigest()[:12]
+
+    def save(self) -> None:
+        """Write the file whole or not at all; a row to a line.
+
+        Raises:
+            ConfigError: it can't be written.
+        """
+        values = (FORMAT, VERSION, self.device, asdict(self.environment))
+        head = json.dumps(dict(zip(KEYS, values, strict=False)), indent=1)[:-2]
+        rows = ",\n  ".join(json.dumps(row.to_dict(), separators=(",", ":")) for row in self.rows)
+        try:
+            write_whole(self.path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+        except OSError as error:
+            raise ConfigError(f"{self.path}: can't be written: {error.strerror or error}") from error
+
+
+def load(path: Path) -> Lockfile:
+    """Read a lockfile.
+
+    Raises:
+        ConfigError: there is none, or something in it is wrong; names the file and the key.
+    """
+    file = path.absolute()
+    return read_whole(file, "a file of `attnreg lock`", lambda data: _read(data, file))
+
+
+def _read(data: object, file: Path) -> Lockfile:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        got = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise Malformed(f"format: got {got!r}, expected {FORMAT!r}, as `attnreg lock` writes it")
+    if data.get("version") != VERSION:
+        raise Malformed(f"version: got {data.get('version')!r}, expected {VERSION}: lock it again")
+    _check_keys(data, KEYS, "")
+    device, rows = data["device"], data["rows"]
+    if not isinstance(device, str) or not device:
+        raise Malformed(f"device: got {device!r}, expected a type of device such as 'cuda'")
+    if not isinstance(rows, list):
+        raise Malformed(f"rows: got {rows!r}, expected a list of rows")
+    environment, found = environment_from(data["environment"]), []
+    seen: set[object] = set()
+    for number, one in enumerate(rows):
+        row = _row(one, f"rows[{number}]", environment, Device(device))
+        if (place := place_of(row.spec, row.direction)) in seen:
+            raise Malformed(f"rows[{number}]: is there twice, expected each direction of a call once")
+        seen.add(place)
+        found.append(row)
+    return Lockfile(file, device, environment, tuple(found))
+
+
+def _row(data: object, place: str, environment: Environment, device: Device) -> Row:
+    if not isinstance(data, dict):
+        raise Malformed(f"{place}: got {data!r}, expected an object")
+    _check_keys(data, ("spec", "direction", "backend", "source"), f"{place}.")
+    if data["direction"] not in DIRECTIONS:
+        raise Malformed(f"{place}.direction: got {data['direction']!r}, expected {' or '.join(DIRECTIONS)}")
+    if not isinstance(data["backend"], str) or data["backend"] not in environment.backends:
+        raise Malformed(f"{place}.backend: got {data['backend']!r}, expected one of environment.backends")
+    if not isinstance(data["source"], str):
+        raise Malformed(f"{place}.source: got {data['source']!r}, expected a text")
+    try:
+        spec = spec_from(data["spec"], device)
+        hash(spec)
+    except (InvalidInputError, TypeError) as error:
+        within = "" if str(error).startswith("spec") else "spec: "
+        raise Malformed(f"{place}.{within}{error}") from None
+    return Row(spec, data["direction"], data["backend"], data["source"])
+
+
+def _check_keys(data: dict[str, Any], expected: tuple[str, ...], place: str) -> None:
+    if wrong := sorted(set(expected).symmetric_difference(data)):
+        raise Malformed(f"{place}{wrong[0]}: {'missing' if wrong[0] in expected else 'unknown key'}")
+
+
+def place_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
+    """Return what tells rows apart: a call without its device."""
+    return replace(spec, device=NOWHERE), direction
+
+
+class Lock:
+    """A lockfile in force.
+
+    Args:
+        file: what it says.
+        entries: returns all backends, whose versions have to be those of the file.
+    """
+
+    def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
+        self.file = file
+        self._entries = entries
+        self._places = {place_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
+        self._differences: dict[tuple[Device, str], str] = {}
+
+    def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
+        """Return the row of one direction of a call, and what to call it.
+
+        Raises:
+            UnsupportedInputError: there is none, or it was decided where something was different.
+        """
+        number = self._places.get(place_of(spec, direction))
+        if number is None:
+            raise UnsupportedInputError(
+                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}; to "
+                f"add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out FILE`"
+            )
+        row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
+        if differs := self.differences(spec.device, row.backend):
+            raise UnsupportedInputError(f"{row.says(name)}, but it was {differs}")
+        return row, name
+
+    def differences(self, device: Device, backend: str) -> str:
+        """Return what is different, for a backend on a device, from where the lock was made."""
+        if (device, backend) not in self._differences:
+            self._differences[device, backend] = self._compared(device, backend)
+        return self._differences[device, backend]
+
+    def _compared(self, device: Device, backend: str) -> str:
+        if device.type != self.file.device:
+            return f"locked on {self.file.device}, here it is {device.type}"
+        there = self.file.environment
+        if device.simulated:
+            capability = ".".join(map(str, device.capability or ()))
+            return "; ".join(matched_simulated(there, capability, "locked").refused)
+        from attnreg.tuning.machine import environment
+
+        # What doesn't run the call can't make a difference to it.
+        alone = replace(there, backends={backend: there.backends[backend]})
+        return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)

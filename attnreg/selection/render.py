@@ -1,0 +1,86 @@
+"""The one renderer of decisions: errors, log lines, `explain` and the command line print its text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from attnreg.errors import UnsupportedInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnreg.contract.spec import AttentionSpec
+    from attnreg.selection.decision import Decision
+    from attnreg.tuning.lookup import Prediction
+
+__all__ = ["decision_table", "fallback_line", "refuse"]
+
+ELIGIBLE = "could run it"
+
+
+def decision_table(spec: AttentionSpec, decision: Decision) -> str:
+    """Return a headline, the input line, and one aligned row per backend and reason."""
+    predicted = decision.predicted if decision.backend is not None else None
+    measured = _predicted(spec, decision, predicted) if predicted is not None else ()
+    return "\n".join(
+        (_headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision), *measured)
+    )
+
+
+def fallback_line(backend: str, reason: str, instead: str) -> str:
+    """Return the log line of a call that went to another backend than the first in the order."""
+    return f"{backend} can't run this call and {instead} does: {reason}"
+
+
+def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
+    """Raise the error of a call that no backend can or may run.
+
+    Raises:
+        UnsupportedInputError: always; every backend with every reason.
+    """
+    raise UnsupportedInputError(decision_table(spec, decision), decision.rejected)
+
+
+def _headline(spec: AttentionSpec, decision: Decision) -> str:
+    if decision.backend is not None:
+        return f"{decision.direction} on {spec.device}: {decision.backend}, by {decision.source}"
+    why = f": {decision.refusal}" if decision.refusal else ""
+    return f"no attention backend can run this {decision.direction} on {spec.device}{why}"
+
+
+def _rows(decision: Decision) -> list[str]:
+    width = max(map(len, decision.order), default=0)
+    rows = []
+    for name in decision.order:
+        able = f"runs it, by {decision.source}" if name == decision.backend else ELIGIBLE
+        said = decision.predicted.of(name) if decision.predicted is not None else None
+        if said is not None and said.trouble:
+            able += f", but {said.trouble}"
+        reasons = decision.rejected.get(name) or (able,)
+        for number, reason in enumerate(reasons):
+            label = name if number == 0 else ""
+            rows.append(f"  {label:<{width}}  {' '.join(reason.split())}")  # a cause may have several lines
+    return rows
+
+
+def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
+    """Yield what a measured table says: a row for each backend, where it comes from, and how sure that is."""
+    where = "in a CUDA graph" if spec.capturing else "in eager"
+    yield f"  predicted by {prediction.table}, {where}"
+    rows = {}
+    for one in prediction.candidates:
+        told = one.trouble
+        if one.cost_us is not None:
+            parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
+            told = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s)"
+        refused = "; it can't run this call" if one.backend in decision.rejected else ""
+        rows[one.backend] = f"{told}{refused}"
+    unknown = (name for name in decision.order if prediction.of(name) is None)
+    rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
+    width = max(map(len, rows))
+    yield from (f"    {name:<{width}}  {told}" for name, told in rows.items())
+    for point in prediction.points:
+        near = "measured itself" if point.itself else f"{point.distance:.2f} powers of two away"
+        yield f"    from {point.size}, {near}"
+    for note in prediction.notes:
+        yield f"    {note}"

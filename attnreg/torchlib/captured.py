@@ -1,0 +1,118 @@
+"""PyTorch's own kernels, captured before any router covers them.
+
+A router that calls an op by its name would call itself. `kernel` hands out the C++ kernel that was
+registered for an (op, dispatch key) when it was first asked for; `aten.install` asks for all of
+them before it registers a single router.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnreg.errors import RegistrationError
+from attnreg.torchlib.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["OpCall", "capture", "check_not_overridden", "compiled", "kernel"]
+
+# Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`); None while none do.
+compiled: bool | None = None
+
+_lock = open_after_fork(threading.Lock())
+_captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
+
+
+def capture(op: str, key: str) -> Callable[..., Any] | None:
+    """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
+
+    The first call for a pair decides; later ones return the same kernel, also after a router has
+    been registered over it.
+
+    Raises:
+        RegistrationError: torch is older than 2.9 and can't hand out kernels, or somebody overrides the op.
+    """
+    with _lock:
+        if (op, key) not in _captured:
+            _captured[op, key] = _get(op, key)
+        return _captured[op, key]
+
+
+def kernel(op: str, key: str) -> Callable[..., Any]:
+    """Return torch's kernel as `capture` does, as a function of the op's own arguments.
+
+    Raises:
+        RegistrationError: torch has no kernel for that op and key.
+    """
+    found = capture(op, key)
+    if found is None:
+        raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
+    return found
+
+
+class OpCall:
+    """A call of one of torch's own kernels with all but its tensors settled.
+
+    What a backend returns from `Kernels.again` where such a kernel is all there is to it: compiled routers
+    then need no Python to call it.
+
+    Attributes:
+        op, key: whose kernel it is, as for `kernel`.
+        rest, options: the op's arguments behind the tensors, and those by keyword.
+        results: how many of the op's results are returned.
+    """
+
+    __slots__ = ("_run", "key", "op", "options", "rest", "results")
+
+    def __init__(
+        self, op: str, key: str, rest: tuple[Any, ...], options: dict[str, Any], results: int
+    ) -> None:
+        self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
+        self._run = kernel(op, key)
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as a compiled router takes it."""
+        return self.op, self.key, self.rest, self.options, self.results
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results for these tensors."""
+        return tuple(self._run(*tensors, *self.rest, **self.options)[: self.results])
+
+
+def check_not_overridden(op: str, key: str) -> None:
+    """Check that no Python code has registered a kernel of its own for `aten::op`; before routers are.
+
+    Raises:
+        RegistrationError: it has. Its kernel would be called in the place of torch's, and would be gone
+            as soon as its owner takes it out.
+    """
+    for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
+        # What Python registers has no C++ signature.
+        if line.startswith(f"{key}: ") and line.endswith(" :: (none) [ boxed ]"):
+            where = line.removeprefix(f"{key}: ").partition(" :: ")[0]
+            raise RegistrationError(
+                f"aten::{op} is overridden for {key} by other Python code, {where}; "
+                "remove that, or let attnreg register its routers first"
+            )
+
+
+def _get(op: str, key: str) -> Callable[..., Any] | None:
+    check_not_overridden(op, key)
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
+        raise RegistrationError(
+            f"torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, "
+            f"found {torch.__version__}"
+        )
+    try:
+        found = get_kernel(f"aten::{op}", key)
+    except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build
+        return None
+    # A fixed key set is enough: these are backend kernels, nothing above them is to run again.
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(found.call_boxed, keys)

@@ -1,0 +1,190 @@
+"""`attnreg::_varlen_attn`: `varlen_attn` as one opaque op with a fake, a backward and FLOP formulas.
+
+torch.compile keeps it in the graph, where the backend is chosen when it runs; unlike aten's own ops
+Inductor's C++ wrapper and AOTInductor can't pass it by.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import UNBOUNDED
+from attnreg.contract.validation import check
+from attnreg.dispatch import calls, scope
+
+__all__ = ["backward", "forward"]
+
+
+@torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: str,
+    needs_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
+    # The backward is told of `backend` by an argument of its own, of a scope by a stamp.
+    scoped = None if backend else scope.current()
+    call = _call(
+        query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, num_splits
+    )
+    chosen = scope.exclusive(backend) if backend else scoped
+    out, lse = calls.forward(query, key, value, call, chosen, needs_backward)
+    return out.contiguous(), lse.float().contiguous(), scope.stamp(scoped, query).zero_()
+
+
+@forward.register_fake
+def _forward_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: str,
+    needs_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
+    tokens, heads, _ = query.shape
+    out = query.new_empty((tokens, heads, value.shape[-1]))
+    return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.uint64)
+
+
+@torch.library.custom_op("attnreg::_varlen_attn_backward", mutates_args=())
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pin: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    backend: str,
+    needs_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, contiguous and in their shapes."""
+    call = _call(query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, None)
+    chosen = scope.exclusive(backend) if backend else scope.read_stamp(pin)
+    grads = calls.backward(grad_out, query, key, value, out, lse, call, chosen)
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+
+
+@backward.register_fake
+def _backward_fake(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _call(
+    query: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: list[int],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> Call:
+    return Call(
+        calls.scale_of(query, scale),
+        max_q,
+        max_k,
+        calls.bounds((window_size[0], window_size[1]), False, max_q, max_k),
+        cu_seq_q,
+        cu_seq_k,
+        calls.keys_used(seqused_k, cu_seq_k, block_table),
+        block_table,
+        num_splits=num_splits or None,
+        deterministic=calls.wants_deterministic(),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table = inputs[:11]
+    ctx.backend = inputs[12]
+    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    ctx.numbers = numbers
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+    offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
+    grads = backward(grad_out, *tensors, *offsets, ctx.backend)
+    return (*grads, *(None,) * 11)
+
+
+forward.register_autograd(_gradient, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.attnreg._varlen_attn, get_raw=True)
+def _forward_flops(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any, **_: Any
+) -> int:
+    max_q, max_k, _scale, _window, seqused_k = rest[:5]
+    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
+
+
+@register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
+def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    _out, _lse, _pin, cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k = rest[:10]
+    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
+    # The scores once more and the gradients of query and key; that of the weights and of the value.
+    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(
+    query: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    seqused_k: Tensor | None,
+) -> int:
+    """Count the scores of all heads; like torch's own formulas it doesn't take off what a mask hides."""
+    known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
+    batch = len(cu_seq_q) - 1
+    lengths_q, lengths_k = [max_q] * batch, [max_k] * batch
+    # While something traces, no length is at hand and each sequence counts as the longest.
+    if all(type(x) is Tensor and not x.is_meta for x in known):
+        lengths_q = cu_seq_q.diff().tolist()
+        if seqused_k is not None:
+            lengths_k = seqused_k.tolist()
+        elif cu_seq_k is not None:
+            lengths_k = cu_seq_k.diff().tolist()
+    per_head: int = sum(map(operator.mul, lengths_q, lengths_k))
+    return query.shape[1] * per_head

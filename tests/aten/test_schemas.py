@@ -1,0 +1,309 @@
+"""The argument classes of the routed ops, against every torch that they are for."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from attnreg import aten
+from attnreg.aten import schemas
+from attnreg.aten.routing import Quick, Route, Turn, router
+from attnreg.dispatch import scope
+from attnreg.dispatch.planning import Native
+from attnreg.errors import RegistrationError, UnsupportedInputError
+
+VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
+SOFTMAX = "float? scale=None"
+WINDOW = "SymInt? window_size_left=None, SymInt? window_size_right=None"
+QKV = "Tensor query, Tensor key, Tensor value"
+VARLEN = "Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k"
+FLASH = f"{QKV}, {VARLEN}, float dropout_p, bool is_causal, bool return_debug_mask, *, {SOFTMAX}, {WINDOW}, Tensor? seqused_k=None, Tensor? alibi_slopes=None"  # noqa: E501 - a schema
+PAGED = "Tensor? block_table=None, int? num_splits=None"
+SAVED = f"Tensor grad_out, {QKV}, Tensor out, Tensor logsumexp"
+CUDNN = "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None"
+CUDNN_VARLEN = f"{QKV}, Tensor? attn_bias, {VARLEN}, bool compute_log_sumexp, {CUDNN}"
+CUDNN_SAVED = f"{SAVED}, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, {SOFTMAX}"  # noqa: E501 - a schema
+FOR_CPU = "*, Tensor? attn_mask=None, float? scale=None"
+
+# Each op's arguments in each torch: from the first version named up to the next.
+DECLARED = {
+    "_flash_attention_forward": {(2, 11): FLASH, (2, 12): f"{FLASH}, {PAGED}"},
+    "_flash_attention_forward_no_dropout_inplace": {(2, 12): f"Tensor(a!) out, {FLASH}, {PAGED}"},
+    "_flash_attention_backward": {
+        (2, 11): f"{SAVED}, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        f"float dropout_p, bool is_causal, Tensor rng_state, Tensor unused, *, {SOFTMAX}, {WINDOW}"
+    },
+    "_scaled_dot_product_flash_attention_for_cpu": {
+        (2, 11): f"{QKV}, float dropout_p=0., bool is_causal=False, {FOR_CPU}"
+    },
+    "_scaled_dot_product_flash_attention_for_cpu_backward": {
+        (2, 11): f"{SAVED}, float dropout_p, bool is_causal, {FOR_CPU}"
+    },
+    "_cudnn_attention_forward": {
+        (2, 11): CUDNN_VARLEN,
+        (2, 14): f"{CUDNN_VARLEN}, Tensor? seqused_k=None, Tensor? block_table=None",
+    },
+    "_cudnn_attention_backward": {(2, 11): CUDNN_SAVED},
+}
+
+ROUTES = {route.op: route for route in aten.ROUTES}
+
+
+class Argument(NamedTuple):
+    """An argument as a schema declares it."""
+
+    name: str
+    keyword_only: bool
+    required: bool
+
+
+def declared(op, version):
+    """Return the arguments of an op in a torch, or None if that has no such op."""
+    known = [text for since, text in DECLARED[op].items() if since <= version]
+    if not known:
+        return None
+    found, keyword_only = [], False
+    for part in known[-1].split(", "):
+        if part == "*":
+            keyword_only = True
+            continue
+        name, _, default = part.split(" ")[-1].partition("=")
+        found.append(Argument(name, keyword_only, not default))
+    return found
+
+
+def installed(op):
+    arguments = getattr(torch.ops.aten, op).default._schema.arguments
+    return [Argument(x.name, x.kwarg_only, not x.has_default_value()) for x in arguments]
+
+
+def here():
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def test_the_table_is_right_about_the_torch_that_is_installed():
+    for op in DECLARED:
+        assert declared(op, here()) == installed(op), op
+        text = str(getattr(torch.ops.aten, op).default._schema)
+        latest = [written for since, written in DECLARED[op].items() if since <= here()][-1]
+        assert text.startswith(f"aten::{op}({latest}) -> ")
+
+
+def test_every_routed_op_is_in_the_table_and_every_class_in_use():
+    assert DECLARED.keys() == ROUTES.keys()
+    assert {route.arguments for route in aten.ROUTES} == {
+        getattr(schemas, name) for name in vars(schemas) if re.search("(Forward|Backward|Inplace)$", name)
+    }
+
+
+@pytest.mark.parametrize("op", DECLARED)
+def test_a_class_has_the_arguments_of_the_installed_op_in_its_order(op):
+    arguments, known = installed(op), ROUTES[op].arguments
+    assert list(known._fields[: len(arguments)]) == [argument.name for argument in arguments]
+    defaults = known._field_defaults
+    for argument in arguments:
+        assert (argument.name in defaults) == (not argument.required), argument
+    for schema in getattr(torch.ops.aten, op).default._schema.arguments:
+        if schema.has_default_value():
+            assert defaults[schema.name] == schema.default_value, schema.name
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: "{}.{}".format(*version))
+@pytest.mark.parametrize("op", DECLARED)
+def test_every_argument_of_every_version_is_a_field_in_its_place(op, version):
+    arguments, route = declared(op, version), ROUTES[op]
+    if arguments is None:
+        assert version < tuple(map(int, route.since.split(".")))
+        return
+    known = route.arguments._fields
+    assert [a.name for a in arguments] == list(known[: len(arguments)])
+    # What this version lacks has a default, so that the class can be made without it.
+    assert set(known[len(arguments) :]) <= set(route.arguments._field_defaults)
+
+
+@pytest.mark.parametrize("op", DECLARED)
+def test_the_places_that_the_short_way_reads_are_those_of_the_op(op):
+    route = ROUTES[op]
+    if route.quick is None:
+        return
+    names = [argument.name for argument in installed(op)]
+    query, flags, carrier, absent = route.quick
+    assert names[query : query + 3] == ["query", "key", "value"]
+    schema = getattr(torch.ops.aten, op).default._schema
+    tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
+    passed = set(names[flags])
+    assert not passed & tensors
+    # Of tensors beside query, key and value a forward has none, and a backward what its forward gave it.
+    saved = {"grad_out", "out", "logsumexp", "rng_state", "unused", "philox_seed", "philox_offset"}
+    positional = {argument.name for argument in installed(op) if not argument.keyword_only}
+    lacking = {names[place] for place in absent or ()}
+    others = tensors & positional - {"query", "key", "value"} - saved
+    # Offsets come in pairs, or with a block table by keyword.
+    assert others - {"cum_seq_k"} <= lacking <= tensors
+    if carrier:
+        assert names[carrier] == route.carrier
+        # Of a backward only these decide besides the tensors.
+        assert passed == {"dropout_p", "is_causal"}
+    else:
+        # A call with keyword arguments beside the scale takes the long way; all plain arguments are compared.
+        assert passed == positional - tensors
+
+
+@pytest.mark.parametrize("op", DECLARED)
+def test_a_backward_learns_the_forwards_choice_from_an_argument_it_has(op):
+    route = ROUTES[op]
+    assert bool(route.carrier) == op.endswith("backward")
+    assert not route.carrier or route.carrier in route.arguments._fields
+
+
+# ---- torches to come: an op of our own stands in for aten's
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Return a library whose ops attnreg takes for aten's."""
+    library = torch.library.Library("attnreg_test", "FRAGMENT")
+    monkeypatch.setattr(torch.ops, "aten", torch.ops.attnreg_test)
+    yield library
+    library._destroy()
+
+
+class Known(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_causal: bool = False
+    scale: float | None = None
+
+
+def route(op="attend", arguments=Known, **options):
+    return Route(op, ("CPU",), arguments, served, Native("cpu"), **options)
+
+
+def served(asked, turn):
+    raise AssertionError("the call was to pass to the original")
+
+
+REFUSED = {
+    "moved": "Tensor key, Tensor query, Tensor value, bool is_causal=False, *, float? scale=None",
+    "renamed": "Tensor query, Tensor key, Tensor values, bool is_causal=False, *, float? scale=None",
+    "one more in the middle": "Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, *, float? scale=None",
+    "one more at the end": "Tensor query, Tensor key, Tensor value, bool is_causal=False, "
+    "float? scale=None, bool new=False",
+    "one more that must be given": "Tensor query, Tensor key, Tensor value, bool is_causal=False, *, "
+    "float? scale=None, int new",
+}
+
+
+@pytest.mark.parametrize("schema", REFUSED.values(), ids=REFUSED)
+def test_an_argument_that_has_moved_is_an_error_with_both_schemas(ops, schema):
+    ops.define(f"attend({schema}) -> Tensor")
+    with pytest.raises(RegistrationError) as error:
+        aten._unknown_arguments(route())
+    declared = torch.ops.aten.attend.default._schema
+    assert str(error.value) == (
+        f"aten::attend of torch {torch.__version__}: got {declared}, "
+        "expected arguments ('query', 'key', 'value', 'is_causal', 'scale')"
+    )
+
+
+ACCEPTED = {
+    "the same": ("Tensor query, Tensor key, Tensor value, bool is_causal=False, *, float? scale=None", ()),
+    "one less": ("Tensor query, Tensor key, Tensor value, bool is_causal=False", ()),
+    "one more": (
+        "Tensor query, Tensor key, Tensor value, bool is_causal=False, *, float? scale=None, int new=0",
+        ("new",),
+    ),
+    "now by keyword": (
+        "Tensor query, Tensor key, Tensor value, *, float? scale=None, bool is_causal=False",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize(("schema", "unknown"), ACCEPTED.values(), ids=ACCEPTED)
+def test_an_argument_that_came_or_went_is_no_error(ops, schema, unknown):
+    ops.define(f"attend({schema}) -> Tensor")
+    assert aten._unknown_arguments(route()) == frozenset(unknown)
+
+
+NEWER = (
+    "attend(Tensor query, Tensor key, Tensor value, bool is_causal=False, *, float? scale=None, "
+    "Tensor? sinks=None, int[]? splits=None) -> Tensor"
+)
+
+
+@pytest.fixture
+def newer(ops):
+    """Route an op that has two arguments more than attnreg knows; returns the calls of the original."""
+    ops.define(NEWER)
+    calls = []
+
+    def original(*args, **kwargs):
+        calls.append((args, kwargs))
+        return args[0].clone()
+
+    unknown = aten._unknown_arguments(route())
+    assert unknown == {"sinks", "splits"}
+    ops.impl("attend", router(route(), original, unknown), "CPU")
+    return calls
+
+
+def test_an_argument_of_a_newer_torch_passes_the_call_untouched(newer):
+    query, key, value, sinks = (torch.randn(2, 3) for _ in range(4))
+    torch.ops.attnreg_test.attend(query, key, value, True, scale=0.5, sinks=sinks, splits=[1, 2])
+    ((args, kwargs),) = newer
+    assert [x is y for x, y in zip(args, (query, key, value), strict=False)] == [True] * 3
+    assert args[3:] == (True,)
+    assert kwargs.keys() == {"scale", "sinks", "splits"}
+    assert kwargs["sinks"] is sinks
+    assert (kwargs["scale"], kwargs["splits"]) == (0.5, [1, 2])
+
+
+def test_that_holds_though_a_backend_is_asked_for(newer):
+    query = torch.randn(2, 3)
+    token = scope.enter(scope.exclusive("math"))
+    try:
+        torch.ops.attnreg_test.attend(query, query, query, splits=[1])
+        with pytest.raises(AssertionError, match="the call was to pass to the original"):
+            torch.ops.attnreg_test.attend(query, query, query, sinks=None, splits=None)
+    finally:
+        scope.leave(token)
+    assert len(newer) == 1
+
+
+def test_an_argument_of_a_newer_torch_is_an_error_where_torch_has_no_kernel(ops):
+    ops.define(NEWER)
+    ops.impl("attend", router(route(), None, frozenset({"sinks", "splits"})), "CPU")
+    query = torch.randn(2, 3)
+    with pytest.raises(UnsupportedInputError) as error:
+        torch.ops.attnreg_test.attend(query, query, query, sinks=query, splits=[1])
+    assert str(error.value) == (
+        "aten::attend: argument sinks, splits is of a newer torch than attnreg knows, "
+        "and torch has no kernel for this device"
+    )
+
+
+def test_the_short_way_does_not_lose_an_argument_of_a_newer_torch(ops):
+    ops.define(NEWER)
+    calls = []
+
+    def original(*args, **kwargs):
+        calls.append(kwargs)
+        return args[0].clone()
+
+    quick = route(quick=Quick(0, slice(3, 4)))
+    ops.impl("attend", router(quick, original, frozenset({"sinks", "splits"})), "CPU")
+    query = torch.randn(2, 3)
+    for _ in range(2):
+        torch.ops.attnreg_test.attend(query, query, query, splits=[3])
+    assert calls == [{"splits": [3]}] * 2
+
+
+def test_a_turn_passes_the_very_arguments_that_came():
+    calls = []
+    given = Turn("op", lambda *a, **k: calls.append((a, k)), (1, 2), {"three": 3}, None, None)
+    given.untouched("a reason")
+    assert calls == [((1, 2), {"three": 3})]

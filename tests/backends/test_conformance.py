@@ -1,0 +1,176 @@
+"""Every backend that runs on a CPU, held to the whole input matrix, and the rule held to its word."""
+
+import functools
+import importlib
+import math
+
+import pytest
+import torch
+
+from attnreg.contract.backend import Kernels
+from attnreg.measure import CASES, QUICK, measure, verify
+
+BACKENDS_UNDER_TEST = ("math", "cpu")
+
+MATRIX = [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * case.heavy) for case in CASES]
+BY_NAME = {str(case): case for case in QUICK}
+
+
+@functools.cache
+def backend(name):
+    return importlib.import_module(f"attnreg.backends.{name}").BACKEND
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", BACKENDS_UNDER_TEST)
+@pytest.mark.parametrize("case", MATRIX)
+def test_a_backend_is_at_most_twice_as_wrong_as_plain_pytorch(name, case):
+    (outcome,) = verify(backend(name), "cpu", [case])
+    assert not outcome.failure
+    assert {tensor: str(error) for tensor, error in outcome.errors.items() if not error.passed} == {}
+    if name == "math":
+        assert not outcome.reasons
+        assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    elif not outcome.errors:
+        pytest.skip("; ".join(outcome.reasons))
+
+
+@pytest.mark.parametrize("forward", BACKENDS_UNDER_TEST)
+@pytest.mark.parametrize("backward", BACKENDS_UNDER_TEST)
+@pytest.mark.parametrize(
+    "name", ["length 127 float32", "heads 6:3 bfloat16", "causal lengths 64 and 1 float32"]
+)
+def test_any_forward_pairs_with_any_backward(forward, backward, name):
+    pair = Kernels(backend(forward).load().forward, backend(backward).load().backward)
+    assert all(error.passed for error in measure(pair, BY_NAME[name]).values())
+
+
+def log2_lse(q, k, v, call):
+    out, lse = backend("math").load().forward(q, k, v, call)
+    return out, lse / math.log(2)
+
+
+def top_left(q, k, v, call):
+    ahead = call.max_q - call.max_k
+    return backend("math").load().forward(q, k, v, call._replace(window=(-1, ahead)))
+
+
+def off_by_one(q, k, v, call):
+    return backend("math").load().forward(q, k, v, call._replace(window=(call.window[0] + 1, 0)))
+
+
+def without_bias(q, k, v, call):
+    return backend("math").load().forward(q, k, v, call._replace(attn_bias=None))
+
+
+def half_the_heads_wrong(q, k, v, call):
+    out, lse = backend("math").load().forward(q, k, v, call)
+    out[..., ::2, :] *= 1.02
+    return out, lse
+
+
+def nan_for_blind_rows(q, k, v, call):
+    out, lse = backend("math").load().forward(q, k, v, call)
+    blind = (lse == -torch.inf).transpose(-1, -2)[..., None]
+    return out.masked_fill(blind, torch.nan), lse
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "tensor"),
+    [
+        (log2_lse, "length 127 bfloat16", "lse"),
+        (top_left, "causal lengths 64 and 32 float16", "out"),
+        (off_by_one, "window (4, 0) float32", "out"),
+        (without_bias, "additive bias bfloat16", "out"),
+        (half_the_heads_wrong, "heads 12:4 float32", "out"),
+        (nan_for_blind_rows, "causal lengths 256 and 8 bfloat16", "out"),
+    ],
+)
+def test_the_rule_catches_a_kernel_that_is_wrong(wrong, name, tensor):
+    errors = measure(Kernels(wrong), BY_NAME[name])
+    assert not errors[tensor].passed
+    assert errors.keys() == {"out", "lse"}
+
+
+class Shorter:
+    """A shorter way of `math`, whose results are multiplied by what a test wants to see found."""
+
+    def __init__(self, forward=1.0, backward=1.0):
+        self.factors, self.asked, self.kernels = (forward, backward), [], backend("math").load()
+
+    def __call__(self, direction, tensors, call):
+        self.asked.append(direction)
+        factor = self.factors[direction == "backward"]
+        long = self.kernels.forward if direction == "forward" else self.kernels.backward
+
+        def again(*given):
+            assert len(given) == len(tensors) + 2 * call.varlen
+            results = long(*given[: len(tensors)], call)
+            return results[0] * factor, *results[1:]
+
+        return again
+
+
+@pytest.mark.parametrize("name", ["length 127 bfloat16", "varlen heads 6:3 float32"])
+def test_the_rule_holds_a_shorter_way_as_well(name):
+    math_kernels = backend("math").load()
+
+    def wrong(shorter):
+        errors = measure(math_kernels._replace(again=shorter), BY_NAME[name])
+        assert shorter.asked == ["forward", "backward"]
+        return {name for name, error in errors.items() if not error.passed}
+
+    assert wrong(Shorter()) == set()
+    assert "out" in wrong(Shorter(forward=1.1))
+    assert wrong(Shorter(backward=1.1)) == {"dq"}
+
+
+@pytest.mark.parametrize(
+    "start", ["varlen seqused_k", "varlen no ", "varlen tail", "causal lengths 256 and 8", "no keys"]
+)
+def test_a_shorter_way_is_not_asked_of_rows_that_see_no_key_or_belong_to_no_sequence(start):
+    case = next(case for case in QUICK if str(case).startswith(start))
+    shorter = Shorter(2.0, 2.0)
+    errors = measure(backend("math").load()._replace(again=shorter), case)
+    assert shorter.asked == []
+    assert all(error.passed for error in errors.values())
+
+
+def test_a_kernel_that_returns_another_shape_is_wrong():
+    def transposed(q, k, v, call):
+        out, lse = backend("math").load().forward(q, k, v, call)
+        return out.transpose(1, 2), lse
+
+    error = measure(Kernels(transposed), BY_NAME["length 127 float32"])["out"]
+    assert error.kernel == math.inf
+    assert not error.passed
+
+
+def test_what_a_backend_refuses_is_reported_and_not_run():
+    def never(q, k, v, call):
+        raise AssertionError("refused, yet run")
+
+    full = backend("math")
+    narrow = full.forward.__class__(devices=("cpu",), dtypes=("float16",))
+    refusing = full.__class__(name="narrow", forward=narrow, load=lambda: Kernels(never))
+    (outcome,) = verify(refusing, "cpu", [BY_NAME["varlen heads 6:3 float32"]])
+    assert outcome.errors == {}
+    assert "dtype must be float16, got float32" in outcome.reasons
+    assert "input must be dense, got varlen" in outcome.reasons
+
+
+def test_a_kernel_that_raises_does_not_end_the_run():
+    def raising(q, k, v, call):
+        raise RuntimeError("no such kernel")
+
+    full = backend("math")
+    broken = full.__class__(name="broken", forward=full.forward, load=lambda: Kernels(raising))
+    outcomes = list(verify(broken, "cpu", QUICK[:2]))
+    assert [outcome.failure for outcome in outcomes] == ["RuntimeError: no such kernel"] * 2
+    assert not any(outcome.passed for outcome in outcomes)
+
+
+def test_case_names_are_unique():
+    assert len({str(case) for case in CASES}) == len(CASES)

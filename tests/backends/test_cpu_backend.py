@@ -1,0 +1,242 @@
+"""The cpu backend beyond the matrix: how it groups sequences, what it computes, and what it allocates."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnreg.backends import cpu
+from attnreg.backends.cpu import batches, bfloat16, runs, strips
+from attnreg.backends.cpu.flash import Flash
+from attnreg.contract.backend import Call
+from attnreg.measure import Case, measure
+from attnreg.measure.inputs import inputs
+
+CAUSAL, OPEN = (-1, 0), (-1, -1)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def multiplies_bfloat16(monkeypatch):
+    """Test the bfloat16 backward on any machine: slow in one that emulates it, and as exact."""
+    monkeypatch.setattr(bfloat16, "_is_fast", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return cpu.BACKEND.load()
+
+
+def ragged(lengths, lengths_k=None, **options):
+    return Case(
+        name="ragged",
+        lens_q=tuple(lengths),
+        lens_k=tuple(lengths if lengths_k is None else lengths_k),
+        varlen=True,
+        **options,
+    )
+
+
+def assert_held(kernels, case, seed=0):
+    errors = measure(kernels, case, seed=seed)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+
+
+GROUPINGS = {
+    "a run of equal lengths": (48,) * 5,
+    "two runs of the same length": (48, 48, 17, 48, 48),
+    "near lengths": (33, 34, 47, 48, 49),
+    "one long among short": (3, 5, 700, 2, 4),
+    "longest first": (300, 200, 100, 1),
+    "empty first, between and last": (0, 40, 0, 0, 41, 0),
+    "single tokens": (1,) * 9,
+    "one sequence": (129,),
+    "powers of two and their neighbours": (15, 16, 17, 127, 128, 129, 1023, 1025),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_grouped_sequences_keep_the_rule(kernels, grouping, window, dtype):
+    assert_held(kernels, ragged(GROUPINGS[grouping], window=window, dtype=dtype, tail=3, poison=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_ragged_batches_keep_the_rule(kernels, seed, dtype):
+    draw = random.Random(seed)
+    lengths, lengths_k = ([draw.randint(0, 260) for _ in range(9)] for _ in "qk")
+    heads = draw.choice([(2, 2), (4, 2), (6, 1)])
+    options = {"heads": heads, "dtype": dtype, "magnitude": draw.choice([0.1, 1.0, 5.0])}
+    assert_held(kernels, ragged(lengths, window=draw.choice([OPEN, CAUSAL]), **options), seed)
+    assert_held(
+        kernels, ragged(lengths, lengths_k, window=draw.choice([OPEN, CAUSAL, (40, 9)]), **options), seed
+    )
+
+
+@pytest.mark.parametrize("length", [100, 700, 900, 981])
+def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, length):
+    """All exponents are the same then, and so is what rounding them loses: nothing averages out."""
+    *tensors, call = inputs(ragged((length,), magnitude=0.01, grad_layout="expanded"))
+    grad_value = solved(kernels, *tensors, call)[-1]
+    torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [-0.125, 1e-3, 2.0, 0.0])
+@pytest.mark.parametrize("lengths", [(1, 16, 30), (1, 1)])
+def test_any_scale_keeps_the_rule(kernels, lengths, scale):
+    assert_held(kernels, ragged(lengths, scale=scale))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "layout", ["heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+)
+def test_strided_and_unaligned_tensors_give_the_numbers_of_contiguous_ones(kernels, layout, dtype):
+    case = ragged((30, 1, 64, 64, 200), dtype=dtype, layout=layout, window=CAUSAL)
+    *tensors, call = inputs(case)
+    assert any(not x.is_contiguous() or x.data_ptr() % 64 for x in tensors)
+    for strided, plain in zip(
+        solved(kernels, *tensors, call), solved(kernels, *copies(tensors), call), strict=True
+    ):
+        torch.testing.assert_close(strided, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_expanded_gradient_keeps_the_rule(kernels, dtype):
+    case = ragged((30, 1, 64, 64, 200), dtype=dtype, grad_layout="expanded")
+    assert set(inputs(case).grad_out.stride()) == {0}
+    assert_held(kernels, case)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_are_bitwise_repeatable(kernels, dtype, threads):
+    torch.set_num_threads(threads)
+    given = inputs(ragged((200, 3, 64, 64, 1, 700), dtype=dtype, heads=(4, 2), window=CAUSAL))
+    first = solved(kernels, *given)
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(first, solved(kernels, *given), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_cost_of_a_window_grows_with_its_width_and_not_with_the_square(dtype):
+    scores = {
+        (length, left): Observed(dtype, length, (left, 0)).scores
+        for length, left in ((2048, 64), (4096, 64), (4096, 512))
+    }
+    for of_direction in range(2):
+        short, long, wide = (found[of_direction] for found in scores.values())
+        assert 0 < short < 2048 * 2048 / 8
+        assert long == pytest.approx(2 * short, rel=0.05)
+        assert wide < 4096 * 4096 / 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_causal_computes_little_more_than_half_and_has_no_mask_of_all_scores(dtype):
+    length = 4096
+    causal, full = Observed(dtype, length, CAUSAL), Observed(dtype, length, OPEN)
+    assert full.scores[1] == length * length
+    # The flash kernel leaves out what its own causal mode hides, in blocks that nobody sees from here.
+    if dtype == "bfloat16":
+        assert causal.scores[1] < 0.56 * full.scores[1]
+    assert causal.largest_mask < length * length / 16
+    assert causal.largest < length * length / 4
+
+
+def test_memory_is_bounded_for_a_long_sequence():
+    assert Observed("bfloat16", 8192, OPEN).largest < 2**22
+
+
+class Observed(TorchDispatchMode):
+    """One head of one sequence: scores computed forward and backward, the largest mask and tensor."""
+
+    def __init__(self, dtype, length, window):
+        super().__init__()
+        self.scores, self.largest_mask, self.largest = [0, 0], 0, 0
+        captured = Flash.captured()
+        flash = Flash(
+            self._counting(0, captured.forward_kernel, 0), self._counting(1, captured.backward_kernel, 1)
+        )
+        q, k, v, grad = torch.randn(4, length, 1, 16, dtype=getattr(torch, dtype))
+        offsets = torch.tensor([0, length], dtype=torch.int32)
+        call = Call(0.25, length, length, window=window, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        with self:
+            out, lse = cpu.forward(flash, q, k, v, call)
+            cpu.backward(flash, grad, q, k, v, out, lse, call)
+
+    def _counting(self, direction, kernel, first):
+        def count(*arguments, attn_mask=None, **options):
+            q, k = arguments[first : first + 2]
+            self.scores[direction] += q.size(0) * q.size(2) * k.size(2)
+            if attn_mask is not None:
+                self.largest_mask = max(self.largest_mask, attn_mask.untyped_storage().nbytes() // 4)
+            return kernel(*arguments, attn_mask=attn_mask, **options)
+
+        return count
+
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
+        found = op(*arguments, **(options or {}))
+        if op is torch.ops.aten.baddbmm.default:
+            self.scores[1] += found.numel()  # the rest of the exponents: one of each tile
+        if isinstance(found, torch.Tensor):
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+BANDS = [None, (-(2**40), 0), (-(2**40), 37), (-64, 0), (-3, 200), (0, 0), (90, 100), (-(2**40), -70)]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(
+    ("rows", "groups", "keys"), [(16, 1, 16), (300, 1, 640), (640, 4, 288), (4096, 2, 64)]
+)
+def test_strips_hold_each_visible_score_once(band, rows, groups, keys):
+    distance = torch.arange(keys) - torch.arange(rows)[:, None]
+    visible = torch.ones(rows, keys, dtype=torch.int)
+    if band is not None:
+        visible = ((distance >= band[0]) & (distance <= band[1])).int()
+    held = torch.zeros_like(visible)
+    for strip in strips.strips_of(rows, groups, keys, band):
+        here = torch.arange(strip.keys) - torch.arange(strip.rows)[:, None]
+        seen = (
+            torch.ones_like(here) if strip.band is None else (here >= strip.band[0]) & (here <= strip.band[1])
+        )
+        held[strip.row : strip.row + strip.rows, strip.key : strip.key + strip.keys] += seen.int()
+    assert torch.equal(held, visible)
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (13, 4), (64, 64), (63, 1000), (5, 0)])
+def test_portions_are_powers_of_two_that_cover_all(count, most):
+    found = list(batches.portions(count, most))
+    assert list(itertools.chain.from_iterable(range(count)[some] for some in found)) == list(range(count))
+    assert all((some.stop - some.start).bit_count() == 1 for some in found)
+    assert all(some.stop - some.start <= max(1, most) for some in found)
+
+
+def test_new_lengths_bring_no_new_shapes():
+    """Each new shape would cost a compilation: of a thousand batches all but a few have known ones."""
+    draw, shapes = random.Random(0), set()
+    for _ in range(200):
+        lengths = [draw.randint(1, 512) for _ in range(16)]
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        like = torch.empty(sum(lengths), 2, 4)
+        call = Call(1.0, 512, 512, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        found = batches.batches(runs.runs_of(like, like, call), like.shape[:2], like.shape[:2])
+        shapes |= {batch.shape[1:] for batch in found}
+    assert len(shapes) == 128 // 16 + (512 - 128) // 32
+
+
+def solved(kernels, q, k, v, grad_out, call):
+    out, lse = kernels.forward(q, k, v, call)
+    return (out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call))
+
+
+def copies(tensors):
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]

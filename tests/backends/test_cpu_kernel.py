@@ -1,0 +1,670 @@
+"""The cpu backend's compiled kernel: options and sizes against float64, and when it is the one that runs."""
+
+import ctypes
+import dataclasses
+import importlib.util
+import itertools
+import math
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from support import truth
+from torch._subclasses import FakeTensorMode
+
+import attnreg
+from attnreg.backends import cpu
+from attnreg.backends.cpu import compiled
+from attnreg.contract.backend import Call, Kernels
+from attnreg.errors import BuildError, InvalidInputError
+from attnreg.measure import Case, measure
+from attnreg.measure.inputs import inputs
+from attnreg.torchlib import building
+from attnreg.tuning.matching import matched
+from attnreg.tuning.table import Environment
+
+CAUSAL, OPEN = (-1, 0), (-1, -1)
+DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
+HALVES = (torch.bfloat16, torch.float16)
+
+
+# Tests about threads ask for several themselves.
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], autouse=True)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def refuse(*arguments):
+    raise AssertionError("left to torch's kernel")
+
+
+@pytest.fixture
+def kernels(cpu_kernel, monkeypatch):
+    """Return the compiled kernel as the backend uses it; what it leaves to torch fails."""
+    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
+    return cpu_kernel.before(Kernels(refuse, refuse))
+
+
+def ragged(lengths, lengths_k=None, **options):
+    lengths_k = lengths if lengths_k is None else lengths_k
+    return Case(name="ragged", lens_q=tuple(lengths), lens_k=tuple(lengths_k), varlen=True, **options)
+
+
+def assert_held(kernels, case, seed=0):
+    errors = measure(kernels, case, seed=seed)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+
+
+def solved(kernels, q, k, v, grad_out, call):
+    out, lse = kernels.forward(q, k, v, call)
+    return (out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call))
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5), (0, 0), (-1, 40), (130, -1)])
+@pytest.mark.parametrize("lengths", [(1,), (15, 16, 17), (127, 0, 129, 1), (200, 641), (3, 5, 700, 2)])
+def test_lengths_and_windows_keep_the_rule(kernels, lengths, window, dtype):
+    assert_held(kernels, ragged(lengths, window=window, dtype=dtype, tail=3, poison=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (7, 7), (16, 16), (33, 33), (80, 80), (100, 36), (24, 130), (256, 256)]
+)
+def test_sizes_of_heads_keep_the_rule(kernels, dims, dtype):
+    assert_held(kernels, ragged((40, 77, 1), dims=dims, dtype=dtype))
+    assert_held(kernels, ragged((140, 3), dims=dims, dtype=dtype, window=CAUSAL))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 1), (9, 3), (40, 1)])
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (9, 3)])
+def test_shared_key_heads_keep_the_rule(kernels, heads, window, dtype):
+    assert_held(kernels, ragged((30, 5, 131), heads=heads, dtype=dtype, window=window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (40, 9), (5, 0), (-1, 60)])
+@pytest.mark.parametrize(
+    ("rows", "keys"), [((64, 1, 9), (200, 300, 0)), ((200, 300, 5), (64, 1, 70)), ((0, 8), (8, 0))]
+)
+def test_queries_and_keys_of_different_lengths_keep_the_rule(kernels, rows, keys, window, dtype):
+    assert_held(kernels, ragged(rows, keys, window=window, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches_keep_the_rule(kernels, seed, dtype):
+    draw = random.Random(seed)
+    lengths, lengths_k = ([draw.randint(0, 400) for _ in range(7)] for _ in "qk")
+    options = {
+        "heads": draw.choice([(2, 2), (4, 2), (6, 1)]),
+        "magnitude": draw.choice([0.1, 1.0, 5.0]),
+        "window": draw.choice([OPEN, CAUSAL, (draw.randint(0, 99), draw.randint(0, 99))]),
+        "dtype": dtype,
+    }
+    assert_held(kernels, ragged(lengths, lengths_k, **options), seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [-0.125, 1e-3, 2.0, 0.0])
+def test_any_scale_keeps_the_rule(kernels, scale, dtype):
+    assert_held(kernels, ragged((1, 16, 130), scale=scale, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "layout", ["plain", "heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+)
+@pytest.mark.parametrize("varlen", [True, False])
+def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, varlen, dtype):
+    case = Case(
+        name="laid out",
+        lens_q=(70,) * 3,
+        lens_k=(70,) * 3,
+        varlen=varlen,
+        dtype=dtype,
+        layout=layout,
+        window=CAUSAL,
+    )
+    *tensors, call = inputs(case)
+    plain = (x.clone(memory_format=torch.contiguous_format) for x in tensors)
+    assert_same(solved(kernels, *tensors, call), solved(kernels, *plain, call))
+    assert_held(kernels, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 4)])
+def test_counted_keys_keep_the_rule_in_packed_and_dense_tensors(kernels, window, dtype):
+    options = {"window": window, "dtype": dtype, "poison": True}
+    assert_held(kernels, ragged((9, 60, 5), (40, 90, 7), seqused_k=(13, 90, 0), **options))
+    assert_held(
+        kernels, Case(name="dense", lens_q=(50,) * 3, lens_k=(80,) * 3, seqused_k=(80, 31, 0), **options)
+    )
+
+
+def test_values_are_those_of_float64(kernels, packed):
+    q, k, v, offsets_q, offsets_k, *longest = packed((5, 300, 64), (70, 300, 1), heads=4, heads_k=2, dim=40)
+    call = Call(40**-0.5, *longest, window=(100, 7), cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = truth.varlen(*exact, offsets_q, offsets_k, window=(100, 7))
+    expected = out, lse, *torch.autograd.grad(out, exact, grad.double())
+    given = [x.detach() for x in (q, k, v)]
+    for got, wanted in zip(solved(kernels, *given, grad, call), expected, strict=True):
+        truth.assert_near(got, wanted)
+
+
+def test_rows_that_see_nothing_are_0_and_take_and_give_nothing(kernels):
+    q, k, v, grad = torch.randn(4, 1, 200, 2, 8).unbind()
+    k, v = k[:, :60], v[:, :60]
+    out, lse, dq, dk, dv = solved(kernels, q, k, v, grad, Call(1.0, 200, 60, window=CAUSAL))
+    assert not out[:, :140].any()
+    assert torch.equal(lse[..., :140], torch.full((1, 2, 140), -torch.inf))
+    assert lse[..., 140:].isfinite().all()
+    assert not dq[:, :140].any()
+    below = solved(kernels, q[:, 140:], k, v, grad[:, 140:], Call(1.0, 60, 60, window=CAUSAL))
+    assert_same((dk, dv), below[3:])
+
+
+def test_sharp_scores_leave_exact_zeros_and_nothing_else(kernels):
+    q = torch.zeros(1, 1, 1, 2)
+    q[..., 0] = 1.0
+    k, v = torch.zeros(1, 3, 1, 2), torch.eye(3, 2).view(1, 3, 1, 2)
+    for low in (-200.0, -80.0, -10.0):
+        k[0, 1, 0, 0] = k[0, 2, 0, 0] = low
+        weight = math.exp(low) if low > -87.0 else 0.0  # below, no normal float32
+        out, lse = kernels.forward(q, k, v, Call(1.0, 1, 3))
+        assert float(out[0, 0, 0, 1]) == pytest.approx(weight / (1 + 2 * weight), rel=1e-6, abs=0.0)
+        assert float(lse) == pytest.approx(math.log1p(2 * weight), rel=1e-3, abs=1e-30)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e8, 1e30])
+def test_weights_of_very_large_scores_stay_weights_in_the_backward(kernels, scale):
+    """The LSE has fewer digits than they need: a weight above 1 would be 2 to the power of an error."""
+    q, k, v = torch.randn(3, 1, 50, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    _, _, dq, dk, dv = solved(kernels, q, k, v, torch.ones_like(v), Call(scale, 50, 50))
+    assert dq.isfinite().all() and dk.isfinite().all()
+    assert dv.abs().max() <= 50.0
+
+
+# ---- what doesn't fit
+
+
+def wrong_calls():
+    def call(offsets, offsets_k=(0, 4, 8), used=None):
+        ints = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (offsets, offsets_k, used)]
+        return Call(0.25, 8, 8, cu_seqlens_q=ints[0], cu_seqlens_k=ints[1], seqused_k=ints[2])
+
+    good = (0, 4, 8)
+    yield call((0, 4, 9000)), "4 to 9000 at index 1"
+    yield call((-4000, 4, 8)), "-4000 to 4 at index 0"
+    yield call((0, 5, 4)), "5 to 4 at index 1"
+    yield call(good, (0, 9000, 8)), "0 to 9000 at index 0"
+    yield call(good, (0, 8)), "2 of the query, 1 of the key"
+    yield call(good, used=(5, 4)), "got 5 at index 0, expected 0 to 4"
+    yield call(good, used=(4, -1)), "got -1 at index 1"
+    yield call(good, used=(4,)), "1 counts of keys"
+
+
+@pytest.mark.parametrize(("call", "message"), [*wrong_calls()])
+def test_what_lies_outside_of_the_tensors_is_never_read(kernels, call, message):
+    """Whoever calls aten's backward by itself, or writes to offsets after the forward, may hand it this."""
+    x = torch.randn(8, 2, 16)
+    with pytest.raises(InvalidInputError, match=message):
+        kernels.forward(x, x, x, call)
+    with pytest.raises(InvalidInputError, match=message):
+        kernels.backward(x, x, x, x, x, torch.zeros(2, 8), call)
+
+
+def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(cpu_kernel):
+    asked = Asked()
+    kernels = cpu_kernel.before(asked.kernels())
+    x, lse, call = torch.randn(2, 9, 2, 16), torch.zeros(2, 2, 9), Call(0.25, 9, 9)
+    kernels.backward(x[:, :8], x, x, x, x, lse, call)
+    kernels.backward(x.half(), x, x, x, x, lse, call)
+    kernels.backward(x, x, x, x, x[..., :8], lse, call)
+    kernels.backward(x, x, x, x, x.double(), lse, call)
+    kernels.backward(x, x, x, x, x, lse.mT, call)
+    assert asked.found == ["backward"] * 5
+
+
+@pytest.mark.parametrize("which", ["grad expanded", "grad transposed", "lse strided", "lse double"])
+def test_a_backward_reads_tensors_however_they_lie(kernels, which):
+    q, k, v, grad, call = inputs(ragged((40, 9, 70), dtype="float32", heads=(4, 2)))
+    if which == "grad expanded":
+        grad = grad[:1, :1, :1].expand(grad.shape)
+    out, lse = kernels.forward(q, k, v, call)
+    expected = kernels.backward(grad.contiguous(), q, k, v, out, lse, call)
+    if which == "grad transposed":
+        grad = grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    elif which == "lse strided":
+        lse = (
+            torch.stack((lse, lse.new_zeros(lse.shape)), -1)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)[..., 0]
+        )
+    elif which == "lse double":
+        lse = lse.double()
+    assert_same(kernels.backward(grad, q, k, v, out, lse, call), expected)
+
+
+# ---- what a dtype holds
+
+
+def all_numbers(dtype):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_of_a_half_is_read_and_written_as_it_is(kernels, dtype):
+    """One key: the output is its value."""
+    v = all_numbers(dtype).view(256, 1, 1, 256)
+    q = torch.zeros(256, 1, 1, 8, dtype=dtype)
+    out, _ = kernels.forward(q, q, v, Call(1.0, 1, 1))
+    assert torch.equal(out.isnan(), v.isnan())
+    assert torch.equal(out[~v.isnan()].view(torch.int16) & 0x7FFF, v[~v.isnan()].view(torch.int16) & 0x7FFF)
+    assert torch.equal(out[~v.isnan()], v[~v.isnan()])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_results_are_rounded_once_to_nearest(kernels, dtype):
+    """Two keys of one score: the output is the mean of their values, exact in float32."""
+    numbers = all_numbers(dtype)
+    numbers = numbers[numbers.isfinite()]
+    numbers = numbers[: len(numbers) // 256 * 256]
+    for shift in (1, 2, 3, 1000, 30000):
+        v = (
+            torch.stack((numbers, numbers.roll(shift)), 1)
+            .view(-1, 256, 2)
+            .transpose(1, 2)[:, :, None]
+            .contiguous()
+        )
+        q, k = (torch.zeros(len(v), n, 1, 8, dtype=dtype) for n in (1, 2))
+        out, _ = kernels.forward(q, k, v, Call(1.0, 1, 2))
+        mean = (v[:, :1].float() + v[:, 1:].float()) * 0.5
+        mean = mean.where(mean.abs() > 2.0**-120, 0.0)
+        got = out.float().where(mean != 0.0, 0.0)
+        torch.testing.assert_close(got, mean.to(dtype).float(), rtol=0.0, atol=0.0)
+
+
+# ---- NaN
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
+def test_nan_stays_where_it_belongs_and_nowhere_else(kernels, which, dtype):
+    """Sequences and heads next to it, and rows where it is one of a row, have the numbers they had."""
+    lengths = (40, 70, 33)
+    *tensors, call = inputs(ragged(lengths, dtype=dtype, heads=(4, 2)))
+    clean = solved(kernels, *tensors, call)
+    poisoned = [x.clone() for x in tensors]
+    poisoned[("q", "k", "v", "grad").index(which)][60, 1, 5] = torch.nan  # in the second sequence
+    found = solved(kernels, *poisoned, call)
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, got, before in zip(names, found, clean, strict=True):
+        tokens = (got.mT.unsqueeze(-1), before.mT.unsqueeze(-1)) if name == "lse" else (got, before)
+        touched = tokens[0].isnan()
+        assert torch.equal(tokens[0][~touched], tokens[1][~touched]) or touched[40:110].any()
+        assert not touched[:40].any() and not touched[110:].any(), name
+        of_heads = touched.any(-1).any(0)
+        own = 1 if which in ("q", "grad") else slice(2, 4)
+        if name in ("dk", "dv"):
+            own = 0 if which in ("q", "grad") else 1
+        assert not of_heads.index_fill(0, torch.arange(len(of_heads))[own].flatten(), False).any(), name
+        for one, other in ((tokens[0][:40], tokens[1][:40]), (tokens[0][110:], tokens[1][110:])):
+            assert torch.equal(one, other)
+    out, lse, dq, dk, dv = (x.isnan() for x in found)
+    row, rows = torch.zeros(143, dtype=torch.bool), torch.zeros(143, dtype=torch.bool)
+    row[60], rows[40:110] = True, True
+    if which == "q":
+        assert torch.equal(out[:, 1].all(-1), row) and torch.equal(lse[1], row)
+        assert torch.equal(dq[:, 1].all(-1), row) and torch.equal(dk[:, 0].all(-1), rows)
+    elif which == "k":
+        assert torch.equal(out[:, 2].all(-1), rows) and torch.equal(lse[3], rows)
+    elif which == "v":
+        assert torch.equal(out[:, 2, 5], rows) and not out[:, 2, 4].any() and not lse.any()
+        assert torch.equal(dq[:, 3].all(-1), rows)
+    else:
+        assert not out.any() and not lse.any()
+        assert torch.equal(dq[:, 1].all(-1), row) and torch.equal(dv[:, 0, 5], rows) and not dv[:, 0, 4].any()
+
+
+# ---- threads and memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(200, 3, 64, 64, 1, 700), (1500,)])
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_results_are_bitwise_repeatable(kernels, lengths, dtype):
+    given = inputs(ragged(lengths, dtype=dtype, heads=(2, 1), window=CAUSAL))
+    first = solved(kernels, *given)
+    for _ in range(3):
+        assert_same(solved(kernels, *given), first)
+
+
+@pytest.mark.parametrize("threads", [2, 7], indirect=True)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (300, 20)])
+def test_one_long_sequence_is_shared_out_and_keeps_the_rule(kernels, window, threads):
+    assert_held(kernels, ragged((1500,), heads=(1, 1), dtype="float32", window=window))
+    assert_held(kernels, ragged((900, 20), heads=(3, 1), dtype="bfloat16", window=window))
+
+
+def test_calls_of_several_threads_at_once_do_not_meet(kernels):
+    given = [inputs(ragged((100, 31, length), dtype="float32")) for length in (50, 200, 333, 90)]
+    expected = [solved(kernels, *each) for each in given]
+    found = [None] * len(given)
+
+    def work(index):
+        torch.set_num_threads(2)
+        for _ in range(5):
+            found[index] = solved(kernels, *given[index])
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(len(given))]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    for got, wanted in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+LONG = """
+import ctypes, resource, sys, torch
+from attnreg.contract.backend import Call
+from attnreg.backends.cpu.compiled import Compiled
+torch.set_num_threads(2)
+kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
+
+def peak(length):
+    q, k, v, grad = torch.randn(4, 1, length, 1, 16).unbind()
+    call = Call(0.25, length, length, window=(-1, 0))
+    out, lse = kernel.forward(q, k, v, call)
+    kernel.backward(grad, q, k, v, out, lse, call)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+short = peak(256)
+print(peak(16384) - short)
+"""
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel):
+    run = subprocess.run(
+        [sys.executable, "-c", LONG, str(built_cpu_kernel)], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 64 * 1024  # KiB; a square of scores would be a gigabyte
+
+
+SHORT_OF_MEMORY = """
+import ctypes, resource, sys, torch
+from attnreg.contract.backend import Call
+from attnreg.backends.cpu.compiled import Compiled
+torch.set_num_threads(2)
+kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
+
+def solve(x, lse=None):
+    call = Call(1.0, x.size(1), x.size(1))
+    out, found = kernel.forward(x, x, x, call) if lse is None else (x, lse)
+    return (out, found, *kernel.backward(x, x, x, x, out, found, call))
+
+small = torch.randn(1, 600, 2, 16)
+before = solve(small)
+wide, lse = torch.zeros(1, 64, 2, 2**18), torch.zeros(1, 2, 64)  # results fit, blocks of both threads don't
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**29
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+for given in (None, lse):
+    try:
+        solve(wide, given)
+    except MemoryError as error:
+        print(error)
+print(all(map(torch.equal, before, solve(small))))
+"""
+
+
+def test_a_thread_without_memory_is_an_error_and_not_the_end(built_cpu_kernel):
+    run = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, str(built_cpu_kernel)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refused = "no memory for the blocks that attention works on"
+    assert (run.stdout.splitlines(), run.returncode) == ([refused, refused, "True"], 0), run.stderr
+
+
+def test_threads_may_change_between_forward_and_backward(kernels, threads):
+    q, k, v, grad, call = inputs(ragged((700, 30), dtype="float32"))
+    out, lse = kernels.forward(q, k, v, call)
+    expected = kernels.backward(grad, q, k, v, out, lse, call)
+    torch.set_num_threads(3 - threads)
+    for got, wanted in zip(kernels.backward(grad, q, k, v, out, lse, call), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_without_data_never_reach_it(kernels, cpu_kernel, monkeypatch, packed):
+    """Of tensors that stand for others, and where a negation waits, the kernel sees what they stand for."""
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel)
+    *_, offsets, _, longest, _ = packed((3, 37))
+    x = torch.complex(*torch.randn(2, 40, 4, 16).unbind()).conj().imag
+    assert x.is_neg()
+
+    def attend(x, offsets):
+        return attnreg.varlen_attn(x, x, x, offsets, offsets, longest, longest, backend="cpu")
+
+    assert_same([attend(x, offsets)], [attend(x.clone(), offsets)])
+    monkeypatch.setattr(compiled, "_run", refuse)
+    with pytest.raises(AssertionError, match="left to torch"):
+        attend(x, offsets)
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(each) for each in (x.clone(), offsets)]
+    with mode:
+        assert attend(*fake).shape == x.shape
+
+
+# ---- when it runs
+
+
+class Asked:
+    """Kernels that remember which direction was left to them."""
+
+    def __init__(self):
+        self.found = []
+
+    def kernels(self):
+        return Kernels(
+            lambda *arguments: self.found.append("forward"), lambda *arguments: self.found.append("backward")
+        )
+
+
+def left_to_torch(cpu_kernel, case):
+    asked = Asked()
+    kernels = cpu_kernel.before(asked.kernels())
+    q, k, v, grad, call = inputs(case)
+    kernels.forward(q, k, v, call)
+    out, lse = cpu.BACKEND.load().forward(q, k, v, call)
+    kernels.backward(grad, q, k, v, out, lse, call)
+    return asked.found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_takes_what_it_serves_and_leaves_the_rest(cpu_kernel, monkeypatch, dtype):
+    monkeypatch.setattr(compiled, "_has_amx", lambda: False)
+    both = ["forward", "backward"]
+    assert left_to_torch(cpu_kernel, ragged((700, 3), dtype=dtype)) == []
+    assert left_to_torch(cpu_kernel, ragged((7, 3), dtype="float64")) == both
+    assert (
+        left_to_torch(cpu_kernel, Case(name="bias", lens_q=(9,), lens_k=(9,), dtype=dtype, bias="additive"))
+        == both
+    )
+    assert left_to_torch(cpu_kernel, ragged((0, 0), dtype=dtype)) == both
+
+
+def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, monkeypatch):
+    monkeypatch.setattr(compiled, "_has_amx", lambda: True)
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000))) == ["forward"]
+    assert left_to_torch(cpu_kernel, ragged((300,) * 4)) == ["forward"]  # in one call of torch's kernel
+    assert left_to_torch(cpu_kernel, ragged((300, 301, 302, 303))) == []
+    assert left_to_torch(cpu_kernel, ragged((200,) * 8)) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float32")) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float16")) == []
+
+
+def test_few_queries_and_many_float32_keys_are_left_to_torch(cpu_kernel):
+    one = ragged((1, 1), (300, 200), dtype="float32")
+    assert left_to_torch(cpu_kernel, one) == ["forward"]
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, heads=(16, 1))) == []
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, dtype="float16")) == []
+    assert left_to_torch(cpu_kernel, ragged((4, 1, 3), dtype="float32")) == []
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
+    building.target.cache_clear()
+    yield tmp_path / "cpu_kernel"
+    building.target.cache_clear()
+
+
+def test_without_it_the_backend_has_torchs_kernel(unbuilt, loads, monkeypatch):
+    monkeypatch.setattr(compiled, "load", loads)
+    with pytest.raises(BuildError, match="`attnreg build` does it"):
+        building.loaded_cpu_kernel()
+    assert cpu.BACKEND.load().forward.func is cpu.forward
+
+
+def test_with_it_the_backend_calls_it(cpu_kernel, monkeypatch):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel._replace(forward_entry=lambda *arguments: 1))
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(MemoryError):
+        cpu.BACKEND.load().forward(q, q, q, Call(1.0, 4, 4))
+
+
+def test_a_file_that_others_can_write_to_or_that_does_not_load_is_not_used(unbuilt):
+    unbuilt.mkdir(mode=0o700)
+    file = building.target(building.CPU_KERNEL)
+    file.write_bytes(b"no library")
+    with pytest.raises(BuildError, match="can't be loaded"):
+        building.loaded_cpu_kernel()
+    file.chmod(0o722)
+    with pytest.raises(BuildError, match="others may write to it"):
+        building.loaded_cpu_kernel()
+
+
+def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
+    assert loads() is None and caplog.messages == []
+    unbuilt.mkdir(mode=0o700)
+    building.target(building.CPU_KERNEL).write_bytes(b"no library")
+    assert loads() is None
+    assert len(caplog.messages) == 1 and "can't be loaded" in caplog.messages[0]
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return what loads the library as in a fresh process, in a run where none is loaded, too."""
+    here = importlib.util.find_spec(compiled.__name__)
+    fresh = importlib.util.module_from_spec(here)
+    here.loader.exec_module(fresh)
+    return fresh.load.__wrapped__
+
+
+@pytest.fixture
+def installed(unbuilt, built_cpu_kernel, monkeypatch):
+    """Have the kernel lie where `attnreg build` puts it, and the backend look there."""
+    unbuilt.mkdir(mode=0o700)
+    file = building.target(building.CPU_KERNEL)
+    file.write_bytes(built_cpu_kernel.read_bytes())
+    file.chmod(0o700)
+    monkeypatch.setattr(compiled, "is_there", building.has_cpu_kernel)
+    return file
+
+
+def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
+    without, found = torch.__version__, f"{torch.__version__} (compiled kernel)"
+    monkeypatch.setattr(building.ctypes, "CDLL", refuse)
+    assert cpu.BACKEND.version() == found
+    installed.chmod(0o702)
+    assert cpu.BACKEND.version() == without
+    installed.chmod(0o700)
+    installed.parent.chmod(0o720)
+    assert cpu.BACKEND.version() == without
+    installed.parent.chmod(0o700)
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    assert cpu.BACKEND.version() == without
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    assert cpu.BACKEND.version() == found
+    monkeypatch.setenv("ATTNREG_ROUTERS", "wrong")  # an error of the calls, not of this
+    assert cpu.BACKEND.version() == found
+    installed.unlink()
+    assert cpu.BACKEND.version() == without
+
+
+def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
+    assert loads() is not None
+    monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
+    assert loads() is None and caplog.messages == []
+    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves it out"):
+        building.loaded_cpu_kernel()
+
+
+def test_a_table_measured_without_it_is_not_one_measured_with_it(installed):
+    def here():
+        return Environment(
+            device="a CPU", torch=torch.__version__, backends={"cpu": cpu.BACKEND.version()}, threads="2"
+        )
+
+    with_it = here()
+    installed.unlink()
+    for measured, now in ((with_it, here()), (here(), with_it)):
+        assert len(matched(measured, now).refused) == 1
+    assert not matched(with_it, with_it).refused
+    # Tables from before cpu had a version were measured without.
+    older = dataclasses.replace(here(), backends={"cpu": ""})
+    assert not matched(older, here()).refused and matched(older, with_it).refused
+
+
+@pytest.mark.parametrize(
+    ("known", "flag"),
+    [("AVX512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("DEFAULT", None), ("SVE256", None)],
+)
+def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, known, flag):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    flags = building.CPU_KERNEL.all_flags()
+    assert [each for each in flags if each.startswith("-march")] == ([flag] if flag else [])
+    here = building.target(building.CPU_KERNEL)
+    monkeypatch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if flag != "-march=x86-64-v3" else ""
+    )
+    building.target.cache_clear()
+    assert building.target(building.CPU_KERNEL) != here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", ["AVX2", "DEFAULT"])
+def test_narrower_vectors_keep_the_rule(unbuilt, monkeypatch, known):
+    machine = torch.backends.cpu.get_cpu_capability()
+    if known == "AVX2" and not machine.startswith("AVX"):
+        pytest.skip("about machines with AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
+    library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
+    kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
+    for dtype, window in itertools.product(("float32", "bfloat16", "float16"), (OPEN, CAUSAL, (20, 5))):
+        assert_held(
+            kernels, ragged((1, 17, 300, 64), heads=(4, 2), dims=(40, 24), dtype=dtype, window=window)
+        )

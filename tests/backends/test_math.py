@@ -1,0 +1,485 @@
+"""What the reference backend promises beyond the matrix of `test_conformance`."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnreg.backends import math as reference
+from attnreg.backends.math import batch, mask
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import Device
+from attnreg.errors import InvalidInputError
+from attnreg.measure import CASES, QUICK, inputs, measure
+
+forward, backward, _ = reference.BACKEND.load()
+CAUSAL = (-1, 0)
+
+
+@pytest.fixture(autouse=True)
+def below_autograd():
+    with torch.no_grad():
+        yield
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def use_tiles(monkeypatch, queries, keys):
+    monkeypatch.setattr(mask, "TILE_QUERIES", queries)
+    monkeypatch.setattr(mask, "TILE_KEYS", keys)
+
+
+@pytest.fixture
+def lengths_unread(monkeypatch):
+    """Let the lengths be unknown to the host, as they are on a GPU."""
+    monkeypatch.setattr(batch, "_on_host", lambda lengths: False)
+
+
+def tensors(*shapes, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def dense(batch=2, len_q=7, len_k=9, heads=(4, 2), dims=(5, 3), dtype=torch.float64, seed=0, **options):
+    """Return query, key, value, grad_out and call."""
+    (h, hk), (d, dv) = heads, dims
+    shapes = (batch, len_q, h, d), (batch, len_k, hk, d), (batch, len_k, hk, dv), (batch, len_q, h, dv)
+    return *tensors(*shapes, dtype=dtype, seed=seed), Call(d**-0.5, len_q, len_k, **options)
+
+
+def varlen(lens_q, lens_k, heads=(4, 2), dims=(5, 3), dtype=torch.float64, **options):
+    (h, hk), (d, dv), rows_q, rows_k = heads, dims, sum(lens_q), sum(lens_k)
+    shapes = (rows_q, h, d), (rows_k, hk, d), (rows_k, hk, dv), (rows_q, h, dv)
+    call = Call(
+        d**-0.5,
+        max(lens_q),
+        max(lens_k),
+        cu_seqlens_q=offsets(lens_q),
+        cu_seqlens_k=offsets(lens_k),
+        **options,
+    )
+    return *tensors(*shapes, dtype=dtype), call
+
+
+def offsets(lens):
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def rng_state(seed=2**40 + 7, offset=3):
+    return torch.tensor([seed, offset], dtype=torch.uint64)
+
+
+def run(q, k, v, grad_out, call):
+    out, lse = forward(q, k, v, call)
+    return out, lse, *backward(grad_out, q, k, v, out, lse, call)
+
+
+def assert_same(got, expected, tolerance=1e-12):
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        out, lse = forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return *backward(grad_out, *ctx.saved_tensors, ctx.call), None
+
+
+SMALL = {"len_q": 4, "len_k": 5, "heads": (2, 1), "dims": (2, 3)}
+GIVEN = {
+    "plain": dense(**SMALL),
+    "causal": dense(**SMALL, window=CAUSAL),
+    "window": dense(**SMALL | {"len_q": 6}, window=(2, 1)),
+    "bias": dense(**SMALL, attn_bias=tensors((2, 4, 5))[0]),
+    "boolean bias": dense(**SMALL, attn_bias=tensors((2, 1, 4, 5))[0] > 0),
+    "alibi": dense(**SMALL, alibi_slopes=torch.tensor([0.5, 0.25])),
+    "seqused_k": dense(**SMALL, seqused_k=torch.tensor([2, 5]), attn_bias=tensors((1, 1, 4, 5))[0]),
+    "dropout": dense(**SMALL, dropout=0.4, rng_state=rng_state()),
+    "varlen": varlen((3, 0, 2), (4, 2, 3), (2, 1), (2, 3), window=CAUSAL),
+    "varlen dropout": varlen(
+        (3, 1), (2, 4), seqused_k=torch.tensor([0, 3]), dropout=0.3, rng_state=rng_state()
+    ),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_gradients_are_those_of_the_forward(given, monkeypatch):
+    use_tiles(monkeypatch, 3, 4)
+    q, k, v, _, call = given
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(
+            lambda *qkv: Attention.apply(*qkv, call), [x.clone().requires_grad_() for x in (q, k, v)]
+        )
+
+
+def test_float64_gradients_do_not_rest_on_a_float32_lse():
+    q, k, v, grad_out, call = dense(window=CAUSAL)
+    out, lse = forward(q, k, v, call)
+    assert lse.dtype == torch.float64
+    exact = backward(grad_out, q, k, v, out, lse, call)
+    assert_same(backward(grad_out, q, k, v, out, lse.float(), call), exact, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lse_is_float32_and_results_have_the_dtype_of_the_inputs(dtype):
+    out, lse, *grads = run(*dense(dtype=dtype))
+    assert lse.dtype == torch.float32
+    assert {x.dtype for x in (out, *grads)} == {dtype}
+
+
+@pytest.mark.parametrize(
+    "name", ["length 33", "varlen window (4, 4)", "window (8, 2), few keys", "additive bias"]
+)
+def test_tile_borders_leave_no_trace(name, monkeypatch):
+    use_tiles(monkeypatch, 17, 23)
+    case = next(case for case in QUICK if str(case) == f"{name} float32")
+    assert all(error.passed for error in measure(reference.BACKEND.load(), case).values())
+
+
+# Masks
+
+
+def test_rows_without_a_visible_key_give_zero_and_take_no_gradient():
+    q, k, v, grad_out, call = dense(len_q=9, len_k=4, window=CAUSAL)
+    out, lse, grad_q, grad_k, grad_v = run(q, k, v, grad_out, call)
+    assert (out[:, :5] == 0).all()
+    assert (lse[..., :5] == -torch.inf).all()
+    assert (grad_q[:, :5] == 0).all()
+    alone = run(q[:, 5:], k, v, grad_out[:, 5:], call._replace(max_q=4))
+    assert_same((out[:, 5:], lse[..., 5:], grad_q[:, 5:], grad_k, grad_v), alone)
+
+
+def test_a_bias_of_minus_infinity_hides_like_false():
+    visible = tensors((2, 1, 7, 9))[0] > 0
+    visible[0, 0, 3] = False
+    hiding = torch.where(visible, 0.0, -torch.inf)
+    q, k, v, grad_out, call = dense()
+    boolean = run(q, k, v, grad_out, call._replace(attn_bias=visible))
+    assert_same(run(q, k, v, grad_out, call._replace(attn_bias=hiding)), boolean)
+    assert (boolean[0][0, 3] == 0).all()
+
+
+def test_a_bias_broadcasts_over_every_dimension():
+    q, k, v, grad_out, call = dense()
+    for shape in ((9,), (7, 1), (4, 1, 9), (2, 1, 1, 9), (2, 4, 7, 1), (1, 4, 7, 9)):
+        bias = tensors(shape)[0]
+        full = run(q, k, v, grad_out, call._replace(attn_bias=bias.expand(2, 4, 7, 9).contiguous()))
+        assert_same(run(q, k, v, grad_out, call._replace(attn_bias=bias)), full)
+
+
+def test_alibi_is_a_bias_that_grows_with_the_distance():
+    q, k, v, grad_out, call = dense()
+    slopes = torch.tensor([[0.5, 0.25, 0.125, 1.0], [0.0, 0.5, -0.25, 2.0]])
+    distance = (torch.arange(7)[:, None] + 2 - torch.arange(9)).abs()
+    bias = -slopes[:, :, None, None].double() * distance
+    as_bias = run(q, k, v, grad_out, call._replace(attn_bias=bias))
+    assert_same(run(q, k, v, grad_out, call._replace(alibi_slopes=slopes)), as_bias)
+    both = run(q, k, v, grad_out, call._replace(alibi_slopes=slopes, attn_bias=bias))
+    assert_same(both, run(q, k, v, grad_out, call._replace(attn_bias=2 * bias)))
+
+
+# Lengths
+
+
+def test_varlen_equals_a_loop_of_dense_calls():
+    lens_q, lens_k = (5, 0, 9, 1, 4), (7, 3, 6, 0, 4)
+    q, k, v, grad_out, call = varlen(lens_q, lens_k, window=CAUSAL)
+    together = run(q, k, v, grad_out, call)
+    sides = zip(q.split(lens_q), k.split(lens_k), v.split(lens_k), grad_out.split(lens_q), strict=True)
+    one_by_one = [
+        [x.squeeze(0) for x in run(*(x[None] for x in parts), Call(call.scale, n, m, CAUSAL))]
+        for parts, n, m in zip(sides, lens_q, lens_k, strict=True)
+    ]
+    dims = (0, 1, 0, 0, 0)
+    joined = [torch.cat(parts, dim) for parts, dim in zip(zip(*one_by_one, strict=True), dims, strict=True)]
+    assert_same(together, joined)
+
+
+def test_rows_past_the_last_sequence_are_zero_and_their_nan_stays_there():
+    q, k, v, grad_out, call = varlen((5, 4), (3, 6), window=(3, 1))
+    clean = run(q, k, v, grad_out, call)
+    tail = [torch.cat((x, torch.full_like(x[:2], torch.nan))) for x in (q, k, v, grad_out)]
+    out, lse, *grads = run(*tail, call)
+    assert all((x[-2:] == 0).all() for x in (out, *grads))
+    assert (lse[:, -2:] == -torch.inf).all()
+    assert_same((out[:-2], lse[:, :-2], *(grad[:-2] for grad in grads)), clean)
+
+
+def test_seqused_k_equals_shorter_keys():
+    used = torch.tensor([2, 0, 6], dtype=torch.int32)
+    lens_q, lens_k = (5, 2, 3), (4, 3, 6)
+    q, k, v, grad_out, call = varlen(lens_q, lens_k, window=(2, 1), seqused_k=used)
+    kept = torch.tensor([0, 1, 7, 8, 9, 10, 11, 12])
+    short = call._replace(seqused_k=None, cu_seqlens_k=offsets((2, 0, 6)))
+    out, lse, grad_q, grad_k, grad_v = run(q, k, v, grad_out, call)
+    shorter = run(q, k[kept], v[kept], grad_out, short)
+    assert_same((out, lse, grad_q, grad_k[kept], grad_v[kept]), shorter)
+    unused = torch.ones(13, dtype=torch.bool).index_fill(0, kept, False)
+    assert (grad_k[unused] == 0).all()
+    assert (grad_v[unused] == 0).all()
+
+
+@pytest.mark.parametrize("used", [None, (2, 12, 0)])
+def test_pages_equal_the_same_keys_in_one_piece(used):
+    table = torch.tensor([[5, 1, 7], [0, 6, 2], [3, 8, 4]], dtype=torch.int32)
+    used_k = None if used is None else torch.tensor(used, dtype=torch.int32)
+    q, k, v, grad_out, call = dense(batch=3, len_q=6, len_k=12, window=CAUSAL, seqused_k=used_k)
+    pool_k, pool_v = (
+        torch.full((10, 4, 2, 5), torch.nan).double(),
+        torch.full((10, 4, 2, 3), torch.nan).double(),
+    )
+    for pool, x in ((pool_k, k), (pool_v, v)):
+        pool[table.long()] = x.unflatten(1, (3, 4))
+    expected = run(q, k, v, grad_out, call)
+    out, lse, grad_q, *grads = run(q, pool_k, pool_v, grad_out, call._replace(block_table=table))
+    assert_same((out, lse, grad_q, *(g[table.long()].flatten(1, 2) for g in grads)), expected)
+    packed = call._replace(block_table=table, cu_seqlens_q=offsets((6, 6, 6)))
+    assert_same([forward(q.flatten(0, 1), pool_k, pool_v, packed)[0]], [out.flatten(0, 1)])
+
+
+def test_sequences_that_share_a_page_add_up_their_gradients():
+    q, k, v, grad_out, call = dense(batch=2, len_q=3, len_k=4)
+    k, v = k[:1].expand(2, 4, 2, 5), v[:1].expand(2, 4, 2, 3)
+    *_, grad_k, grad_v = run(q, k, v, grad_out, call)
+    shared = call._replace(block_table=torch.zeros(2, 1, dtype=torch.int32))
+    *_, pool_grad_k, pool_grad_v = run(q, k[:1], v[:1], grad_out, shared)
+    assert_same((pool_grad_k, pool_grad_v), (grad_k.sum(0, True), grad_v.sum(0, True)))
+
+
+FLOAT64 = [case for case in QUICK if case.dtype == "float64"]
+
+
+@pytest.mark.parametrize("case", [case for case in FLOAT64 if case.varlen or case.seqused_k], ids=str)
+def test_unread_lengths_change_nothing(case, request):
+    given = inputs(case)
+    expected = run(*given)
+    request.getfixturevalue("lengths_unread")
+    loose = given.call._replace(max_q=given.call.max_q + 9, max_k=given.call.max_k + 9)
+    assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("case", [case for case in FLOAT64 if case.max_k < 300], ids=str)
+def test_no_value_is_read_on_the_host(case):
+    # A meta tensor has no value: reading one raises.
+    q, k, v, grad_out, call = inputs(case)
+    on_meta = [x.to("meta") for x in (q, k, v, grad_out)]
+    call = Call(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
+    if case.bias == "none":
+        call = call._replace(dropout=0.1, rng_state=rng_state().to("meta"))
+    out, lse, grad_q, grad_k, grad_v = run(*on_meta, call)
+    assert (out.shape, grad_q.shape, grad_k.shape, grad_v.shape) == (
+        grad_out.shape,
+        q.shape,
+        k.shape,
+        v.shape,
+    )
+    assert lse.shape == forward(q, k, v, inputs(case).call)[1].shape
+
+
+def test_groups_of_sequences_equal_sequences_one_by_one(monkeypatch):
+    lens = (3, 4, 4, 17, 2, 0, 16, 16)
+    given = varlen(lens, lens[::-1], dropout=0.2, rng_state=rng_state())
+    together = run(*given)
+    monkeypatch.setattr(reference, "GROUP_SIZE", 1)
+    assert_same(run(*given), together)
+
+
+# Dropout
+
+
+def weights_kept(batch=2, len_q=64, len_k=48, heads=(4, 2), p=0.3, state=None, **options):
+    """Return which weights survive: with an identity for values the output is the weights."""
+    state = rng_state() if state is None else state
+    q, k, _, _, call = dense(batch, len_q, len_k, heads, dropout=p, rng_state=state, **options)
+    identity = torch.eye(len_k, dtype=q.dtype)[None, :, None].expand(batch, len_k, heads[1], len_k)
+    return forward(q, k, identity, call)[0].transpose(1, 2) != 0
+
+
+def test_dropout_drops_each_weight_with_its_probability():
+    kept = weights_kept(len_q=512, len_k=512).double()
+    for everything_but in ((0, 1, 2, 3), (2, 3), (0, 1, 3), (0, 1, 2)):  # nothing, heads, rows, columns
+        share = kept.mean(everything_but)
+        sigma = (0.3 * 0.7 / (kept.numel() // share.numel())) ** 0.5
+        assert ((share - 0.7).abs() < 5 * sigma).all()
+
+
+def test_dropout_masks_of_heads_batches_rows_and_states_are_independent():
+    kept = weights_kept(len_q=256, len_k=256)
+    pairs = [
+        (kept[0], kept[1]),
+        (kept[:, 0], kept[:, 1]),
+        (kept[:, :, 1:], kept[:, :, :-1]),
+        (kept[..., 1:], kept[..., :-1]),
+        (kept, kept.mT),
+        (kept, weights_kept(len_q=256, len_k=256, state=rng_state(offset=4))),
+        (kept, weights_kept(len_q=256, len_k=256, state=rng_state(seed=7))),
+    ]
+    for one, other in pairs:
+        both = (one & other).double().mean()
+        # A weight is part of two neighbouring pairs: the count varies more than that of single draws.
+        sigma = 2 * (0.49 * 0.51 / one.numel()) ** 0.5
+        assert abs(both - 0.49) < 5 * sigma
+
+
+def test_dropout_mask_depends_on_the_state_and_not_on_tiles_or_padding(monkeypatch, lengths_unread):
+    kept = weights_kept()
+    assert torch.equal(weights_kept(), kept)
+    use_tiles(monkeypatch, 10, 7)
+    assert torch.equal(weights_kept(), kept)
+    assert torch.equal(weights_kept(seqused_k=torch.tensor([48, 48])), kept)
+
+
+def test_dropout_equals_autograd_over_the_same_mask():
+    q, k, v, grad_out, call = dense(len_q=64, len_k=48, heads=(4, 2), dropout=0.3, rng_state=rng_state())
+    with torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        heads_first = [x.transpose(1, 2) for x in leaves]
+        query, key, value = heads_first[0], *(x.repeat_interleave(2, 1) for x in heads_first[1:])
+        weights = (query @ key.mT * call.scale).softmax(-1)
+        out = (weights * weights_kept() / 0.7 @ value).transpose(1, 2)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    got = run(q, k, v, grad_out, call)
+    assert_same((got[0], *got[2:]), (out.detach(), *grads))
+
+
+def test_dropping_everything_gives_zero_and_no_gradient():
+    out, lse, *grads = run(*dense(dropout=1.0, rng_state=rng_state()))
+    assert all((x == 0).all() for x in (out, *grads))
+    assert lse.isfinite().all()
+
+
+def test_dropout_without_a_random_state_is_refused():
+    with pytest.raises(InvalidInputError, match=r"rng_state: got None with dropout_p 0\.1"):
+        forward(*dense()[:3], dense(dropout=0.1)[-1])
+
+
+# Values
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (2, -1)},  # with nine keys and three queries, keys 0 to 3 are out of reach
+        {"attn_bias": torch.arange(9) > 3},
+        {"attn_bias": torch.where(torch.arange(9) > 3, 0.0, -torch.inf)},
+    ],
+    ids=["window", "boolean bias", "infinite bias"],
+)
+def test_what_no_query_sees_does_not_come_through(options, bad):
+    q, k, v, grad_out, call = dense(len_q=3, **options)
+    clean = run(q, k, v, grad_out, call)
+    k[:, :4], v[:, :4] = bad, -bad
+    assert_same(run(q, k, v, grad_out, call), clean)
+    assert (clean[3][:, :4] == 0).all()
+    assert (clean[4][:, :4] == 0).all()
+
+
+def test_nan_in_a_row_that_sees_nothing_reaches_no_gradient():
+    q, k, v, grad_out, call = dense(len_q=9, len_k=4, window=CAUSAL)
+    clean = run(q, k, v, grad_out, call)
+    q[:, :5], grad_out[:, :5] = torch.nan, torch.nan
+    assert_same(run(q, k, v, grad_out, call), clean)
+
+
+def test_nan_that_is_seen_propagates():
+    q, k, v, grad_out, call = dense(len_q=6, len_k=6, window=CAUSAL, heads=(2, 2))
+    for spoilt in (k, v):
+        spoilt[0, 4, 1] = torch.nan
+        out = forward(q, k, v, call)[0]
+        assert out[0, 4:, 1].isnan().all()
+        assert out[0, :, 0].isfinite().all()
+        assert out[1].isfinite().all()
+        spoilt[0, 4, 1] = 1.0
+    q[0, 2, 1] = torch.nan
+    out, lse, grad_q, grad_k, _ = run(q, k, v, grad_out, call)
+    assert out[0, 2, 1].isnan().all()
+    assert lse[0, 1, 2].isnan()
+    assert grad_q[0, 2, 1].isnan().all()
+    assert grad_k[0, :3, 1].isnan().all()
+    assert out[0, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+def test_a_scale_that_is_no_number_propagates(scale):
+    q, k, v, _, call = dense()
+    assert forward(q, k, v, call._replace(scale=scale))[0].isnan().any()
+
+
+def test_values_that_overflow_float16_scores_stay_finite():
+    q, k, v, grad_out, call = dense(dtype=torch.float16, dims=(64, 64))
+    assert all(x.isfinite().all() for x in run(q * 100, k * 100, v, grad_out / 100, call._replace(scale=1.0)))
+
+
+def test_autocast_does_not_lower_the_precision():
+    given = dense(dtype=torch.float32)
+    expected = run(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(run(*given), expected, tolerance=0.0)
+
+
+def test_runs_are_bitwise_equal_and_num_splits_splits_nothing():
+    q, k, v, grad_out, call = dense(dtype=torch.bfloat16, len_q=70, len_k=90)
+    once = run(q, k, v, grad_out, call._replace(deterministic=True))
+    assert_same(run(q, k, v, grad_out, call._replace(deterministic=True, num_splits=4)), once, tolerance=0.0)
+
+
+# Cost
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an op returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.1, "rng_state": rng_state()}, {"alibi_slopes": torch.ones(1)}]
+)
+def test_nothing_of_the_size_of_the_score_matrix_is_made(options):
+    given = dense(1, 1024, 1024, (1, 1), (8, 8), dtype=torch.float32, **options)
+    with Largest() as largest:
+        run(*given)
+    assert largest.elements <= 1024 * 1024 // 8
+
+
+def flops(length, window):
+    given = dense(1, length, length, (1, 1), (8, 8), dtype=torch.float32, window=window)
+    with FlopCounterMode(display=False) as counter:
+        run(*given)
+    return counter.get_total_flops()
+
+
+def test_work_grows_with_the_window_and_not_with_the_square_of_the_length():
+    assert flops(2048, (16, 0)) < 2.2 * flops(1024, (16, 0))
+    assert flops(2048, (16, 0)) < 0.15 * flops(2048, (-1, -1))
+    assert flops(2048, CAUSAL) < 0.65 * flops(2048, (-1, -1))
+
+
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"len_q": 0}, {"len_k": 0}])
+def test_an_empty_call_computes_nothing(empty):
+    with FlopCounterMode(display=False) as counter:
+        out, lse, *grads = run(*dense(**empty))
+    assert counter.get_total_flops() == 0
+    assert all((x == 0).all() for x in (out, *grads))
+    assert (lse == -torch.inf).all()
+
+
+def test_every_call_of_the_matrix_is_supported_on_every_device():
+    for device in (Device("cpu"), Device("cuda", (9, 0)), Device("mps")):
+        for case in CASES:
+            assert reference.BACKEND.forward.unsupported(case.spec(device)) == ()

@@ -1,0 +1,260 @@
+"""Promises of capabilities: data in, every reason out, each in one exact sentence."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from attnreg import AttentionSpec, Capabilities, Device, Range, RegistrationError
+from attnreg.contract.capabilities import ANY_SIZE
+
+# As little as one can declare, and a call that still fits.
+LEAST = {"devices": ("cpu",), "dtypes": ("float32",)}
+PLAIN = {
+    "device": Device("cpu"),
+    "dtype": "float32",
+    "batch": 2,
+    "max_q": 16,
+    "max_k": 16,
+    "heads_q": 4,
+    "heads_k": 4,
+    "head_dim": 64,
+    "head_dim_v": 64,
+}
+
+
+def against(limits, **asked):
+    return Capabilities(**LEAST | limits).unsupported(AttentionSpec(**PLAIN | asked))
+
+
+def on(arch):
+    return {"device": Device.parse(arch)}
+
+
+HOPPER = {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0))}
+
+# What is declared, what is asked, the one reason, and a declaration that takes it.
+REASONS = [
+    ({}, on("cuda"), "device must be cpu, got cuda", {"devices": ("cpu", "cuda")}),
+    ({"devices": ("cuda", "xpu")}, {}, "device must be cuda or xpu, got cpu", {"devices": ("cpu",)}),
+    (
+        {"devices": ("cuda", "xpu", "mps")},
+        {},
+        "device must be cuda, xpu or mps, got cpu",
+        {"devices": ("cpu",)},
+    ),
+    (
+        HOPPER,
+        on("sm_75"),
+        "compute capability must be 8.0 to 9.0, got 7.5 (too old)",
+        {"compute_capability": ((7, 5), (7, 5))},
+    ),
+    (
+        HOPPER,
+        on("sm_100"),
+        "compute capability must be 8.0 to 9.0, got 10.0 (too new)",
+        {"compute_capability": None},
+    ),
+    (
+        HOPPER,
+        on("sm_120"),
+        "compute capability must be 8.0 to 9.0, got 12.0 (too new)",
+        {"compute_capability": ((12, 0), (12, 1))},
+    ),
+    ({}, {"dtype": "bf16"}, "dtype must be float32, got bfloat16", {"dtypes": ("bfloat16",)}),
+    (
+        {"dtypes": ("float16", "bfloat16")},
+        {},
+        "dtype must be float16 or bfloat16, got float32",
+        {"dtypes": ("float32",)},
+    ),
+    (
+        {"head_dim": Range(8, 256, 8)},
+        {"head_dim": 44, "head_dim_v": 44},
+        "head_dim must be 8 to 256 in steps of 8, got 44",
+        {"head_dim": Range(8, 256, 4)},
+    ),
+    (
+        {"head_dim": Range(1, 32)},
+        {},
+        "head_dim must be 1 to 32, got 64",
+        {"head_dim": Range(1, 64)},
+    ),
+    (
+        {},
+        {"head_dim_v": 32},
+        "head_dim of the value must be that of the query, 64, got 32",
+        {"head_dim_v": Range(32, 64)},
+    ),
+    (
+        {"head_dim_v": Range(64, 128, 64)},
+        {"head_dim_v": 32},
+        "head_dim of the value must be 64 to 128 in steps of 64, got 32",
+        {"head_dim_v": ANY_SIZE},
+    ),
+    (
+        {},
+        {"page_size": 16},
+        "block_table must be None: no paged key-value cache",
+        {"page_size": Range(16, 16)},
+    ),
+    (
+        {"page_size": Range(64, 512, 64)},
+        {"page_size": 16},
+        "page size must be 64 to 512 in steps of 64, got 16",
+        {"page_size": Range(16, 512, 16)},
+    ),
+    ({"batch": Range(0, 1)}, {}, "batch must be 0 to 1, got 2", {"batch": Range(0, 2)}),
+    ({"heads": Range(0, 3)}, {}, "query heads must be 0 to 3, got 4", {"heads": Range(0, 4)}),
+    ({}, {"varlen": True}, "input must be dense, got varlen", {"varlen": True}),
+    ({"dense": False, "varlen": True}, {}, "input must be varlen, got dense", {"dense": True}),
+    ({}, {"heads_k": 2}, "query and key must have as many heads, got 4 and 2", {"gqa": True}),
+    ({}, {"window": (-1, 0)}, "is_causal must be False, got True", {"causal": True}),
+    ({}, {"window": (-1, 4)}, "window_size must be (-1, -1) or causal, got (-1, 4)", {"window": True}),
+    (
+        {"causal": True},
+        {"window": (4, 0)},
+        "window_size must be (-1, -1) or causal, got (4, 0)",
+        {"causal": True, "window": True},
+    ),
+    ({}, {"dropout": 0.1}, "dropout_p must be 0, got 0.1", {"dropout": True}),
+    ({}, {"bias": True}, "attn_bias must be None, got a tensor", {"bias": True}),
+    ({}, {"alibi": True}, "alibi_slopes must be None, got a tensor", {"alibi": True}),
+    ({}, {"seqused_k": True}, "seqused_k must be None, got a tensor", {"seqused_k": True}),
+    ({}, {"num_splits": 4}, "num_splits must be None, got 4", {"num_splits": True}),
+    ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
+    (
+        {},
+        {"deterministic": True},
+        "not deterministic, and deterministic algorithms are on",
+        {"deterministic": True},
+    ),
+    ({}, {"capturing": True}, "can't be recorded in a CUDA graph", {"capture": True}),
+]
+
+
+@pytest.mark.parametrize(("limits", "asked", "reason", "wider"), REASONS, ids=[row[2] for row in REASONS])
+def test_a_limit_refuses_what_is_beyond_it_in_one_sentence_and_nothing_else(limits, asked, reason, wider):
+    assert against(limits, **asked) == (reason,)
+    assert against(limits | wider, **asked) == ()
+
+
+def test_every_field_is_behind_some_reason():
+    behind = {name for *_, wider in REASONS for name in wider}
+    assert behind == {field.name for field in dataclasses.fields(Capabilities)}
+
+
+@pytest.mark.parametrize("reason", [row[2] for row in REASONS])
+def test_a_reason_is_a_sentence_in_lower_case_without_a_full_stop_or_a_stray_brace(reason):
+    assert reason[0].islower()
+    assert not reason.endswith(".")
+    assert not set("{}") & set(reason)
+
+
+def test_all_reasons_are_listed_at_once_in_a_fixed_order():
+    assert against(
+        {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "head_dim": Range(8, 32)},
+        device=Device("cuda", (7, 5)), dtype="float64", head_dim_v=8, page_size=16, varlen=True, heads_k=1,
+        window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, seqused_k=True, num_splits=2,
+        deterministic=True, capturing=True,
+    ) == (
+        "compute capability must be 8.0 to 9.0, got 7.5 (too old)",
+        "dtype must be float32, got float64",
+        "head_dim must be 8 to 32, got 64",
+        "head_dim of the value must be that of the query, 64, got 8",
+        "block_table must be None: no paged key-value cache",
+        "input must be dense, got varlen",
+        "query and key must have as many heads, got 4 and 1",
+        "is_causal must be False, got True",
+        "window_size must be (-1, -1) or causal, got (4, 0)",
+        "dropout_p must be 0, got 0.5",
+        "attn_bias must be None, got a tensor",
+        "alibi_slopes must be None, got a tensor",
+        "scale must be above 0",
+        "seqused_k must be None, got a tensor",
+        "num_splits must be None, got 2",
+        "not deterministic, and deterministic algorithms are on",
+        "can't be recorded in a CUDA graph",
+    )  # fmt: skip
+
+
+def test_a_device_that_is_not_served_is_the_only_reason():
+    asked = {"dtype": "float64", "heads_k": 1, "dropout": 0.5}
+    assert against({}, **on("sm_90"), **asked) == ("device must be cpu, got cuda",)
+
+
+def test_a_gpu_of_unknown_capability_is_not_refused_for_it():
+    assert against(HOPPER, device=Device("cuda")) == ()
+
+
+@pytest.mark.parametrize(
+    ("arch", "fits"), [("sm_80", True), ("sm_90", True), ("sm_79", False), ("sm_91", False)]
+)
+def test_both_ends_of_a_range_of_compute_capabilities_are_in_it(arch, fits):
+    assert (against(HOPPER, **on(arch)) == ()) is fits
+
+
+def test_nothing_that_a_call_can_ask_is_taken_unless_it_is_declared():
+    switches = [field.name for field in dataclasses.fields(Capabilities) if field.type == "bool"]
+    least = Capabilities(**LEAST)
+    assert [name for name in switches if getattr(least, name)] == ["dense"]
+    assert (least.compute_capability, least.head_dim_v, least.page_size) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "inside", "outside", "text"),
+    [
+        (Range(8, 32, 8), (8, 16, 32), (0, 7, 12, 33, 40), "8 to 32 in steps of 8"),
+        (Range(1, 3), (1, 2, 3), (0, 4), "1 to 3"),
+        (Range(0, 0), (0,), (1, -1), "0 to 0"),
+        (Range(1, 3), (), (1.0, "1", None), "1 to 3"),
+    ],
+)
+def test_a_range_holds_both_ends_and_multiples_of_its_step_only(numbers, inside, outside, text):
+    assert [number for number in (*inside, *outside) if number in numbers] == list(inside)
+    assert str(numbers) == text
+
+
+BAD = [
+    ("devices", "cpu", "a non-empty tuple of names"),
+    ("devices", (), "a non-empty tuple of names"),
+    ("devices", ["cpu"], "a non-empty tuple of names"),
+    ("dtypes", ("float32", 16), "a non-empty tuple of names"),
+    ("dtypes", None, "a non-empty tuple of names"),
+    ("compute_capability", (8, 0), "((major, minor), (major, minor)) or None"),
+    ("compute_capability", ((8, 0), "9.0"), "((major, minor), (major, minor)) or None"),
+    ("compute_capability", ((8, 0), (9,)), "((major, minor), (major, minor)) or None"),
+    ("compute_capability", "8.0", "((major, minor), (major, minor)) or None"),
+    ("head_dim", None, "a Range of whole numbers, its step 1 or more"),
+    ("head_dim", (8, 256), "a Range of whole numbers, its step 1 or more"),
+    ("head_dim", Range("8", 256), "a Range of whole numbers, its step 1 or more"),
+    ("head_dim_v", Range(8, 256, 0), "a Range of whole numbers, its step 1 or more"),
+    ("batch", None, "a Range of whole numbers, its step 1 or more"),
+    ("heads", (0, 1), "a Range of whole numbers, its step 1 or more"),
+    ("page_size", 16, "a Range of whole numbers, its step 1 or more"),
+    ("page_size", Range(16, None), "a Range of whole numbers, its step 1 or more"),
+] + [
+    (field.name, value, "True or False")
+    for field in dataclasses.fields(Capabilities)
+    if field.type == "bool"
+    for value in (1, None, "yes")
+]
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), BAD)
+def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(field, value, expected):
+    with pytest.raises(RegistrationError) as error:
+        Capabilities(**LEAST | {field: value})
+    assert str(error.value) == f"Capabilities.{field}: got {value!r}, expected {expected}"
+
+
+def test_every_field_is_checked():
+    assert {field for field, *_ in BAD} == {field.name for field in dataclasses.fields(Capabilities)}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_capabilities_survive_copying_and_pickling(copied):
+    declared = Capabilities(**LEAST | HOPPER | {"head_dim": Range(8, 256, 8), "gqa": True})
+    assert copied(declared) == declared
+    assert hash(copied(declared)) == hash(declared)

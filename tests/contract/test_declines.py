@@ -1,0 +1,329 @@
+"""A call that a kernel declines when it sees it goes to the next backend, with what the kernel said."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import aten
+from attnreg.backends import math as math_backend
+from attnreg.contract.declines import served
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch.planning import Native, make_plan
+from attnreg.dispatch.state import state
+from attnreg.measure import Case, verify
+from attnreg.tuning.checks import Checks
+
+SAID = "no engine for calls of this size"
+MATH = math_backend.BACKEND.load()
+
+
+class Choosy:
+    """A backend whose kernels decline while they are told to, before they have done anything."""
+
+    def __init__(self, name="choosy", *directions):
+        self.declining = set(directions)
+        self.asked = []
+        limits = attnreg.Capabilities(
+            devices=("cpu",),
+            dtypes=("float32", "float64"),
+            varlen=True,
+            causal=True,
+            seqused_k=True,
+            dropout=True,
+        )
+        self.backend = attnreg.Backend(
+            name=name, forward=limits, backward=limits,
+            load=lambda: attnreg.Kernels(self.kernel("forward"), self.kernel("backward")),
+        )  # fmt: skip
+
+    def kernel(self, direction):
+        def run(*arguments):
+            self.asked.append(direction)
+            if direction in self.declining:
+                raise attnreg.UnsupportedInputError(SAID)
+            return getattr(MATH, direction)(*arguments)
+
+        return run
+
+
+@pytest.fixture(params=["python", "compiled"])
+def router_kind(request):
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_routers")
+        aten.restore()
+        aten._kept_out = False
+    else:
+        request.getfixturevalue("python_routers")
+
+
+def reasons():
+    return [(one.backend, one.reason, one.count) for one in attnreg.stats().fallbacks]
+
+
+def dense():
+    return [torch.randn(2, 3, 5, 8, requires_grad=True) for _ in "qkv"]
+
+
+def right(inputs):
+    """Return output and gradients of dense attention by its formula, in float64."""
+    inputs = [x.detach().double().requires_grad_() for x in inputs]
+    query, key, value = inputs
+    out = (query @ key.mT / 8**0.5).softmax(-1) @ value
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+def of_sdpa(inputs):
+    out = F.scaled_dot_product_attention(*inputs)
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+def assert_right(got, inputs):
+    for one, wanted in zip(got, right(inputs), strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("router_kind")
+@pytest.mark.parametrize(
+    ("declining", "ran_there"),
+    [(("forward",), (0, 3)), (("backward",), (3, 0)), (("forward", "backward"), (0, 0))],
+    ids=["forward", "backward", "both"],
+)
+def test_below_sdpa_the_next_runs_it_and_is_known_from_then_on(declining, ran_there, ran, caplog):
+    choosy, inputs = Choosy("choosy", *declining), dense()
+    with caplog.at_level(logging.WARNING, "attnreg"), attnreg.register_backend(choosy.backend):
+        for _ in range(3):
+            assert_right(of_sdpa(inputs), inputs)
+    assert reasons() == [("choosy", SAID, 3 * len(declining))]
+    what_ran = ran()
+    assert what_ran.get("choosy", (0, 0)) == ran_there
+    assert what_ran["cpu"] == (3 - ran_there[0], 3 - ran_there[1])
+    assert [choosy.asked.count(direction) for direction in declining] == [1] * len(declining)
+    told = f"choosy can't run this call and cpu does: {SAID}"
+    assert [record.message for record in caplog.records] == [told]
+
+
+@pytest.mark.usefixtures("router_kind")
+@pytest.mark.parametrize("front", ["aten", "op"])
+def test_so_it_is_of_varlen_attn(front, packed, ran):
+    choosy, inputs = Choosy("choosy", "forward"), packed([3, 4])
+    options = {} if front == "aten" else {"seqused_k": torch.tensor([2, 4], dtype=torch.int32)}
+    wanted = attnreg.varlen_attn(*inputs, **options, backend="math")
+    grads = torch.autograd.grad(wanted.sum(), inputs[:3])
+    attnreg.reset_stats()
+    with attnreg.register_backend(choosy.backend):
+        for _ in range(3):
+            out = attnreg.varlen_attn(*inputs, **options)
+            torch.testing.assert_close(out, wanted)
+            for got, one in zip(torch.autograd.grad(out.sum(), inputs[:3]), grads, strict=True):
+                torch.testing.assert_close(got, one)
+    what_ran = ran()
+    assert what_ran["choosy"] == (0, 3)
+    assert sum(forwards for forwards, _ in what_ran.values()) == 3
+    assert choosy.asked.count("forward") == 1
+
+
+@pytest.mark.usefixtures("router_kind")
+@pytest.mark.parametrize("call", ["sdpa", "varlen"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_call_that_is_known_may_be_declined_yet(call, direction, packed, ran):
+    """As cuDNN may, whose plan goes by strides, too."""
+    choosy, inputs = Choosy(), packed([3, 4]) if call == "varlen" else dense()
+    attend = attnreg.varlen_attn if call == "varlen" else F.scaled_dot_product_attention
+    with attnreg.register_backend(choosy.backend):
+        results = []
+        for turn in range(12):
+            if turn == 5:
+                choosy.declining.add(direction)
+            out = attend(*inputs)
+            results.append([out, *torch.autograd.grad(out.sum(), inputs[:3])])
+    for one in results[1:]:
+        for got, first in zip(one, results[0], strict=True):
+            torch.testing.assert_close(got, first)
+    what_ran = ran()
+    assert what_ran["choosy"] == ((5, 12) if direction == "forward" else (12, 5))
+    assert sum(map(sum, what_ran.values())) == 24
+    # Where it was known, by its plan, and where it was known once more: then it is known to be another's.
+    assert choosy.asked.count(direction) <= 5 + 3
+
+
+def test_the_one_after_the_next_runs_it_where_that_declines_too(ran, caplog):
+    first, second, inputs = Choosy("first", "forward"), Choosy("second", "forward"), dense()
+    with attnreg.register_backend(second.backend), attnreg.register_backend(first.backend):
+        assert_right(of_sdpa(inputs), inputs)
+    said = reasons()
+    assert ran() == {"first": (0, 1), "cpu": (1, 0)}
+    assert said == [("first", SAID, 1), ("second", SAID, 1)]
+    told = [f"{name} can't run this call and cpu does: {SAID}" for name in ("first", "second")]
+    assert [record.message for record in caplog.records] == told
+
+
+def test_a_backend_that_is_insisted_on_refuses_in_the_kernels_words(packed, ran):
+    choosy, inputs = Choosy("choosy", "forward"), packed([3, 4])
+    with attnreg.register_backend(choosy.backend):
+        for _ in range(2):
+            with pytest.raises(attnreg.UnsupportedInputError) as caught:
+                attnreg.varlen_attn(*inputs, backend="choosy")
+            assert caught.value.rejected["choosy"] == (SAID,)
+            assert f"choosy  {SAID}" in str(caught.value)
+    assert ran() == {}
+
+
+def test_dropout_ties_the_backward_to_the_forward_that_drew(packed):
+    choosy = Choosy("choosy", "backward")
+    query, key, value = (torch.randn(2, 5, 3, 8, requires_grad=True) for _ in "qkv")
+    with attnreg.register_backend(choosy.backend):
+        out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, None, None, 5, 5, 0.5, False, False
+        )
+        with pytest.raises(attnreg.UnsupportedInputError, match=SAID):
+            torch.ops.aten._flash_attention_backward(
+                out, query, key, value, out, lse, None, None, 5, 5, 0.5, False, rng_state, unused
+            )
+
+
+def test_what_a_call_was_declined_for_keeps_nothing_of_it():
+    choosy, inputs = Choosy("choosy", "forward"), dense()
+    gone = [weakref.ref(x) for x in inputs]
+    gc.disable()
+    try:
+        with attnreg.register_backend(choosy.backend):
+            F.scaled_dot_product_attention(*inputs)
+        inputs.clear()
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_other_calls_still_go_to_it(packed, ran):
+    choosy = Choosy("choosy", "forward")
+    with attnreg.register_backend(choosy.backend):
+        F.scaled_dot_product_attention(*dense())
+        choosy.declining.clear()
+        F.scaled_dot_product_attention(*(torch.randn(1, 2, 3, 8) for _ in "qkv"))
+    assert ran() == {"choosy": (1, 0), "cpu": (1, 0)}
+
+
+def test_a_mask_of_dropout_is_the_same_whoever_was_asked_before():
+    """As checkpointing needs it, which runs a forward again from the generator's state of the first time."""
+    first, second = Choosy("first", "forward"), Choosy("second")
+    inputs = [torch.randn(2, 5, 3, 8) for _ in "qkv"]
+    drawn = []
+    with attnreg.register_backend(second.backend), attnreg.register_backend(first.backend):
+        for _ in range(3):
+            torch.manual_seed(1)
+            out, _, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+                *inputs, None, None, 5, 5, 0.5, False, False
+            )
+            drawn.append((out, rng_state.view(torch.int64), torch.rand(3)))
+    assert first.asked == ["forward"]
+    for one in drawn[1:]:
+        assert all(map(torch.equal, one, drawn[0]))
+
+
+def test_what_a_call_was_declined_for_holds_for_no_other_within_it(ran):
+    """The kernel that runs it instead may ask for attention itself."""
+    inputs, limits = dense(), attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
+
+    def one_at_a_time(query, key, value, call):
+        if len(query) > 1:
+            raise attnreg.UnsupportedInputError(SAID)
+        return MATH.forward(query, key, value, call)
+
+    def nesting(query, key, value, call):
+        F.scaled_dot_product_attention(*(x[:1].transpose(1, 2) for x in (query, key, value)))
+        return MATH.forward(query, key, value, call)
+
+    first, second = (
+        attnreg.Backend(name=name, forward=limits, load=lambda run=run: attnreg.Kernels(run))
+        for name, run in (("first", one_at_a_time), ("second", nesting))
+    )
+    with attnreg.register_backend(second), attnreg.register_backend(first), torch.no_grad():
+        out = F.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(out.double(), right(inputs)[0].detach(), rtol=1e-5, atol=1e-5)
+    assert ran() == {"first": (1, 0), "second": (1, 0)}
+
+
+def test_a_refusal_within_a_kernel_is_a_reason_of_one_line(ran):
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
+
+    def forward(query, key, value, call):
+        ends = torch.tensor([0, 1], dtype=torch.int32)
+        attnreg.varlen_attn(
+            *(x.double()[0, :1] for x in (query, key, value)), ends, ends, 1, 1, backend="cpu32"
+        )
+
+    only = attnreg.Backend(name="cpu32", forward=limits, load=lambda: attnreg.Kernels(forward))
+    with attnreg.register_backend(only), torch.no_grad():
+        F.scaled_dot_product_attention(*dense())
+    ((backend, reason, count),) = reasons()
+    assert (backend, count) == ("cpu32", 1)
+    assert reason.startswith("no attention backend can run this forward on cpu")
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("native", [None, Native("cpu")], ids=["no kernel of torch's", "one of torch's"])
+def test_what_a_capture_was_declined_for_holds_for_no_further_one(native):
+    """After a run outside of a graph the next may have the backend that this one had to do without."""
+    choosy = Choosy("choosy", "forward")
+    spec = AttentionSpec(
+        device=Device("cpu"), dtype="float32", batch=1, max_q=3, max_k=3, heads_q=2, heads_k=2, head_dim=8,
+        head_dim_v=8, capturing=True,
+    )  # fmt: skip
+    limits = dataclasses.replace(choosy.backend.forward, capture=True)
+    inputs = [torch.randn(1, 3, 2, 8) for _ in "qkv"]
+
+    def capture():
+        """Return the backend that runs a call of this spec."""
+
+        def run():
+            plan = state().plans.get(("a call",)) or make_plan(state(), ("a call",), spec, "forward", native)
+            if not plan.original:
+                plan.run(*inputs, attnreg.Call(1.0, 3, 3))
+            return plan.backend
+
+        return served(run)
+
+    with attnreg.register_backend(dataclasses.replace(choosy.backend, forward=limits)):
+        assert capture() != "choosy"
+        choosy.declining.clear()
+        assert capture() == "choosy"
+
+
+def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
+    for declining, measured in ((("backward",), {"out", "lse"}), (("forward",), set())):
+        (outcome,) = verify(
+            Choosy("choosy", *declining).backend,
+            "cpu",
+            [Case(name="small", lens_q=(3,), lens_k=(3,), dtype="float32")],
+        )
+        assert (outcome.reasons, outcome.failure) == ((SAID,), "")
+        assert outcome.errors.keys() == measured
+        assert all(error.passed for error in outcome.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("declining", "forward", "backward"),
+    [
+        ("backward", "", "its backward can't be checked"),
+        (
+            "forward",
+            "it can't be checked: it refuses small calls of this kind",
+            "its backward can't be checked",
+        ),
+    ],
+)
+def test_tune_holds_to_the_rule_what_a_kernel_does_not_decline(declining, forward, backward):
+    entry = Entry("choosy", "a test", Choosy("choosy", declining).backend)
+    spec = Case(name="any", lens_q=(64,), lens_k=(64,), dtype="float32").spec(Device("cpu"))
+    checks = Checks(torch.device("cpu"))
+    assert checks.of(entry, spec, "forward").wrong == forward
+    assert checks.of(entry, spec, "backward").wrong == backward

@@ -1,0 +1,570 @@
+"""Promises of discovery: every backend is found without being listed, and a broken one hides no other."""
+
+import dataclasses
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry, backends
+from attnreg.contract.discovery import Entry, discover
+from attnreg.errors import BackendUnavailableError, RegistrationError, UnsupportedInputError
+from attnreg.selection.decision import Policy, Preference, select
+
+ROOT = Path(attnreg.__file__).parent
+
+# What a plugin's module holds: the reference under another name.
+SOURCE = """\
+import attnreg
+from attnreg.backends.math import BACKEND as MATH
+
+BACKEND = attnreg.Backend(name={name!r}, forward=MATH.forward, backward=MATH.backward, load=MATH.load)
+"""
+
+SPEC = attnreg.AttentionSpec(
+    device=attnreg.Device("cpu"), dtype="float32", batch=1, max_q=8, max_k=8, heads_q=2, heads_k=2,
+    head_dim=16, head_dim_v=16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Install a distribution with one entry point: `plugin("name", source)`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = []
+
+    def install(point, source, value="{module}:BACKEND", distribution=None):
+        module = distribution or f"attnreg_{point}_plugin"
+        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
+        info = tmp_path / f"{module}-2.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 2.5\n")
+        points = f"[attnreg.backends]\n{point} = {value.format(module=module)}\n"
+        (info / "entry_points.txt").write_text(points)
+        importlib.invalidate_caches()
+        modules.append(module)
+        return f"entry point {value.format(module=module)} of {module} 2.5"
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Make one more folder a place for backend files; returns how to write one."""
+    extra = tmp_path / "more_backends"
+    extra.mkdir()
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(extra)])
+    names = []
+
+    def write(name, source):
+        (extra / f"{name}.py").write_text(source, encoding="utf-8")
+        importlib.invalidate_caches()
+        names.append(name)
+
+    yield write
+    for name in names:
+        sys.modules.pop(f"attnreg.backends.{name}", None)
+        if hasattr(backends, name):
+            delattr(backends, name)
+
+
+def found(name):
+    return next(entry for entry in discover() if entry.name == name)
+
+
+def backend_names():
+    """Return the files and folders of the package that are backends."""
+    return {path.stem for path in (ROOT / "backends").glob("[!_]*") if path.suffix in ("", ".py")}
+
+
+def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_underscore():
+    origins = {entry.origin for entry in discover() if entry.origin.startswith("attnreg.backends.")}
+    assert origins == {f"attnreg.backends.{name}" for name in backend_names()}
+    assert {"math", "fa3"} < backend_names()
+
+
+def test_no_file_of_the_package_lists_the_backends():
+    names = backend_names()
+    others = [path for path in ROOT.rglob("*.py") if ROOT / "backends" not in path.parents]
+    imports = [f"attnreg.backends{dot}{name}" for name in names for dot in (".", " import ")]
+    assert [path.name for path in others if any(text in path.read_text("utf-8") for text in imports)] == []
+
+
+def test_a_file_added_to_the_folder_is_a_backend(folder, ran):
+    folder("extra", SOURCE.format(name="Extra"))
+    assert "Extra" in attnreg.list_backends()
+    with attnreg.register_backend("extra"):
+        F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+    assert ran() == {"Extra": (1, 0)}
+
+
+def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_has_to_change(tmp_path):
+    copy = tmp_path / "attnreg"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
+    script = (
+        "import attnreg, torch, torch.nn.functional as F\n"
+        "F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))\n"
+        "print(attnreg.__file__, 'Extra' in attnreg.list_backends(), attnreg.stats().calls)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "ATTNREG_BACKEND": "extra"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stderr == ""
+    assert run.stdout == f"{copy / '__init__.py'} True {{'Extra': {{'forward': 1, 'backward': 0}}}}\n"
+    changed = [
+        path.relative_to(copy)
+        for path in copy.rglob("*.py")
+        if not (original := ROOT / path.relative_to(copy)).exists()
+        or original.read_bytes() != path.read_bytes()
+    ]
+    assert changed == [Path("backends/extra.py")]
+
+
+def test_a_plugin_of_another_package_is_a_backend(plugin, ran):
+    origin = plugin("extra", SOURCE.format(name="Extra"))
+    assert found("Extra").origin == origin
+    with attnreg.register_backend("EXTRA"):
+        F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+    assert ran() == {"Extra": (1, 0)}
+
+
+BROKEN = {
+    "ImportError": (
+        "raise ImportError('undefined symbol: _ZN3c10')",
+        "failed to load: ImportError: undefined symbol: _ZN3c10",
+    ),
+    "ModuleNotFoundError": (
+        "import no_such_package_at_all",
+        "failed to load: ModuleNotFoundError: No module named 'no_such_package_at_all'",
+    ),
+    "SystemExit": ("raise SystemExit('licence expired')", "failed to load: SystemExit: licence expired"),
+    "OSError": ("raise OSError('libcudart.so.13')", "failed to load: OSError: libcudart.so.13"),
+    "no BACKEND": (
+        "",
+        "failed to load: AttributeError: module '{module}' has no attribute 'BACKEND'",
+    ),
+    "wrong type": (
+        "BACKEND = 'FA5'",
+        "failed to load: RegistrationError: {origin}: got str, expected attnreg.Backend",
+    ),
+    "a class": (
+        "import attnreg\nBACKEND = attnreg.Backend",
+        "failed to load: RegistrationError: {origin}: got type, expected attnreg.Backend",
+    ),
+    "bad declaration": (
+        "import attnreg\nBACKEND = attnreg.Backend(name='x', load=print, forward=attnreg.Capabilities("
+        "devices='cpu', dtypes=('float32',)))",
+        "failed to load: RegistrationError: Capabilities.devices: got 'cpu', "
+        "expected a non-empty tuple of names",
+    ),
+    "registers itself": (
+        "import attnreg\nattnreg.register_backend('math')",
+        "failed to load: RegistrationError: backends are being discovered: a module that declares one "
+        "can't use the registry while it is imported",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_plugin_is_kept_with_its_cause_and_hides_no_other(plugin, source, reason):
+    before = attnreg.list_backends()
+    _registry._entries = None
+    origin = plugin("broken", source)
+    good = plugin("good", SOURCE.format(name="Good"))
+    assert attnreg.list_backends() == [*before, "broken", "Good"]
+    entry = _registry.find("broken")
+    expected = reason.format(origin=origin, module="attnreg_broken_plugin")
+    assert entry.unavailable() == expected
+    assert entry.reasons(SPEC, "forward") == entry.reasons(SPEC, "backward") == (expected,)
+    assert (entry.backend, entry.version(), type(entry.cause).__name__) == (None, "", reason.split(": ")[1])
+    assert _registry.find("good").origin == good
+    with pytest.raises(BackendUnavailableError) as error:
+        attnreg.register_backend("broken")
+    assert str(error.value) == f"broken {expected}"
+    assert error.value.__cause__ is entry.cause
+
+
+def test_a_plugin_that_is_no_python_is_kept_with_its_cause(plugin):
+    plugin("broken", "def (:")
+    entry = found("broken")
+    assert isinstance(entry.cause, SyntaxError)
+    assert (
+        entry.unavailable()
+        == "failed to load: SyntaxError: invalid syntax (attnreg_broken_plugin.py, line 1)"
+    )
+
+
+def test_an_entry_point_that_names_nothing_is_kept_with_its_cause(plugin):
+    plugin("broken", "", value="{module}:NOT.HERE")
+    assert found("broken").unavailable() == (
+        "failed to load: AttributeError: module 'attnreg_broken_plugin' has no attribute 'NOT'"
+    )
+
+
+def test_a_broken_file_of_the_folder_is_kept_with_its_cause_too(folder):
+    folder("broken", "1 / 0")
+    entry = found("broken")
+    assert entry.origin == "attnreg.backends.broken"
+    assert entry.unavailable() == "failed to load: ZeroDivisionError: division by zero"
+
+
+def test_a_broken_plugin_is_told_of_at_info_not_in_the_way(plugin, caplog):
+    origin = plugin("broken", "raise ImportError('no')")
+    with caplog.at_level("INFO", "attnreg"):
+        attnreg.list_backends()
+        attnreg.list_backends()
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", f"backend broken is broken ({origin}): ImportError('no')")
+    ]
+
+
+def test_attention_runs_beside_a_broken_plugin(plugin, routers, ran):
+    plugin("broken", "raise SystemExit(3)")
+    attnreg.install()
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    with attnreg.register_backend("math"):
+        F.scaled_dot_product_attention(*inputs)
+    assert ran() == {"math": (1, 0)}
+
+
+def test_an_interrupt_during_discovery_passes_and_the_next_discovery_is_whole(plugin, monkeypatch):
+    plugin("stopped", "import stopper\nstopper.stop()\n" + SOURCE.format(name="Stopped"))
+
+    class Stopper:
+        stops = 1
+
+        def stop(self):
+            if self.stops:
+                self.stops -= 1
+                raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "stopper", Stopper())
+    with pytest.raises(KeyboardInterrupt):
+        attnreg.list_backends()
+    assert "Stopped" in attnreg.list_backends()
+
+
+def test_of_two_backends_of_one_name_the_first_is_used_and_a_warning_names_both_origins(plugin, caplog):
+    second = plugin("other", SOURCE.format(name="eXTRA"), distribution="attnreg_a_plugin")
+    first = plugin("extra", SOURCE.format(name="Extra"), distribution="attnreg_b_plugin")
+    names = attnreg.list_backends()
+    assert ("Extra" in names, "eXTRA" in names) == (True, False)
+    assert _registry.find("EXTRA").origin == first
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"two backends are named 'eXTRA': {first} is used, {second} is not")
+    ]
+
+
+def test_a_plugin_cannot_take_the_name_of_a_backend_that_comes_with_attnreg(plugin, caplog):
+    origin = plugin("math", SOURCE.format(name="Math"))
+    assert _registry.find("math").origin == "attnreg.backends.math"
+    assert [record.message for record in caplog.records] == [
+        f"two backends are named 'Math': attnreg.backends.math is used, {origin} is not"
+    ]
+
+
+def test_nothing_is_discovered_before_somebody_asks(monkeypatch):
+    def never():
+        raise AssertionError("discovered")
+
+    monkeypatch.setattr(_registry, "discover", never)
+    attnreg.reset_stats()
+    assert attnreg.stats().calls == {}
+    with pytest.raises(AssertionError, match="discovered"):
+        attnreg.list_backends()
+
+
+def test_discovering_loads_and_probes_no_backend(fake, monkeypatch):
+    def never():
+        raise AssertionError("touched")
+
+    backend = fake("mine", load=never, unavailable=never, version=never).backend
+    monkeypatch.setattr(_registry, "discover", lambda: [Entry("mine", "a test", backend)])
+    assert attnreg.list_backends() == ["mine"]
+    with pytest.raises(AssertionError, match="touched"):
+        backend.unavailable()
+
+
+def counted(outcome):
+    """Return a function that does what it is told and a list that grows with every call of it."""
+    calls = []
+
+    def called(*_):
+        calls.append(None)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return called, calls
+
+
+def test_a_backend_is_loaded_once_per_process(fake):
+    kernels = attnreg.Kernels(print, print)
+    load, calls = counted(kernels)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    assert entry.kernels() is entry.kernels() is kernels
+    assert entry.kernel("forward") is entry.kernel("backward") is print
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("failure", [ImportError("no _C"), SystemExit(2), RuntimeError("driver too old")])
+def test_a_failing_load_is_tried_once_per_process_and_keeps_its_cause(fake, failure):
+    load, calls = counted(failure)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    assert entry.unavailable() == ""
+    assert entry.reasons(SPEC, "forward") == ()
+    reason = f"failed to load: {type(failure).__name__}: {failure}"
+    for _ in range(3):
+        with pytest.raises(BackendUnavailableError) as error:
+            entry.kernels()
+        assert str(error.value) == f"mine {reason}"
+        assert error.value.__cause__ is failure
+    assert len(calls) == 1
+    assert entry.unavailable() == reason
+    assert entry.reasons(SPEC, "forward") == (reason,)
+
+
+def test_a_failing_load_is_tried_once_however_many_ways_ask(fake, routers, ran):
+    load, calls = counted(ImportError("no _C"))
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    backend = fake("mine", load=load).backend
+    with attnreg.register_backend(backend, required=False):
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError):
+                attnreg.register_backend("mine")
+            with pytest.raises(BackendUnavailableError):
+                attnreg.use_backend("mine")
+        attnreg.install()
+        F.scaled_dot_product_attention(*inputs)
+    assert len(calls) == 1
+    assert "mine" not in ran()
+
+
+def test_an_interrupt_during_a_load_passes_and_the_load_is_tried_again(fake):
+    outcomes = [KeyboardInterrupt(), attnreg.Kernels(print, print)]
+
+    def load():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    with pytest.raises(KeyboardInterrupt):
+        entry.kernels()
+    assert entry.kernels().forward is print
+
+
+@pytest.mark.parametrize(
+    ("loaded", "reason"),
+    [
+        (None, "got None, expected Kernels"),
+        ((print, print), "got (<built-in function print>, <built-in function print>), expected Kernels"),
+        (attnreg.Kernels(print), "got no backward, but it declares one"),
+    ],
+)
+def test_a_load_that_returns_the_wrong_thing_makes_the_backend_unavailable(fake, loaded, reason):
+    entry = Entry("mine", "a test", fake("mine", load=lambda: loaded).backend)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernels()
+    assert str(error.value) == f"mine failed to load: RegistrationError: load() of mine: {reason}"
+    assert isinstance(error.value.__cause__, RegistrationError)
+
+
+def test_a_backend_that_declares_no_backward_loads_without_one(fake):
+    entry = Entry("mine", "a test", fake("mine", backward=False).backend)
+    assert entry.kernels().backward is None
+    assert entry.reasons(SPEC, "forward") == ()
+    assert entry.reasons(SPEC, "backward") == ("has no backward",)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernel("backward")
+    assert str(error.value) == "mine has no backward"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"unavailable": lambda: "needs a GPU"}, "can't load here: needs a GPU"),
+        (
+            {"unavailable": lambda: "not installed", "install": "pip install 'attnreg[fa4]'"},
+            "can't load here: not installed; install it with: pip install 'attnreg[fa4]'",
+        ),
+        (
+            {"unavailable": lambda: importlib.util.find_spec("no_such_parent.child") and None},
+            "can't load here: availability check failed: ModuleNotFoundError: "
+            "No module named 'no_such_parent'",
+        ),
+        ({"unavailable": lambda: 1 // 0}, "can't load here: availability check failed: ZeroDivisionError: "),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(fake, options, reason):
+    load, loads = counted(None)
+    entry = Entry("mine", "a test", fake("mine", load=load, **options).backend)
+    assert entry.unavailable().startswith(reason)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernels()
+    assert str(error.value) == f"mine {entry.unavailable()}"
+    assert loads == []
+
+
+def test_availability_is_probed_once_per_process(fake):
+    probe, calls = counted(None)
+    entry = Entry("mine", "a test", fake("mine", unavailable=probe).backend)
+    entry.kernels()
+    assert [entry.unavailable() for _ in range(3)] == ["", "", ""]
+    assert len(calls) == 1
+
+
+def test_what_is_missing_here_is_no_reason_against_a_simulated_device_but_a_failed_load_is(fake):
+    there = dataclasses.replace(SPEC, device=attnreg.Device.parse("sm_90"))
+    absent = fake("mine", devices=("cuda", "cpu"), unavailable=lambda: "needs a GPU").backend
+    entry = Entry("mine", "a test", absent)
+    assert entry.reasons(SPEC, "forward") == ("can't load here: needs a GPU",)
+    assert entry.reasons(there, "forward") == ()
+    broken = Entry("mine", "a test", absent, cause=ImportError("no _C"))
+    assert broken.reasons(there, "forward") == ("failed to load: ImportError: no _C",)
+
+
+def test_why_it_cannot_load_stands_before_why_it_cannot_run_the_call(fake):
+    backend = fake("mine", dtypes=("float16",), gqa=False, unavailable=lambda: "needs a GPU").backend
+    spec = dataclasses.replace(SPEC, heads_k=1)
+    assert Entry("mine", "a test", backend).reasons(spec, "forward") == (
+        "can't load here: needs a GPU",
+        "dtype must be float16, got float32",
+        "query and key must have as many heads, got 2 and 1",
+    )
+
+
+def refuse_long(spec):
+    return (f"max_q must be at most 4, got {spec.max_q}",) if spec.max_q > 4 else ()
+
+
+def fail(spec):
+    raise KeyError("max_q")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reasons"),
+    [
+        (None, ()),
+        (lambda spec: (), ()),
+        (lambda spec: [], ()),
+        (refuse_long, ("max_q must be at most 4, got 8",)),
+        (fail, ("check failed: KeyError: 'max_q'",)),
+        (lambda spec: None, ("check failed: TypeError: 'NoneType' object is not iterable",)),
+        (
+            lambda spec: "too long",
+            ("check failed: TypeError: refuses() returned 'too long', expected a tuple of reasons",),
+        ),
+    ],
+)
+def test_a_backends_own_check_adds_its_reasons_and_a_failing_one_is_a_reason(fake, refuses, reasons):
+    entry = Entry("mine", "a test", fake("mine", refuses=refuses).backend)
+    assert entry.reasons(SPEC, "forward") == reasons
+
+
+def test_a_check_that_fails_is_a_fallback_and_in_strict_mode_an_error(fake):
+    entries = {
+        name: Entry(name, "a test", fake(name, refuses=refuses).backend)
+        for name, refuses in (("mine", fail), ("other", None))
+    }
+    asked = (Preference("register_backend('mine')", ("mine",)),)
+    decision = select(SPEC, "forward", entries, Policy(asked))
+    assert (decision.backend, decision.passed_over) == ("other", ("mine",))
+    assert decision.rejected == {"mine": ("check failed: KeyError: 'max_q'",)}
+    assert select(SPEC, "forward", entries, Policy(asked, strict="ATTNREG_STRICT")).backend is None
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [(lambda: "2.8.3", "2.8.3"), (lambda: None, ""), (lambda: 1 // 0, ""), (lambda: (2, 8), "(2, 8)")],
+)
+def test_a_version_is_text_or_nothing_and_never_an_error(fake, version, shown):
+    assert Entry("mine", "a test", fake("mine", version=version).backend).version() == shown
+
+
+def in_threads(function, count=8):
+    """Return what `function` returned in each of many threads that start at once."""
+    barrier = threading.Barrier(count)
+
+    def run():
+        barrier.wait()
+        return function()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(run) for _ in range(count)]]
+
+
+def slowly(outcome, calls):
+    def called():
+        calls.append(None)
+        time.sleep(0.05)  # gives every other thread the time to come by
+        return outcome() if callable(outcome) else outcome
+
+    return called
+
+
+def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake):
+    calls = []
+    load = slowly(lambda: attnreg.Kernels(print, print), calls)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    kernels = in_threads(entry.kernels)
+    assert len({id(found) for found in kernels}) == 1
+    assert len(calls) == 1
+
+
+def test_eight_threads_that_discover_at_once_get_one_whole_registry_of_one_discovery(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_registry, "discover", slowly(discover, calls))
+    seen = in_threads(_registry.entries)
+    assert len({id(entries) for entries in seen}) == 1
+    assert len(calls) == 1
+    assert "math" in seen[0]
+
+
+def test_eight_threads_can_make_the_first_call_at_once(fake, routers, ran):
+    calls = []
+    recorder = fake("mine")
+    kernels = attnreg.Kernels(recorder.forward, recorder.backward)
+    backend = dataclasses.replace(recorder.backend, load=slowly(kernels, calls))
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    expected = F.scaled_dot_product_attention(*inputs)
+    ran()
+    with attnreg.register_backend(backend):
+        for out in in_threads(lambda: F.scaled_dot_product_attention(*inputs)):
+            torch.testing.assert_close(out, expected)
+    assert len(calls) == 1
+    assert ran() == {"mine": (8, 0)}
+
+
+def test_a_call_that_no_working_backend_can_run_names_the_broken_ones_with_their_cause(
+    plugin, packed, monkeypatch
+):
+    plugin("broken", "raise ImportError('no _C')")
+    *tensors, max_q, max_k = packed((3,))
+    monkeypatch.setattr(
+        _registry, "_entries", {name: e for name, e in _registry.entries().items() if name == "broken"}
+    )
+    _registry.changed()
+    with pytest.raises(UnsupportedInputError) as error:
+        attnreg.varlen_attn(*tensors, max_q, max_k)
+    assert error.value.rejected == {"broken": ("failed to load: ImportError: no _C",)}
+    assert str(error.value).splitlines()[-1] == "  broken  failed to load: ImportError: no _C"

@@ -1,0 +1,419 @@
+"""Promises of the known issues: a row speaks of the calls that it describes and of no other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnreg
+from attnreg import _registry
+from attnreg.contract import issue_rows, known_issues
+from attnreg.contract.discovery import Entry
+from attnreg.explanation.call_spec import ROUTED
+from attnreg.measure import Case, verify
+
+GPU = {"devices": ("cuda",), "dtypes": ("float16", "bfloat16")}
+
+ROW = {"backend": "mine", "directions": "both", "reason": "it is wrong", "link": "https://example.org/1"}
+
+
+def spec(device="sm_90", **changes):
+    return attnreg.AttentionSpec(
+        **{
+            "device": attnreg.Device.parse(device),
+            "dtype": "bfloat16",
+            "batch": 2,
+            "max_q": 256,
+            "max_k": 192,
+            "heads_q": 8,
+            "heads_k": 2,
+            "head_dim": 64,
+            "head_dim_v": 64,
+            **changes,
+        }
+    )
+
+
+def toml(*rows):
+    """Return a file of rows; values are TOML as they stand if they begin with a brace or a bracket."""
+    lines = []
+    for row in rows:
+        lines.append("[[issue]]")
+        for key, value in row.items():
+            bare = (isinstance(value, str) and value[:1] in ("{", "[")) or not isinstance(value, str)
+            lines.append(f"{key} = {value if bare else repr(value)}")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Read rows: `rows({...}, ...)` returns issues and problems."""
+
+    def read(*given):
+        file = tmp_path / "issues.toml"
+        file.write_text(toml(*given), encoding="utf-8")
+        return issue_rows.read(file)
+
+    return read
+
+
+@pytest.fixture
+def shipped(rows, monkeypatch):
+    """Let these rows be the ones that attnreg ships with."""
+
+    def ship(*given):
+        issues, problems = rows(*given)
+        assert problems == ()
+        monkeypatch.setattr(known_issues, "_rows", lambda: issues)
+
+    return ship
+
+
+def only(rows, **row):
+    (issue,), problems = rows(ROW | row)
+    assert problems == ()
+    return issue
+
+
+# Which calls a row speaks of
+
+
+@pytest.mark.parametrize(
+    ("directions", "affected"),
+    [("forward", {"forward"}), ("backward", {"backward"}), ("both", {"forward", "backward"})],
+)
+def test_a_row_speaks_of_its_directions(rows, directions, affected):
+    issue = only(rows, directions=directions)
+    assert {one for one in ("forward", "backward") if issue.affects(spec(), one)} == affected
+
+
+@pytest.mark.parametrize(
+    ("device", "affected"),
+    [("sm_80", False), ("sm_89", True), ("sm_90", True), ("sm_100", False), ("cuda", True), ("cpu", True)],
+)
+def test_a_row_speaks_of_its_compute_capabilities_and_of_a_device_that_tells_none(rows, device, affected):
+    issue = only(rows, compute_capability='["8.9", "9.0"]')
+    assert issue.affects(spec(device), "forward") is affected
+
+
+@pytest.mark.parametrize(
+    ("where", "affected"),
+    [
+        ("{}", True),
+        ("{ max_q = 256 }", True),
+        ("{ max_q = 255 }", False),
+        ("{ max_q = { equals = 256 } }", True),
+        ("{ max_q = { differs_from = 256 } }", False),
+        ("{ max_q = { at_least = 256 } }", True),
+        ("{ max_q = { at_least = 257 } }", False),
+        ("{ max_q = { at_most = 256 } }", True),
+        ("{ max_q = { at_most = 255 } }", False),
+        ("{ max_q = { more_than = 256 } }", False),
+        ("{ max_q = { less_than = 257 } }", True),
+        ("{ max_q = { at_least = 1, less_than = 256 } }", False),
+        ("{ max_k = { multiple_of = 64 } }", True),
+        ("{ max_k = { multiple_of = 128 } }", False),
+        ("{ max_k = { modulo = [128, 64] } }", True),
+        ("{ max_q = { modulo = [128, 64] } }", False),
+        ('{ max_k = { less_than = "max_q" } }', True),
+        ('{ max_k = { less_than = "max_q - 64" } }', False),
+        ('{ max_k = { at_most = "max_q - 64" } }', True),
+        ('{ max_q = { equals = "max_k + 64" } }', True),
+        ('{ heads_q = { more_than = "heads_k" } }', True),
+        ('{ dtype = "bfloat16" }', True),
+        ('{ dtype = { differs_from = "bfloat16" } }', False),
+        ("{ varlen = true }", False),
+        ("{ varlen = false, max_q = 256 }", True),
+        ("{ varlen = false, max_q = 1 }", False),
+        ("{ causal = true }", True),
+        ("{ windowed = true }", True),
+        ("{ window_left = 4, window_right = 0 }", True),
+        ("{ window_left = -1 }", False),
+        ("{ dropout = { more_than = 0.0 } }", False),
+        ("{ page_size = { multiple_of = 16 } }", False),  # there are no pages
+        ("{ num_splits = 0 }", False),
+    ],
+)
+def test_a_row_speaks_of_the_calls_that_pass_all_its_tests(rows, where, affected):
+    issue = only(rows, where=where)
+    assert issue.affects(spec(window=(4, 0)), "forward") is affected
+
+
+@pytest.mark.parametrize(
+    ("versions", "version", "affected"),
+    [
+        ("", "1.0", True),
+        ("", "", True),
+        (">=9.10.0,<9.10.2", "9.10.1", True),
+        (">=9.10.0,<9.10.2", "9.10.2", False),
+        (">=9.9", "9.10.0", True),  # as numbers: "9.10" is more than "9.9"
+        ("==9.14.0", "9.14.0 (frontend 1.32.0)", True),
+        ("<9.19", "9.19.0 (frontend 1.32.0)", False),
+        (">=2.11", "2.11.0+cu130", True),
+        ("==2.11.*", "2.11.0a0+git1234", True),
+        (">=4.0.0b19", "4.0.0b36", True),
+        ("==9.14.0", "", True),
+        ("==9.14.0", "a build of my own", True),
+    ],
+)
+def test_a_row_speaks_of_its_versions_and_of_one_that_cannot_be_told(rows, versions, version, affected):
+    assert only(rows, versions=versions).affects_version(version) is affected
+
+
+def test_on_a_machine_that_is_only_asked_about_a_version_that_cannot_be_told_is_taken_for_a_good_one(rows):
+    issue = only(rows, versions="==9.14.0")
+    assert not issue.affects_version("", simulated=True)
+    assert issue.affects_version("9.14.0", simulated=True)
+
+
+# What becomes of a row
+
+
+def test_a_row_is_a_reason_that_ends_with_its_link(shipped, fake):
+    shipped(ROW | {"where": "{ max_q = 8 }", "directions": "backward"})
+    entry = Entry("Mine", "a test", fake("Mine", devices=("cuda",)).backend)
+    assert entry.reasons(spec(max_q=8), "backward") == ("it is wrong; see https://example.org/1",)
+    assert entry.reasons(spec(max_q=8), "forward") == ()
+    assert entry.reasons(spec(max_q=9), "backward") == ()
+    other = Entry("other", "a test", fake("other", devices=("cuda",)).backend)
+    assert other.reasons(spec(max_q=8), "backward") == ()
+
+
+def test_what_cannot_run_a_call_anyway_has_no_further_reason(shipped, fake):
+    shipped(ROW)
+    refusing = fake("mine", devices=("cuda",), refuses=lambda spec: ("no",)).backend
+    assert Entry("mine", "a test", refusing).reasons(spec(), "forward") == ("no",)
+    assert len(Entry("mine", "a test", fake("mine").backend).reasons(spec(), "forward")) == 1
+    missing = fake("mine", devices=("cuda",), unavailable=lambda: "it is not here").backend
+    assert Entry("mine", "a test", missing).reasons(spec("cuda"), "forward") == (
+        "can't load here: it is not here",
+    )
+
+
+def test_the_version_is_asked_only_where_it_matters(shipped, fake):
+    shipped(ROW | {"versions": "<2", "where": "{ max_q = 8 }"}, ROW | {"where": "{ max_q = 9 }"})
+    asked = []
+
+    def version():
+        asked.append(1)
+        return "1.5 (something else 3.0)"
+
+    entry = Entry("mine", "a test", fake("mine", devices=("cuda",), version=version).backend)
+    assert (entry.reasons(spec(max_q=7), "forward"), asked) == ((), [])
+    assert (len(entry.reasons(spec(max_q=9), "forward")), asked) == (1, [])
+    assert (len(entry.reasons(spec(max_q=8), "forward")), asked) == (1, [1])
+
+
+def fail():
+    raise ImportError("no version")
+
+
+def test_a_version_that_raises_is_one_that_cannot_be_told(shipped, fake):
+    shipped(ROW | {"versions": "<2"})
+    entry = Entry("mine", "a test", fake("mine", devices=("cuda",), version=fail).backend)
+    assert entry.reasons(spec(), "forward") == ()
+    assert len(entry.reasons(spec("cuda"), "forward")) == 1
+
+
+def test_explain_shows_reason_and_link_and_another_backend_runs_the_call(shipped, fake, monkeypatch):
+    shipped(ROW | {"where": "{ varlen = true, max_q = 1 }", "backend": "mine"})
+    mine, other = fake("mine", devices=("cuda",), priority=9), fake("other", devices=("cuda",))
+    entries = {one.backend.name: Entry(one.backend.name, "a test", one.backend) for one in (mine, other)}
+    monkeypatch.setattr(_registry, "_entries", entries)
+    _registry.changed()
+    told = attnreg.explain(spec(varlen=True, max_q=1))
+    assert told.backend == "other"
+    assert "  mine   it is wrong; see https://example.org/1\n" in str(told)
+    assert attnreg.explain(spec(varlen=True, max_q=2)).backend == "mine"
+
+
+def test_a_call_goes_to_another_backend_and_the_statistics_say_why(shipped, fake, packed, ran):
+    shipped(ROW | {"where": "{ max_q = 3 }", "directions": "forward"})
+    mine, other = fake("mine"), fake("other")
+    with attnreg.register_backend(other.backend), attnreg.register_backend(mine.backend):
+        attnreg.varlen_attn(*packed([3, 2])).sum().backward()
+        (row,) = attnreg.stats().fallbacks
+        assert (row.backend, row.reason) == ("mine", "it is wrong; see https://example.org/1")
+        assert ran() == {"other": (1, 0), "mine": (0, 1)}
+        attnreg.varlen_attn(*packed([4, 2])).sum().backward()
+        assert ran() == {"mine": (1, 1)}
+
+
+def test_verification_does_not_run_what_is_known_to_be_wrong(shipped, fake):
+    shipped(ROW | {"where": "{ max_q = 3 }", "directions": "backward"}, ROW | {"where": "{ max_q = 4 }"})
+    cases = [Case(name=f"length {n}", lens_q=(n,), lens_k=(n,), dtype="float32") for n in (3, 4, 5)]
+    outcomes = list(verify(fake("mine").backend, "cpu", cases))
+    assert [sorted(outcome.errors) for outcome in outcomes] == [
+        ["lse", "out"],
+        [],
+        ["dk", "dq", "dv", "lse", "out"],
+    ]
+    assert outcomes[1].reasons == ("it is wrong; see https://example.org/1",)
+
+
+# Rows that are malformed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"version": "<2"},
+            "key: got 'version', expected one of backend, reason, link, directions, versions, ",
+        ),
+        ({"versions": "<<2"}, "versions: got '<<2', expected a specifier such as '>=9.10,<9.10.2'"),
+        ({"versions": 2}, "versions: got 2, expected a specifier such as"),
+        ({"directions": "all"}, "directions: got 'all', expected one of forward, backward, both"),
+        ({"backend": ""}, "backend: got '', expected a string"),
+        (
+            {"link": "see the forum"},
+            "link: got 'see the forum', expected an address that begins with https://",
+        ),
+        ({"reason": "it is wrong."}, "reason: got 'it is wrong.', expected one sentence without a full stop"),
+        (
+            {"compute_capability": "9.0"},
+            "compute_capability: got '9.0', expected the lowest and the highest, such as ['8.0', '9.0']",
+        ),
+        (
+            {"compute_capability": '["9.0", "8.0"]'},
+            "compute_capability: got ['9.0', '8.0'], expected the lowest",
+        ),
+        ({"compute_capability": '["9.0"]'}, "compute_capability: got ['9.0'], expected the lowest"),
+        ({"where": '"varlen"'.strip('"')}, "where: got 'varlen', expected a table"),
+        ({"where": "{ max_qq = 1 }"}, "where: field: got 'max_qq', expected one of dtype, batch, max_q, "),
+        ({"where": "{ device = 1 }"}, "where: field: got 'device', expected one of "),
+        ({"where": "{ max_q = { above = 1 } }"}, "where.max_q: test: got 'above', expected one of equals, "),
+        (
+            {"where": "{ max_q = true }"},
+            "where.max_q.equals: got True, expected a number, or a field such as",
+        ),
+        ({"where": '{ max_q = "max_kk" }'}, "where.max_q.equals: field: got 'max_kk', expected one of batch"),
+        (
+            {"where": '{ max_q = "max_k * 2" }'},
+            "where.max_q.equals: got 'max_k * 2', expected a number, or a",
+        ),
+        (
+            {"where": "{ max_q = { multiple_of = 0 } }"},
+            "where.max_q.multiple_of: got 0, expected a number above",
+        ),
+        (
+            {"where": "{ max_q = { modulo = 64 } }"},
+            "where.max_q.modulo: got 64, expected [divisor, remainder]",
+        ),
+        ({"where": "{ varlen = 1 }"}, "where.varlen.equals: got 1, expected true or false"),
+        ({"where": "{ dtype = true }"}, "where.dtype.equals: got True, expected a string"),
+        (
+            {"where": "{ varlen = { at_least = true } }"},
+            "where.varlen.at_least: got True, expected no such test, as varlen is no number",
+        ),
+    ],
+)
+def test_a_malformed_row_is_told_by_file_row_and_field_and_spoils_no_other(rows, changes, message):
+    issues, problems = rows(ROW, ROW | changes, ROW)
+    assert len(issues) == 2
+    assert len(problems) == 1
+    assert problems[0].startswith(f"issues.toml: issue 2: {message}")
+
+
+@pytest.mark.parametrize("missing", ["backend", "directions", "reason", "link"])
+def test_what_every_row_must_have(rows, missing):
+    _, problems = rows({key: value for key, value in ROW.items() if key != missing})
+    assert problems == (f"issues.toml: issue 1: {missing}: got None, expected a string",)
+
+
+def test_a_field_that_is_nearly_right_is_recognised(rows):
+    _, problems = rows(ROW | {"where": "{ window_lef = 1 }"})
+    assert problems[0].endswith("; did you mean 'window_left'?")
+
+
+@pytest.mark.parametrize("text", ["[[issue]", "issues = []", ""])
+def test_a_file_that_cannot_be_read_is_a_problem_and_no_exception(tmp_path, text):
+    file = tmp_path / "issues.toml"
+    file.write_text(text)
+    issues, problems = issue_rows.read(file)
+    assert (issues, len(problems)) == ((), 1)
+    assert issue_rows.read(tmp_path / "none.toml")[0] == ()
+
+
+def test_a_malformed_row_costs_a_warning_and_no_call(rows, tmp_path, monkeypatch, caplog, fake):
+    rows(ROW | {"where": "{ max_qq = 1 }"}, ROW | {"where": "{ max_q = 8 }"})
+    known_issues._rows.cache_clear()
+    monkeypatch.setattr(known_issues, "FILE", tmp_path / "issues.toml")
+    try:
+        entry = Entry("mine", "a test", fake("mine", devices=("cuda",)).backend)
+        assert len(entry.reasons(spec(max_q=8), "forward")) == 1
+        assert entry.reasons(spec(), "forward") == ()
+    finally:
+        known_issues._rows.cache_clear()
+    (record,) = caplog.records
+    assert re.match(
+        r"issues.toml: issue 1: where: field: got 'max_qq'.*; the row is left out", record.message
+    )
+
+
+# The rows that are shipped
+
+
+def shipped_rows():
+    return issue_rows.read(known_issues.FILE)[0]
+
+
+def test_every_row_that_is_shipped_is_well_formed():
+    issues, problems = issue_rows.read(known_issues.FILE)
+    assert problems == ()
+    assert issues
+
+
+def test_every_row_that_is_shipped_speaks_of_a_backend_that_there_is():
+    known = {entry.name for entry in _registry.entries().values()} | {one.name for one in ROUTED.values()}
+    assert {issue.backend for issue in shipped_rows()} <= known
+
+
+def test_the_reasons_that_are_shipped_are_worded_as_all_others():
+    for issue in shipped_rows():
+        assert not issue.reason[0].isupper(), issue
+        assert "\n" not in issue.reason, issue
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "call", "direction", "known"),
+    [
+        ("FA2", "2.11.0", {"window": (4, -1), "max_k": 254}, "forward", True),
+        ("FA2", "2.11.0", {"window": (4, -1), "max_k": 255}, "forward", False),
+        ("FA2", "2.11.0", {"window": (4, 4), "max_k": 100}, "forward", False),
+        ("FA2", "2.11.0", {"window": (-1, 100), "max_k": 100}, "backward", True),
+        ("FA2", "2.11.0", {"window": (-1, 99), "max_k": 100}, "backward", False),
+        ("FA2", "2.11.0", {"window": (4, 120), "max_k": 100}, "forward", True),
+        ("FA2", "2.11.0", {"window": (4, 255), "max_k": 300}, "forward", False),
+        ("cuDNN", "9.10.1 (frontend 1.32.0)", {}, "forward", True),
+        ("cuDNN", "9.10.2 (frontend 1.32.0)", {}, "forward", False),
+        ("cuDNN", "9.14.0", {"window": (4, 4), "max_k": 1025}, "backward", True),
+        ("cuDNN", "9.14.0", {"window": (4, 0), "max_k": 1025}, "backward", False),
+        ("cuDNN", "9.14.0", {"window": (4, 4), "max_k": 1024}, "backward", False),
+        ("cuDNN", "9.19.0", {"max_q": 1}, "backward", False),
+        ("cuDNN", "9.26.0", {"max_q": 1}, "backward", True),
+        ("cuDNN", "9.26.0", {"max_q": 1}, "forward", False),
+        ("cuDNN", "9.19.0", {"bias": True, "max_k": 192}, "backward", True),
+        ("cuDNN", "9.19.0", {"bias": True, "max_k": 256}, "backward", False),
+        ("cuDNN", "9.19.0", {"max_k": 192}, "backward", False),
+        ("cuDNN", "9.19.0", {"bias": True, "max_k": 192, "device": "sm_100"}, "backward", False),
+    ],
+)
+def test_what_is_shipped_describes_the_calls_that_were_reported(backend, version, call, direction, known):
+    assert bool(known_issues.against(backend, lambda: version, spec(**call), direction)) is known
+
+
+def test_importing_and_listing_read_no_row():
+    script = (
+        "import attnreg; from attnreg.contract import discovery, known_issues; attnreg.list_backends(); "
+        "assert not known_issues._rows.cache_info().currsize; import sys; "
+        "assert 'packaging' not in sys.modules or 'torch' in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_the_file_lies_beside_the_module_that_reads_it():
+    assert Path(attnreg.__file__).parent / "contract" / "known_issues.toml" == known_issues.FILE

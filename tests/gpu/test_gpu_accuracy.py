@@ -1,0 +1,194 @@
+"""On a GPU: every backend is at most twice as wrong as plain PyTorch, for out, LSE, dq, dk and dv.
+
+FA4 compiles and cuDNN plans each kind of call, so by default they are held to few kinds and many
+values; `pytest -m "gpu and slow"` holds them to all.
+"""
+
+import functools
+
+import pytest
+from support import gpu
+
+from attnreg import _registry
+from attnreg.backends.fa4 import limits
+from attnreg.contract.backend import Kernels
+from attnreg.measure import CASES, QUICK, Case, measure, verify
+
+pytestmark = pytest.mark.gpu
+
+OPEN, CAUSAL = (-1, -1), (-1, 0)
+
+# flash-attention's own list of lengths, but for 4224 and 4224: "long", of the cases that take gigabytes.
+SHAPES = (
+    *((1, 1), (3, 3), (64, 32), (64, 1), (239, 1), (799, 3)),
+    *((113, 203), (113, 211), (1023, 1024), (1024, 1023)),
+)
+RAGGED = ((113, 203), (1, 65), (64, 1), (0, 9), (31, 33), (7, 0), (203, 113))
+RATIOS = {1: (4, 4), 2: (4, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (16, 2)}
+WINDOWS = ((8, 2), (4, 0), (0, 0), (0, 1), (-1, 4), (100, -1), (1025, 1025))
+LAYOUTS = ("packed", "heads first", "last dim strided", "offset", "odd rows")
+
+
+def dense(len_q, len_k, batch=2, **options):
+    return Case(
+        name=f"{len_q}x{len_k} {options}", lens_q=(len_q,) * batch, lens_k=(len_k,) * batch, **options
+    )
+
+
+def ragged(*lengths, **options):
+    lens_q, lens_k = zip(*lengths, strict=True)
+    return Case(name=f"ragged {options}", lens_q=lens_q, lens_k=lens_k, varlen=True, **options)
+
+
+def from_matrix(*starts):
+    return [case for case in QUICK if case.dtype == "bfloat16" and case.name.startswith(starts)]
+
+
+def hold(named, cases, may_refuse=()):
+    """Run cases by the rule; a backend refuses none, unless it may, and then says why in known words."""
+    cases = list(cases)
+    entry = _registry.find(named)
+    entry.kernels()  # that it can't load is an error here, not a reason
+    outcomes = list(verify(entry.backend, "cuda", cases))
+    assert len(outcomes) == len(cases) > 0
+    wrong = [
+        f"{outcome.case}: {outcome.failure} "
+        + ", ".join(f"{name} {error}" for name, error in outcome.errors.items() if not error.passed)
+        for outcome in outcomes
+        if not outcome.passed
+    ]
+    assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong)
+    refused = {str(outcome.case): outcome.reasons for outcome in outcomes if outcome.reasons}
+    assert not refused or named in may_refuse
+    strange = [reason for reasons in refused.values() for reason in reasons if not gpu.REFUSAL.match(reason)]
+    assert not strange
+    for outcome in outcomes:
+        assert outcome.reasons or outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    return outcomes
+
+
+@pytest.mark.parametrize("window", [OPEN, CAUSAL], ids=["open", "causal"])
+def test_dense_lengths(named, window):
+    outcomes = hold(named, [dense(*shape, window=window) for shape in SHAPES], may_refuse=["cuDNN"])
+    # Of these cuDNN leaves out a single query with a single key, and masks over more queries than keys.
+    left_out = sum(q == k == 1 or (window == CAUSAL and q > k) for q, k in SHAPES)
+    assert sum(bool(outcome.reasons) for outcome in outcomes) == (left_out if named == "cuDNN" else 0)
+
+
+@pytest.mark.only_for("cuDNN")
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
+)
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
+def test_packed_lengths_whoever_the_plans_are_for(named, plans_of_either_kind, window, options):
+    """The LSE of a plan of their own lies in another order, and its rows begin anywhere, 512 to 516 apart."""
+    assert sum(rows for rows, _ in RAGGED) == 419
+    hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
+
+
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2), (4, 0)], ids=str)
+def test_packed_lengths(named, window):
+    hold(named, [ragged(*SHAPES, window=window), ragged(*RAGGED, window=window)])
+
+
+def test_empty_sequences_and_rows_without_a_key(named):
+    hold(
+        named, from_matrix("varlen empty", "varlen all empty", "varlen no ", "varlen at most", "varlen tail")
+    )
+    hold(named, from_matrix("no queries", "no keys", "no batch"))
+
+
+def test_odd_lengths(named):
+    hold(named, from_matrix("length 15", "length 33", "length 65", "length 127", "length 143", "length 257"))
+    hold(named, [dense(length, length) for length in (191, 193, 255)])
+
+
+def test_strided_and_unaligned_inputs(named):
+    lengths = [(n, n) for n, _ in RAGGED]  # views of one tensor are as long
+    hold(named, [ragged(*lengths, layout=layout, heads=(4, 4)) for layout in LAYOUTS])
+    hold(named, [dense(113, 113, layout=layout, heads=(4, 4)) for layout in LAYOUTS])
+
+
+def test_large_values_and_float16(named):
+    hold(named, [dense(113, 203, magnitude=5.0), dense(113, 203, dtype="float16")])
+
+
+def test_a_count_of_keys_beside_the_offsets(named):
+    hold(named, from_matrix("varlen seqused_k"), may_refuse=["FA2"])
+
+
+@pytest.mark.slow_for("FA4")
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_query_heads_that_share_a_key_head(named, ratio):
+    heads = RATIOS[ratio]
+    hold(named, [ragged(*RAGGED, heads=heads, window=CAUSAL), dense(113, 203, heads=heads, window=CAUSAL)])
+
+
+@pytest.mark.only_for("FA4")
+def test_four_query_heads_to_a_key_head(named):
+    hold(named, [ragged(*RAGGED, heads=RATIOS[4], window=CAUSAL)])
+
+
+@pytest.mark.slow_for("FA4", "cuDNN")
+@pytest.mark.parametrize("dim", range(32, 257, 8))
+def test_head_dims_in_steps_of_8(named, dim):
+    options = {"dims": (dim, dim), "window": CAUSAL}
+    cases = [
+        ragged(*RAGGED, **options),
+        dense(113, 203, **options),
+        ragged(*RAGGED, dims=(dim, dim), dtype="float16"),
+    ]
+    outcomes = hold(named, cases, may_refuse=["FA4"])
+    wrong = named == "FA4" and dim in limits.WRONG
+    assert [bool(outcome.reasons) for outcome in outcomes] == [wrong] * 3
+
+
+@pytest.mark.only_for("FA4", "cuDNN")
+def test_a_head_dim_of_128(named):
+    hold(named, [ragged(*RAGGED, dims=(128, 128), window=CAUSAL)])
+
+
+@pytest.mark.only_for("cuDNN")
+@pytest.mark.parametrize("dim", [40, 96, 192, 256])
+def test_further_head_dims(named, dim):
+    hold(named, [ragged(*RAGGED, dims=(dim, dim), window=CAUSAL)])
+
+
+@pytest.mark.slow_for("FA4", "cuDNN")
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(named, window):
+    # Of a window that is open to one side FA2's kernels make another one where there are few keys.
+    may_refuse = ["FA2", "cuDNN"]
+    hold(named, [dense(q, k, window=window) for q, k in ((63, 203), (113, 113), (203, 63))], may_refuse)
+    hold(named, [ragged(*RAGGED, window=window)], may_refuse)
+
+
+@pytest.mark.slow_for("FA4", "cuDNN")
+def test_every_case_of_the_matrix(named):
+    hold(named, QUICK, may_refuse=["FA2", "FA4", "cuDNN"])
+
+
+@pytest.mark.slow
+def test_the_cases_that_take_gigabytes(named):
+    hold(named, [case for case in CASES if case.heavy], may_refuse=["FA2", "FA4", "cuDNN"])
+
+
+@functools.cache
+def kernels(name):
+    return _registry.find(name).kernels()
+
+
+PAIRED = (
+    dense(113, 203, window=CAUSAL),
+    ragged(*RAGGED, window=CAUSAL),
+    ragged(*RAGGED),
+    ragged(*RAGGED, window=CAUSAL, heads=(8, 2), dims=(128, 128)),
+)
+
+
+def test_any_forward_pairs_with_any_backward(named, other):
+    pair = Kernels(kernels(named).forward, kernels(other).backward)
+    for case in PAIRED:
+        errors = measure(pair, case, "cuda")
+        assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+        assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}

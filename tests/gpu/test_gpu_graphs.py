@@ -1,0 +1,280 @@
+"""On a GPU: CUDA graphs, no wait for the GPU, no memory to speak of, few plans."""
+
+import functools
+import gc
+import random
+import time
+
+import pytest
+import torch
+from support import gpu, short_ways
+
+import attnreg
+from attnreg import _registry
+from attnreg.backends import cudnn
+from attnreg.backends.cudnn import described
+from attnreg.backends.fa2 import native
+from attnreg.backends.fa4 import kinds
+from attnreg.contract.backend import Call
+from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib.readback import DeviceAnswer
+
+pytestmark = pytest.mark.gpu
+
+
+def capture(step):
+    """Record a step, after it ran on a side stream; returns the graph and what it writes to."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def replay(graph, results):
+    """Return what a replay has written, over results that were spoilt before it."""
+    for result in results:
+        result.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return [result.clone() for result in results]
+
+
+def on(named):
+    return functools.partial(attnreg.varlen_attn, backend=named)
+
+
+def allocated():
+    """Return the bytes of tensors on the GPU; what cuBLAS keeps of the first matrix products isn't of any."""
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("length", [2003, 2004], ids=["first", "second"])
+def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length):
+    given = gpu.packed((length, 7, 300), dim=96)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = allocated()
+    gc.disable()
+    try:
+        gpu.run(on(named), given)
+        torch.cuda.synchronize()
+        # Autograd's thread may still hold the gradients for a moment after the caller has them.
+        deadline = time.monotonic() + 5
+        while (kept := allocated() - before) >= 2**16 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
+
+
+def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
+    """Were its memory given back to torch, an event in the capture would fail whoever looks at it next."""
+    stream = torch.cuda.Stream()
+    said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(stream):
+        answer = DeviceAnswer(said)
+    torch.cuda.synchronize()
+    assert answer.read() == [1, 0]
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        torch.zeros(1, device="cuda")
+        del answer
+    torch._C._host_emptyCache()  # looks at the events
+    answer = DeviceAnswer(said.flip(0))
+    torch.cuda.synchronize()
+    assert answer.read() == [0, 1]
+
+
+def test_a_captured_forward_replays_bit_for_bit(named):
+    given = gpu.packed().detached()
+    graph, results = capture(lambda: (on(named)(*given),))
+    (first,), (second,) = replay(graph, results), replay(graph, results)
+    assert torch.equal(first, second)
+    gpu.assert_near([first], gpu.expected(given)[0][:1])
+
+
+@pytest.fixture
+def deterministic(named, monkeypatch):
+    """Ask for gradients that repeat bitwise, of those backends that have them."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    able = _registry.find(named).backend.backward.deterministic
+    torch.use_deterministic_algorithms(able)
+    yield able
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
+    given = gpu.packed()
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out = on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
+
+    graph, results = capture(step)
+    first, second = replay(graph, results), replay(graph, results)
+    assert torch.equal(first[0], second[0])
+    if deterministic:
+        assert all(map(torch.equal, first, second))
+    for results in (first, second):
+        gpu.assert_near(results, gpu.expected(given)[0])
+
+
+def test_a_replay_follows_offsets_that_are_refilled(named):
+    given = gpu.packed((5, 300, 0, 42))
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out = on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
+
+    graph, results = capture(step)
+    for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
+        given.offsets_q.copy_(gpu.offsets_of(lengths))
+        gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
+
+
+@pytest.mark.only_for("cuDNN")
+def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
+    test_a_replay_follows_offsets_that_are_refilled(named)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.only_for("FA4", "cuDNN")
+def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
+    given = gpu.packed().detached()
+    seen = set(kinds.seen)
+    kinds.seen.clear()
+    cudnn.Plans.cache_clear()
+    try:
+        with (
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+            pytest.raises(UnsupportedInputError, match="once before"),
+        ):
+            on(named)(*given)
+    finally:
+        kinds.seen.update(seen)
+    assert ran() == {}
+    gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
+
+
+@pytest.mark.only_for("FA2")
+def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_behind(named, monkeypatch):
+    kernels = _registry.find(named).kernels()
+    given = gpu.packed().detached()
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out, lse = kernels.forward(*given.qkv, call)
+        tensors = (grad, *given.qkv, out, lse)
+        again = kernels.again("backward", tensors, call)
+        short = again(*tensors, *short_ways.ends_of(call))
+        return [out, *kernels.backward(*tensors, call), *short]
+
+    monkeypatch.setattr(native, "_kept", {})
+    step()
+    assert len(native._kept) == 1
+    monkeypatch.setattr(native, "_kept", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    assert native._kept == {}
+    got, right = replay(graph, results), gpu.expected(given)[0]
+    gpu.assert_near(got[:4], right)
+    gpu.assert_near(got[4:], right[1:])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_no_host_sync_in_forward_or_backward(named):
+    given = gpu.packed()
+    grad = gpu.incoming(given.query)
+    torch.autograd.grad(on(named)(*given), given.qkv, grad)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        torch.autograd.grad(on(named)(*given), given.qkv, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def peak(step):
+    """Return how much device memory a step takes at most, its results included."""
+    for _ in range(3):  # FA4 has its second call proved by another
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = step()
+    torch.cuda.synchronize()
+    assert len(results) >= 4
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("lengths", [(4096, 1024, 2048, 1024), (4095, 1024, 2048, 1000)], ids=sum)
+def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
+    cudnn.Plans.cache_clear()  # the first batch of a kind gets a plan of its own
+    given, tokens = gpu.packed(lengths, heads=(8, 8)), sum(lengths)
+    grad = gpu.incoming(given.query)
+    kernels = _registry.find(named).kernels()
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    inputs = given.detached().qkv
+
+    def directly():
+        with torch.no_grad():
+            out, lse = kernels.forward(*inputs, call)
+            return out, lse, *kernels.backward(grad, *inputs, out, lse, call)
+
+    def through():
+        out = on(named)(*given)
+        return out, *torch.autograd.grad(out, given.qkv, grad)
+
+    taken = peak(through)
+    with monkeypatch.context() as patched:
+        patched.setattr(described, "rounded", lambda *sizes: sizes[:3])
+        exactly = peak(directly)
+    assert taken <= exactly + 8 * tokens * 4 + 2**12
+
+
+@pytest.mark.only_for("cuDNN")
+def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(named, ran):
+    cudnn.Plans.cache_clear()
+    built = _registry.find(named).kernels().forward.args[0].built
+    drawn = random.Random(0)
+    counts = []
+    for total in (2500, 2400, 2300, 2500, 2600):
+        ends = sorted(drawn.randint(0, total) for _ in range(99))
+        lengths = [end - start for start, end in zip([0, *ends], [*ends, total], strict=True)]
+        given = gpu.packed(lengths, heads=(4, 2))
+        got = gpu.run(on(named), given, enable_gqa=True, window_size=(-1, 0))
+        gpu.assert_near(got, gpu.expected(given, window=(-1, 0))[0])
+        counts.append((built["forward"], built["backward"]))
+    assert counts == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]
+    assert ran() == {named: (5, 5)}
+
+
+@pytest.mark.only_for("cuDNN")
+def test_a_thousand_ragged_batches_take_few_plans(named):
+    drawn = random.Random(0)
+    cudnn.Plans.cache_clear()  # the plans of earlier tests
+    kernels = _registry.find(named).kernels()
+    most = gpu.packed((65536,), grad=False)
+    grad = gpu.incoming(most.query)
+    for _ in range(1000):
+        count, longest = drawn.randint(1, 64), drawn.choice((64, 256, 1024))
+        lengths = [drawn.randint(1, longest) for _ in range(count)]
+        tokens, offsets = sum(lengths), gpu.offsets_of(lengths)
+        query, key, value, given = (x[:tokens] for x in (*most.qkv, grad))
+        call = Call(64**-0.5, max(lengths), max(lengths), (-1, 0), offsets, offsets)
+        out, lse = kernels.forward(query, key, value, call)
+        kernels.backward(given, query, key, value, out, lse, call)
+    torch.cuda.synchronize()
+    built = kernels.forward.args[0].built
+    assert set(built) == {"forward", "backward"}
+    assert max(built.values()) <= 24, built

@@ -1,0 +1,57 @@
+"""Promise: what `make` installs is pinned, all of it, at versions that the package accepts."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+
+
+def pins():
+    """Return the pinned version of each package."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(one.name): next(iter(one.specifier)) for one in pinned}
+
+
+def asked():
+    """Return what the package, its plots, its build and its development ask for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return [
+        Requirement(line)
+        for line in (
+            *project["build-system"]["requires"],
+            *project["project"]["dependencies"],
+            *project["project"]["optional-dependencies"]["plots"],
+            *project["dependency-groups"]["dev"],
+        )
+    ]
+
+
+def test_every_pin_is_one_exact_version():
+    assert [name for name, pin in pins().items() if pin.operator != "=="] == []
+
+
+def test_everything_asked_for_is_pinned_to_a_version_that_will_do():
+    pinned = pins()
+    for one in asked():
+        name = canonicalize_name(one.name)
+        assert name in pinned, f"{one} has no line in constraints.txt"
+        assert one.specifier.contains(pinned[name].version, prereleases=True), (
+            f"{one} excludes {pinned[name]}"
+        )
+
+
+def test_what_the_pinned_packages_need_is_pinned_too():
+    pinned = pins()
+    installed = {canonicalize_name(one.name): one.requires or () for one in distributions()}
+    # A torch that is built for GPUs pins the libraries that come with it.
+    for name in pinned.keys() & installed.keys() - {"torch"}:
+        for one in map(Requirement, installed[name]):
+            if one.marker is None or one.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(one.name) in pinned, f"{name} needs {one}, which isn't pinned"

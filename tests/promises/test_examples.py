@@ -1,0 +1,69 @@
+"""Promise: each example runs as it stands and shows what it says that it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def printed(name):
+    """Run an example in a process of its own, as its reader would, and return what it prints."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATTNREG_")}
+    environment["OMP_NUM_THREADS"] = "1"  # two would wait for each other on a busy machine
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_example_is_tested_here():
+    here = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in here] == []
+
+
+def test_quickstart_runs_the_backend_that_it_registers_and_says_why():
+    text = printed("quickstart.py")
+    assert "{'math': {'forward': 1, 'backward': 1}}" in text
+    assert "forward on cpu: math, by register_backend('math')" in text
+
+
+def test_quickstart_takes_ten_lines_of_code():
+    code = [line for line in (EXAMPLES / "quickstart.py").read_text().splitlines() if line.strip()]
+    assert len(code) <= 11  # ten and the docstring
+
+
+def test_varlen_training_learns_through_packed_attention():
+    text = printed("varlen_training.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
+    assert losses[0] > 5  # a guess among 256 bytes costs 5.5
+    assert losses[-1] < 1
+    forwards, backwards = map(int, re.search(r"ran (\d+) forwards and (\d+) backwards", text).groups())
+    assert forwards == backwards == 40
+
+
+def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():
+    text = printed("my_backend.py")
+    assert float(re.search(r"off by (\S+)", text)[1]) < 1e-5
+    assert "{'forward': 1, 'backward': 1}" in text
+    assert "reason='is_causal must be False, got True', count=1" in text
+
+
+def test_my_backend_takes_under_forty_lines():
+    assert len((EXAMPLES / "my_backend.py").read_text().splitlines()) < 40
+
+
+def test_my_backend_is_right_in_output_and_gradients(routers):
+    left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
+    inputs = left["query"], left["key"], left["value"]
+    torch.testing.assert_close(left["out"], left["expected"])
+    stock = torch.autograd.grad(left["expected"].sum(), inputs)
+    torch.testing.assert_close(tuple(tensor.grad for tensor in inputs), stock)

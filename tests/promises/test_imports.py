@@ -1,0 +1,335 @@
+"""Promises about imports: what `import attnreg` costs, what it offers, and which module may know which."""
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnreg
+
+ROOT = Path(attnreg.__file__).parent
+
+# The lowest first: a room knows the rooms of earlier lines only. Imports under TYPE_CHECKING count as well.
+LAYERS = [
+    line.split()
+    for line in (
+        "errors",
+        "settings",
+        "torchlib",
+        "contract",
+        "backends measure",
+        "_registry tuning",
+        "selection",
+        "dispatch",
+        "aten",
+        "varlen",
+        "_autoload api explanation",
+        "bench",
+        "demo",
+        "cli",
+        "__main__",
+    )
+]
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+
+# Who may import what from outside the standard library; "torch" any module may.
+OUTSIDE = {
+    "pydantic": {"settings"},
+    "pydantic_core": {"settings"},
+    "typer": {"cli"},
+    "rich": {"cli", "bench"},
+    "matplotlib": {"demo", "bench"},
+    "packaging": {"contract"},
+    "cudnn": {"backends"},
+    "flash_attn": {"backends"},
+    "flash_attn_3": {"backends"},
+}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
+
+
+def room(module):
+    return module.split(".")[0]
+
+
+def imports(module, only_at_import=False):
+    """Return what a module imports: names below "attnreg." without it.
+
+    `only_at_import` leaves out functions and what stands under TYPE_CHECKING.
+    """
+    found = set()
+
+    def visit(node):
+        if only_at_import and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if only_at_import and isinstance(node, ast.FunctionDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full.removeprefix("attnreg.") in MODULES else node.module)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+    return {name.removeprefix("attnreg.") for name in found}
+
+
+def inner(module, **options):
+    """Return the modules of attnreg that a module imports."""
+    return {name for name in imports(module, **options) if name in MODULES}
+
+
+def python(script, *arguments, **variables):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# What `import attnreg` costs
+
+AUDIT = """
+import json, sys
+before, touched = set(sys.modules), []
+WATCHED = ("open", "os.listdir", "os.scandir", "ctypes.dlopen", "subprocess.Popen", "socket.connect")
+
+def watch(event, arguments):
+    if event in WATCHED and not sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
+        touched.append(f"{event} {arguments[0]}")
+
+sys.addaudithook(watch)
+exec(sys.argv[1])
+roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(json.dumps([sorted(roots), touched]))
+"""
+
+
+def cost_of(statement):
+    """Return the packages that a statement loads beyond Python's own, and what it opens or starts."""
+    run = python(AUDIT, statement)
+    assert (run.returncode, run.stderr) == (0, "")
+    return json.loads(run.stdout)
+
+
+def test_importing_attnreg_loads_nothing_but_itself_and_opens_no_file():
+    assert cost_of("import attnreg; attnreg.__version__; dir(attnreg)") == [["attnreg"], []]
+
+
+@pytest.mark.parametrize(
+    ("statement", "loaded", "touched"),
+    [
+        ("import attnreg, pydantic", ["pydantic"], []),
+        ("import attnreg.cli", ["typer"], []),
+        ("import attnreg; attnreg.Settings", ["pydantic"], []),
+        ("import attnreg; attnreg.list_backends()", ["torch"], []),
+        (f"import attnreg; open({os.devnull!r}).close()", [], [f"open {os.devnull}"]),
+        (f"import attnreg, pathlib; list(pathlib.Path({os.sep!r}).iterdir())", [], [f"os.listdir {os.sep}"]),
+        ("import attnreg, subprocess; subprocess.run(['true'])", [], ["subprocess.Popen true"]),
+    ],
+)
+def test_the_look_at_what_an_import_costs_would_see_it(statement, loaded, touched):
+    seen_loaded, seen_touched = cost_of(statement)
+    assert set(loaded) | {"attnreg"} <= set(seen_loaded)
+    assert set(touched) <= set(seen_touched)
+
+
+# What it offers
+
+
+def test_all_public_names_can_be_imported_and_are_at_home_where_they_say():
+    for name in attnreg.__all__:
+        home = importlib.import_module(f"attnreg.{attnreg._HOME[name]}")
+        assert getattr(attnreg, name) is getattr(home, name)
+        assert name in home.__all__
+    assert len(set(attnreg.__all__)) == len(attnreg.__all__)
+
+
+def test_no_name_is_offered_that_is_not_public():
+    assert set(attnreg._HOME) == set(attnreg.__all__)
+    namespace = {}
+    exec("from attnreg import *", namespace)  # noqa: S102
+    assert set(namespace) - {"__builtins__"} == set(attnreg.__all__)
+    assert set(attnreg.__all__) <= set(dir(attnreg))
+
+
+def test_type_checkers_are_told_the_same_names_from_the_same_modules():
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    block = next(
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    told = {
+        alias.name: node.module.removeprefix("attnreg.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == attnreg._HOME
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error_as_anywhere():
+    with pytest.raises(AttributeError) as error:
+        attnreg.register_backends  # noqa: B018
+    assert str(error.value) == "module 'attnreg' has no attribute 'register_backends'"
+
+
+def test_every_name_in_an_all_is_there():
+    for name in MODULES:
+        if name != "__main__":
+            module = importlib.import_module(f"attnreg.{name}")
+            assert [
+                missing for missing in getattr(module, "__all__", ()) if not hasattr(module, missing)
+            ] == []
+
+
+ALONE = """
+import os, sys, packaging.version, pydantic, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        assert "attnreg.errors" not in sys.modules
+        __import__(f"attnreg.{name}")
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+
+
+def test_every_module_can_be_imported_first():
+    # Forked from a process that has what they all use, which takes longer than they do.
+    names = [name for name in MODULES if name != "__main__"]
+    run = python(ALONE, *names, "no_such_module", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert run.stdout.split() == ["no_such_module"]
+    assert run.stderr.count("Traceback") == 1
+
+
+# Which module may know which
+
+
+def test_every_module_has_its_place_in_the_layers():
+    assert {room(module) for module in MODULES} == set(LAYER)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_lower_rooms_only(module):
+    above = {
+        name
+        for name in inner(module)
+        if room(name) != room(module) and LAYER[room(name)] >= LAYER[room(module)]
+    }
+    assert above == set()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            path.append(module)
+            for name in inner(module):
+                visit(name)
+            done.add(path.pop())
+
+    for module in MODULES:
+        visit(module)
+
+
+def test_a_backend_knows_its_own_folder_and_no_other_backend():
+    files = [module for module in MODULES if module.startswith("backends.")]
+    assert "backends.math" in files
+    for module in files:
+        own = module.split(".")[1]
+        others = {name.split(".")[1] for name in inner(module) if name.startswith("backends.")}
+        assert others <= {own}, module
+
+
+def test_nobody_knows_a_backend_by_name():
+    assert {name for module in MODULES if room(module) != "backends" for name in inner(module)} & {
+        module for module in MODULES if module.startswith("backends.")
+    } == set()
+
+
+def test_measure_knows_the_contract_only():
+    known = {name for module in MODULES if room(module) == "measure" for name in inner(module)}
+    assert {name for name in known if room(name) != "measure"} <= {
+        "errors",
+        "contract.spec",
+        "contract.capabilities",
+        "contract.backend",
+        "contract.known_issues",
+        "contract.launchers",
+        "contract.discovery",
+    }
+
+
+def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
+    names = ("kinds", "points", "table", "matching", "index", "lookup", "ranking")
+    pure = {f"tuning.{name}" for name in names}
+    for module in pure:
+        assert inner(module, only_at_import=True) <= pure | {"errors"}, module
+        assert "torch" not in imports(module), module
+    assert "torch" not in imports("tuning.tables") | imports("selection.decision")
+
+
+def test_only_the_programs_on_top_use_the_public_names():
+    users = {room(module) for module in MODULES if "attnreg" in imports(module)}
+    assert users <= {"cli", "demo"}
+
+
+def test_a_package_from_outside_is_imported_where_it_belongs_only():
+    found = {}
+    for module in MODULES:
+        for name in imports(module):
+            package = name.partition(".")[0]
+            if package not in sys.stdlib_module_names and room(name) not in LAYER and package != "attnreg":
+                found.setdefault(package, set()).add(room(module))
+    found.pop("torch")
+    assert found.keys() <= OUTSIDE.keys()
+    assert {package: rooms for package, rooms in found.items() if not rooms <= OUTSIDE[package]} == {}
+
+
+def test_a_backend_imports_a_kernel_package_inside_a_function_only():
+    for module in MODULES:
+        if room(module) == "backends":
+            outside = {
+                name.partition(".")[0] for name in imports(module, only_at_import=True) if name not in MODULES
+            }
+            assert outside <= {"torch", *sys.stdlib_module_names}, module
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("import attnreg.selection.policy", {"selection.policy"}),
+        ("from attnreg.selection import policy", {"selection.policy"}),
+        ("from attnreg.aten import flash, ensure", {"aten.flash", "aten"}),
+        ("def f():\n    from attnreg.selection import policy", {"selection.policy"}),
+        ("if TYPE_CHECKING:\n    from attnreg.selection import policy", {"selection.policy"}),
+        ("import torch, attnreg", set()),
+    ],
+)
+def test_the_reader_of_imports_sees_them_all(source, seen, monkeypatch, tmp_path):
+    file = tmp_path / "sample.py"
+    file.write_text(source)
+    monkeypatch.setitem(MODULES, "sample", file)
+    assert inner("sample") == seen
+    deferred = source.startswith(("def", "if"))
+    assert inner("sample", only_at_import=True) == (set() if deferred else seen)

@@ -1,0 +1,407 @@
+"""Promises across threads, forks, new processes and pickles."""
+
+import asyncio
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import errors
+from attnreg.dispatch import scope
+from attnreg.selection.decision import Policy, Preference
+from attnreg.settings.config import LoadedSettings, Settings, load
+
+SPEC = attnreg.AttentionSpec(
+    device=attnreg.Device("cuda", (9, 0), 1, "NVIDIA H200"), dtype="bf16", batch=2, max_q=16, max_k=16,
+    heads_q=4, heads_k=2, head_dim=64, head_dim_v=64, window=(-1, 0), needs_backward=True,
+)  # fmt: skip
+
+
+def python(*arguments, **variables):
+    """Run a script in a process of its own, on one core, so that a fork finds no OpenMP threads."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def hasty():
+    """Switch threads as often as can be, so that a race shows itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+# Threads
+
+
+def test_calls_are_right_whatever_another_thread_registers_and_removes(routers, fake, hasty, ran):
+    mine = fake("mine")
+    inputs = torch.randn(3, 1, 2, 16, 8, requires_grad=True).unbind()
+    expected = F.scaled_dot_product_attention(*inputs).detach()
+    expected_grads = torch.autograd.grad(F.scaled_dot_product_attention(*inputs).sum(), inputs)
+    over = threading.Event()
+
+    def call():
+        calls = 0
+        while not over.is_set() or not calls:
+            out = F.scaled_dot_product_attention(*inputs)
+            torch.testing.assert_close(out, expected)
+            for grad, right in zip(torch.autograd.grad(out.sum(), inputs), expected_grads, strict=True):
+                torch.testing.assert_close(grad, right)
+            calls += 1
+        return calls
+
+    def register():
+        try:
+            for turn in range(1000):
+                attnreg.register_backend(mine.backend if turn % 2 else "math").remove()
+        finally:
+            over.set()
+
+    with ThreadPoolExecutor(4) as pool:
+        callers = [pool.submit(call) for _ in range(3)]
+        pool.submit(register).result()
+        calls = sum(caller.result() for caller in callers)
+    assert attnreg.list_backends().count("mine") == 0
+    counted = ran()
+    assert sum(forward for forward, _ in counted.values()) <= calls
+    assert set(counted) <= {"mine", "math", "cpu"}
+
+
+def test_a_scope_holds_in_its_own_thread_only(fake, packed, hasty):
+    names = [f"fake{number}" for number in range(6)]
+    recorders = [fake(name) for name in names]
+    handles = [attnreg.register_backend(recorder.backend, devices="cpu") for recorder in recorders]
+    inputs = packed((3, 4), grad=False)
+    barrier = threading.Barrier(len(names))
+
+    def run(name):
+        barrier.wait()
+        for _ in range(20):
+            with attnreg.use_backend(name):
+                attnreg.varlen_attn(*inputs)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(run, names))
+    assert [len(recorder.forwards) for recorder in recorders] == [20] * len(names)
+    for handle in handles:
+        handle.remove()
+
+
+def test_one_scope_may_be_open_in_many_threads_and_inside_itself(hasty):
+    opened = attnreg.use_backend("math")
+    barrier = threading.Barrier(8)
+
+    @opened
+    def nested():
+        with opened:
+            assert scope.current().preference.source == "use_backend('math')"
+        assert scope.current().preference.source == "use_backend('math')"
+
+    def run(_):
+        barrier.wait()
+        for _ in range(200):
+            assert scope.current() is None
+            nested()
+        return scope.current()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(8))) == [None] * 8
+
+
+def test_a_scope_holds_in_its_own_task_only():
+    async def inside(name):
+        with attnreg.use_backend(name):
+            for _ in range(5):
+                await asyncio.sleep(0)
+                assert scope.current().preference.names == (name,)
+        return scope.current()
+
+    async def both():
+        return await asyncio.gather(inside("math"), inside("cpu"))
+
+    assert asyncio.run(both()) == [None, None]
+
+
+# Forks
+
+FORK = """
+import os, signal, sys, threading
+import torch, torch.nn.functional as F
+import attnreg
+from attnreg import _registry
+from attnreg.dispatch import counters, scope
+from attnreg.contract import discovery
+from attnreg.torchlib import captured
+
+names = ("_registry.lock", "counters._lock", "discovery._loading", "native._lock", "scope._lock")
+locks = [_registry.lock, counters._lock, discovery._loading, captured._lock, scope._lock]
+attnreg.install()
+inputs = torch.randn(3, 1, 2, 8, 16)
+expected = F.scaled_dot_product_attention(*inputs)
+attnreg.reset_stats()
+held, over = threading.Event(), threading.Event()
+
+def hold():
+    for lock in locks:
+        lock.acquire()
+    held.set()
+    over.wait()
+    for lock in locks:
+        lock.release()
+
+thread = threading.Thread(target=hold, daemon=True)
+thread.start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)  # ends a child that waits for ever
+    assert [name for name, lock in zip(names, locks) if not lock.acquire(blocking=False)] == []
+    for lock in locks:
+        lock.release()
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    packed = inputs[:, 0].transpose(1, 2)
+    with attnreg.register_backend("math"):
+        torch.testing.assert_close(F.scaled_dot_product_attention(*inputs), expected)
+        attnreg.varlen_attn(*packed, offsets, offsets, 8, 8)
+    with attnreg.use_backend("math"):
+        F.scaled_dot_product_attention(*inputs)
+    print(attnreg.stats().calls, flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+over.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), attnreg.stats().calls)
+"""
+
+
+def test_a_child_forked_while_another_thread_holds_every_lock_can_call_attention():
+    run = python("-c", FORK)
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == ["{'math': {'forward': 3, 'backward': 0}}", "0 {}"]
+
+
+# New processes
+
+WORKER = """
+import multiprocessing
+import torch, torch.nn.functional as F
+
+def work(results):
+    F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+    import attnreg
+    results.put(attnreg.stats().calls)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    worker = context.Process(target=work, args=(results,))
+    worker.start()
+    print(results.get())
+    worker.join()
+    work(results)
+    print(results.get())
+"""
+
+
+def test_a_spawned_worker_runs_the_backend_that_the_environment_asks_for_as_its_parent_does(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WORKER)
+    run = python(str(script), ATTNREG_BACKEND="math")
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == ["{'math': {'forward': 1, 'backward': 0}}"] * 2
+
+
+def test_a_process_may_end_with_everything_registered_and_says_nothing():
+    run = python(
+        "-X", "dev", "-c",
+        "import torch, attnreg, torch.nn.functional as F\n"
+        "handle = attnreg.register_backend('math')\n"
+        "scope = attnreg.use_backend('math')\n"
+        "scope.__enter__()\n"
+        "out = F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16, requires_grad=True).unbind())\n"
+        "attnreg.configure({'log_level': 'debug'})\n",
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+# Python without asserts
+
+WRONG = """
+import json, sys
+import torch, torch.nn.functional as F
+import attnreg
+
+def offsets(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+def spec(**changes):
+    return attnreg.AttentionSpec(**{
+        "device": attnreg.Device("cpu"), "dtype": "float32", "batch": 1, "max_q": 1, "max_k": 1, "heads_q": 4,
+        "heads_k": 4, "head_dim": 8, "head_dim_v": 8, **changes,
+    })
+
+x, long = torch.zeros(4, 2, 8), offsets(0, 4)
+WRONG = (
+    lambda: attnreg.register_backend("FA77"),
+    lambda: attnreg.register_backend("math", devices="nothing"),
+    lambda: attnreg.use_backend(),
+    lambda: attnreg.Device.parse("9.0"),
+    lambda: spec(heads_k=3),
+    lambda: spec(dropout=2.0),
+    lambda: attnreg.Capabilities(devices="cpu", dtypes=("float32",)),
+    lambda: attnreg.Backend(name="", forward=None, load=None),
+    lambda: attnreg.configure({"disabled": ["math"]}),
+    lambda: attnreg.configure("/no/such/file.toml"),
+    lambda: attnreg.explain(x),
+    lambda: attnreg.explain(spec(), backend="FA77"),
+    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 4, dtype=torch.int64), long, 4, 4),
+    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 3, 2), offsets(0, 2, 4), 4, 4),
+    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 9), long, 4, 4),
+    lambda: attnreg.varlen_attn(x, x.double(), x, long, long, 4, 4),
+    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, window_size=(-7, 0)),
+    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, scale=float("nan")),
+    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, backend="FA77"),
+)
+
+def said():
+    lines = []
+    for wrong in WRONG:
+        try:
+            lines.append(f"no error: {wrong()}")
+        except Exception as error:
+            lines.append(f"{type(error).__name__}: {error}")
+    return lines
+"""
+
+
+def test_python_without_asserts_refuses_the_same_in_the_same_words():
+    namespace = {}
+    exec(WRONG, namespace)  # noqa: S102
+    here = namespace["said"]()
+    run = python("-O", "-c", f"assert False\n{WRONG}\nprint(json.dumps(said()))")
+    assert run.stderr == ""
+    assert json.loads(run.stdout) == here
+    kinds = {line.split(":")[0] for line in here}
+    assert kinds == {"UnknownBackendError", "RegistrationError", "InvalidInputError", "ConfigError"}
+    assert here[0].startswith(
+        "UnknownBackendError: no backend is named 'FA77'; did you mean 'FA4'? known backends: "
+    )
+
+
+# Pickles
+
+ERRORS = [
+    errors.UnknownBackendError("no backend is named 'FA5'"),
+    errors.BackendUnavailableError("FA4 can't load here"),
+    errors.UnsupportedInputError("no attention backend", {"FA4": ("too old", "dtype")}),
+    errors.InvalidInputError("heads: got 3"),
+    errors.ConfigError("a.toml:1:1: strict: got 2"),
+    errors.RegistrationError("routers can't be installed"),
+    errors.BuildError("the routers can't be compiled"),
+    errors.RanksDifferError("rank 1 on a chooses kernels by policy"),
+]
+
+roundtrip = pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, copy.copy, lambda value: pickle.loads(pickle.dumps(value))],
+    ids=["deep", "copy", "pickle"],
+)
+
+
+@roundtrip
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_survives_copying_and_pickling_with_all_it_says(error, again):
+    other = again(error)
+    assert type(other) is type(error)
+    assert (other.args, str(other), vars(other)) == (error.args, str(error), vars(error))
+
+
+def test_every_error_is_among_those():
+    public = {error for error in vars(errors).values() if isinstance(error, type)}
+    assert {type(error) for error in ERRORS} == public - {errors.AttnregError}
+
+
+def test_the_reasons_of_a_refusal_survive_a_pickle():
+    again = pickle.loads(pickle.dumps(ERRORS[2]))
+    assert again.rejected == {"FA4": ("too old", "dtype")}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_public_name(error):
+    expected = {
+        "UnknownBackendError": LookupError,
+        "BackendUnavailableError": RuntimeError,
+        "UnsupportedInputError": RuntimeError,
+        "InvalidInputError": ValueError,
+        "ConfigError": ValueError,
+        "RegistrationError": RuntimeError,
+        "BuildError": RuntimeError,
+        "RanksDifferError": RuntimeError,
+    }
+    name = type(error).__name__
+    assert isinstance(error, attnreg.AttnregError)
+    assert isinstance(error, expected[name])
+    assert f"{type(error).__module__}.{type(error).__qualname__}" == f"attnreg.{name}"
+    assert getattr(attnreg, name) is type(error)
+
+
+def test_an_error_can_be_read_by_a_process_that_has_not_imported_attnreg():
+    run = subprocess.run(
+        [sys.executable, "-c", "import pickle, sys; print(repr(pickle.load(sys.stdin.buffer)))"],
+        input=pickle.dumps(ERRORS[0]),
+        capture_output=True,
+        check=False,
+    )
+    assert run.stderr == b""
+    assert run.stdout.decode().strip() == """UnknownBackendError("no backend is named 'FA5'")"""
+
+
+def values(tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text('strict = true\n[devices.cpu]\norder = ["math"]\n')
+    here = dataclasses.replace(SPEC, device=attnreg.Device("cpu"))
+    explanation = attnreg.explain(here)
+    return {
+        "spec": SPEC,
+        "device": SPEC.device,
+        "decision": explanation.forward,
+        "explanation": explanation,
+        "policy": Policy((Preference("x", ("a",), ("cpu",), exclusive=True),), {"b": "y"}, "z"),
+        "settings": Settings(strict=True, disabled=("FA2",)),
+        "loaded settings": load(file),
+        "given settings": LoadedSettings(Settings(log_level="debug")),
+        "capabilities": attnreg.Capabilities(
+            devices=("cpu",), dtypes=("float32",), head_dim=attnreg.Range(8, 64)
+        ),
+        "call": attnreg.Call(0.5, 4, 8, (3, 0), deterministic=True),
+        "kernels": attnreg.Kernels(print, None),
+        "stats": attnreg.Stats({"math": {"forward": 1, "backward": 0}}, ()),
+        "aux": attnreg.AuxRequest(lse=True),
+    }
+
+
+@roundtrip
+def test_values_survive_copying_and_pickling(tmp_path, again):
+    for name, value in values(tmp_path).items():
+        other = again(value)
+        assert type(other) is type(value), name
+        assert other == value, name
+        assert str(other) == str(value), name

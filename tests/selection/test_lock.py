@@ -1,0 +1,531 @@
+"""Promises of a lockfile: what was decided comes out again, or the call fails and says what differs."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+import attnreg
+from attnreg import _registry, cli
+from attnreg.backends import math as math_backend
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import Device
+from attnreg.dispatch import planning
+from attnreg.dispatch.state import state
+from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError
+from attnreg.selection import lockfile, policy
+from attnreg.selection.decision import Policy, tied_to
+from attnreg.selection.lockfile import Lock
+from attnreg.tuning import traces
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch, fake):
+    """Know two fakes, the first preferred, and math."""
+    made = [fake(name, priority=rank).backend for name, rank in (("first", 900), ("second", 800))]
+    entries = {one.name: Entry(one.name, "a test", one) for one in made}
+    entries["math"] = Entry("math", "a test", math_backend.BACKEND)
+    monkeypatch.setattr(_registry, "_entries", entries)
+    _registry.changed()
+    return entries
+
+
+def replace(name, backend=None):
+    """Have another backend of that name, or none."""
+    others = {one: entry for one, entry in _registry.entries().items() if one != name}
+    _registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
+    _registry.changed()
+
+
+def sdpa(length=8, grad=False, **options):
+    query = torch.randn(1, 2, length, 16, requires_grad=grad)
+    out = F.scaled_dot_product_attention(query, query, query, **options)
+    if grad:
+        out.sum().backward()
+
+
+def call(*arguments):
+    result = CliRunner().invoke(cli.app, list(arguments), obj=[])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Record a call without a gradient and one with one."""
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        sdpa(8)
+        sdpa(24, grad=True)
+    attnreg.reset_stats()
+    return file
+
+
+@pytest.fixture
+def lock(trace, tmp_path):
+    """Lock the two calls while somebody asks for the second; nobody does any more afterwards."""
+    file = tmp_path / "lock.json"
+    with attnreg.register_backend("second"):
+        result = call("lock", "--from", str(trace), "--out", str(file))
+    assert result.exit_code == 0, result.output
+    return file
+
+
+@pytest.fixture
+def replaying(lock, monkeypatch):
+    """Put the lock in force, with changes to its data."""
+
+    def put(change=None):
+        if change is not None:
+            data = json.loads(lock.read_text())
+            change(data)
+            lock.write_text(json.dumps(data))
+        monkeypatch.setenv("ATTNREG_LOCK", str(lock))
+        attnreg.reload()
+        return lock
+
+    return put
+
+
+def refused(run, *arguments, **options):
+    with pytest.raises(UnsupportedInputError) as error:
+        run(*arguments, **options)
+    return str(error.value)
+
+
+# What is written
+
+
+def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there(lock):
+    data = json.loads(lock.read_text())
+    assert (data["format"], data["version"], data["device"]) == ("attnreg lockfile", 1, "cpu")
+    assert data["environment"]["torch"] == torch.__version__
+    assert data["environment"]["backends"]["second"] == "1.0"
+    rows = [(row["spec"]["max_q"], row["direction"], row["backend"], row["source"]) for row in data["rows"]]
+    source = "register_backend('second')"
+    assert rows == [
+        (8, "forward", "second", source),
+        (24, "forward", "second", source),
+        (24, "backward", "second", source),
+    ]
+
+
+def test_a_lock_comes_back_from_its_file_and_goes_there_again_the_same(lock):
+    before, found = lock.read_text(), lockfile.load(lock)
+    assert [row.spec for row in found.rows[:2]] == [
+        dataclasses.replace(one.spec, device=Device("cpu"))
+        for one in traces.read(lock.parent / "trace.jsonl")
+    ]
+    found.save()
+    assert lock.read_text() == before
+
+
+# Replaying
+
+
+def test_without_the_variable_or_with_an_empty_one_no_lock_is_in_force(lock, ran, monkeypatch):
+    for value in (None, "", "  "):
+        if value is not None:
+            monkeypatch.setenv("ATTNREG_LOCK", value)
+        attnreg.reload()
+        assert state().policy.lock is None
+        with attnreg.register_backend("first"):
+            sdpa(40)
+            assert ran() == {"first": (1, 0)}
+
+
+def test_the_locked_backend_runs_though_the_default_order_has_another_first(replaying, ran):
+    spec = traces.read(replaying().parent / "trace.jsonl")[1].spec
+    sdpa(8)
+    sdpa(24, grad=True)
+    assert ran() == {"second": (2, 1)}
+    assert planning.decide(spec, "forward", _registry.entries(), Policy()).backend == "first"
+
+
+def test_forward_and_backward_are_locked_apart(replaying, ran):
+    def change(data):
+        data["rows"][2]["backend"] = "math"
+
+    replaying(change)
+    sdpa(24, grad=True)
+    assert ran() == {"second": (1, 0), "math": (0, 1)}
+
+
+def test_torchs_own_kernel_runs_where_its_backend_is_locked(replaying, ran, fake):
+    replace("cpu", fake("cpu").backend)
+
+    def change(data):
+        data["environment"]["backends"]["cpu"] = "1.0"
+        data["rows"][0]["backend"] = "cpu"
+
+    replaying(change)
+    sdpa(8)
+    assert ran() == {"cpu": (1, 0)}
+
+
+def test_packed_calls_are_locked_too(tmp_path, packed, ran, monkeypatch):
+    inputs = packed((5, 9))
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attnreg.varlen_attn(*inputs).sum().backward()
+    with attnreg.register_backend("math"):
+        call("lock", "--from", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "lock.json"))
+    ran()
+    monkeypatch.setenv("ATTNREG_LOCK", str(tmp_path / "lock.json"))
+    attnreg.reload()
+    attnreg.varlen_attn(*inputs).sum().backward()
+    assert ran() == {"math": (1, 1)}
+    other = packed((5, 8), grad=False)
+    assert "has no row for this forward" in refused(attnreg.varlen_attn, *other)
+
+
+def test_a_call_that_is_known_asks_the_lock_nothing(replaying, monkeypatch):
+    asked = []
+    expected = Lock.expected
+    monkeypatch.setattr(Lock, "expected", lambda *given: asked.append(1) or expected(*given))
+    replaying()
+    sdpa(8)
+    assert len(asked) == 1
+    for _ in range(3):
+        sdpa(8)
+    assert len(asked) == 1
+
+
+def test_explain_names_the_lock_and_its_row(replaying):
+    file = replaying()
+    query = torch.randn(1, 2, 24, 16, requires_grad=True)
+    found = attnreg.explain(query, query, query)
+    assert (found.forward.backend, found.backward.backend) == ("second", "second")
+    assert found.source == f"ATTNREG_LOCK: {file}: rows[1]"
+    assert found.backward.source == f"ATTNREG_LOCK: {file}: rows[2]"
+
+
+def test_somebody_who_asks_for_the_locked_backend_may(replaying, ran, monkeypatch):
+    replaying()
+    with attnreg.use_backend("second"):
+        sdpa(8)
+    monkeypatch.setenv("ATTNREG_BACKEND", "SECOND")
+    attnreg.reload()
+    sdpa(8)
+    assert ran() == {"second": (2, 0)}
+
+
+# Every way of differing
+
+
+def test_a_call_that_is_not_in_the_lock_is_refused_and_told_how_to_be_added(replaying, ran):
+    file = replaying()
+    told = refused(sdpa, 40)
+    assert told.startswith(f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)")
+    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in told
+    query = torch.randn(1, 2, 40, 16)
+    found = attnreg.explain(query, query, query)
+    assert (found.backend, found.runs, found.forward.refusal) == (None, False, told)
+    assert ran() == {}
+
+
+def test_a_gradient_that_is_not_in_the_lock_is_refused_in_the_forward(replaying, ran):
+    replaying()
+    assert "has no row for this backward" in refused(sdpa, 8, grad=True)
+    assert ran() == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"torch": f"{torch.__version__}.7"}, f"locked with torch {torch.__version__}.7, here it is"),
+        ({"attnreg": "0.1.99"}, "locked with attnreg 0.1.99, here it is"),
+        ({"torch": "1.2.0"}, f"locked with torch 1.2.0, here it is {torch.__version__}"),
+        ({"attnreg": "9.9.0"}, f"locked with attnreg 9.9.0, here it is {attnreg.__version__}"),
+        ({"device": "another"}, "locked with device another, here it is"),
+        ({"backends": {"second": "0.9"}}, "locked with second 0.9, here it is 1.0"),
+    ],
+)
+def test_another_environment_is_refused_and_named(replaying, ran, change, told):
+    file = replaying(lambda data: data["environment"].update(change))
+    said = refused(sdpa, 8)
+    assert said.startswith(f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {told}")
+    assert ran() == {}
+
+
+def test_another_version_of_a_backend_that_runs_no_locked_call_makes_no_difference(replaying, ran):
+    replaying(lambda data: data["environment"]["backends"].update(first="0.9", gone="1.0"))
+    sdpa(8)
+    assert ran() == {"second": (1, 0)}
+
+
+def test_another_type_of_device_is_refused_and_named(replaying):
+    replaying(lambda data: data.update(device="cuda"))
+    assert "but it was locked on cuda, here it is cpu" in refused(sdpa, 8)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"unavailable": lambda: "not installed"}, "not installed"),
+        ({"dtypes": ("float64",)}, "float64, got float32"),
+    ],
+)
+def test_a_locked_backend_that_cannot_run_the_call_is_refused_with_its_reasons(
+    replaying, fake, ran, limits, told
+):
+    replace("second", fake("second", **limits).backend)
+    replaying()
+    said = refused(sdpa, 8)
+    assert "rows[0] says second for this forward, which can't run it here (" in said
+    assert told in said
+    assert ran() == {}
+
+
+def test_a_locked_backend_that_turns_out_not_to_load_is_refused(replaying, fake, ran):
+    def load():
+        raise ImportError("no kernels in here")
+
+    replace("second", fake("second", load=load).backend)
+    replaying()
+    assert "no kernels in here" in refused(sdpa, 8)
+    assert ran() == {}
+
+
+def test_a_locked_backend_that_nobody_knows_here_is_refused(replaying):
+    replace("second")
+    replaying()
+    assert "no backend of that name is known here" in refused(sdpa, 8)
+
+
+def test_a_locked_backend_that_is_disabled_is_refused(replaying, monkeypatch):
+    monkeypatch.setenv("ATTNREG_DISABLE", "second")
+    replaying()
+    assert "disabled by ATTNREG_DISABLE" in refused(sdpa, 8)
+
+
+def test_whoever_asks_for_another_backend_is_refused_and_named(replaying, ran, monkeypatch, packed):
+    replaying()
+    with attnreg.use_backend("first"):
+        assert "but use_backend('first') would have first run it" in refused(sdpa, 8)
+    with attnreg.register_backend("math"):
+        assert "but register_backend('math') would have math run it" in refused(sdpa, 8)
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    attnreg.reload()
+    assert "but ATTNREG_BACKEND would have math run it" in refused(sdpa, 8)
+    assert ran() == {}
+
+
+def test_a_backend_that_is_asked_for_on_the_call_is_refused_unless_it_is_the_locked_one(
+    tmp_path, packed, ran, monkeypatch
+):
+    inputs = packed((5, 9), grad=False)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attnreg.varlen_attn(*inputs)
+    call("lock", "--from", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "lock.json"))
+    ran()
+    monkeypatch.setenv("ATTNREG_LOCK", str(tmp_path / "lock.json"))
+    attnreg.reload()
+    attnreg.varlen_attn(*inputs, backend="first")
+    assert "but backend='math' would have math run it" in refused(
+        attnreg.varlen_attn, *inputs, backend="math"
+    )
+    assert ran() == {"first": (1, 0)}
+
+
+def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, tmp_path, monkeypatch):
+    line = trace.read_text().splitlines()[1]
+    trace.write_text(line.replace('"needs_backward":true', '"needs_backward":true,"dropout":0.5') + "\n")
+    file = tmp_path / "lock.json"
+    assert call("lock", "--from", str(trace), "--out", str(file)).exit_code == 0
+    rows = lockfile.load(file).rows
+    assert [(row.direction, row.backend) for row in rows] == [("forward", "first"), ("backward", "first")]
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    attnreg.reload()
+    found, asked = state(), rows[1].spec
+    tied = found.policy.led_by(tied_to("first"))
+    assert planning.decide(asked, "backward", found.entries, tied).backend == "first"
+    tied = found.policy.led_by(tied_to("second"))
+    told = refused(planning.decide, asked, "backward", found.entries, tied)
+    assert "but the forward's dropout mask would have second run it" in told
+
+
+# A file that is no lock
+
+
+BROKEN = {
+    "no JSON": (lambda text: text[:-9], "got no JSON"),
+    "another file": (lambda text: '{"format": "x"}', "format: got 'x', expected 'attnreg lockfile'"),
+    "a newer one": (lambda text: text.replace('"version": 1', '"version": 2'), "version: got 2, expected 1"),
+    "key": (lambda text: text.replace('"rows"', '"row"'), "row: unknown key"),
+    "key of a row": (lambda text: text.replace('"source"', '"sauce"', 1), "rows[0].sauce: unknown key"),
+    "direction": (
+        lambda text: text.replace('"backward"', '"sideways"'),
+        "rows[2].direction: got 'sideways', expected forward or backward",
+    ),
+    "backend": (
+        lambda text: text.replace('"backend":"second"', '"backend":"third"', 1),
+        "rows[0].backend: got 'third', expected one of environment.backends",
+    ),
+    "spec": (lambda text: text.replace('"max_q":8', '"max_q":"8"'), "rows[0].spec: max_q: got '8'"),
+    "key of a spec": (lambda text: text.replace('"max_q"', '"max"', 1), "rows[0].spec.max: unknown key"),
+    "flag": (
+        lambda text: text.replace('"max_q":8', '"max_q":8,"varlen":[]'),
+        "rows[0].spec: unhashable type",
+    ),
+    "twice": (lambda text: text.replace('"backward"', '"forward"'), "rows[2]: is there twice"),
+    "environment": (lambda text: text.replace('"torch": "', '"torhc": "'), "environment.torch: missing"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_no_lock_is_an_error_of_every_call_that_names_file_and_key(
+    lock, monkeypatch, change, message
+):
+    lock.write_text(change(lock.read_text()))
+    monkeypatch.setenv("ATTNREG_LOCK", str(lock))
+    _forget_settings(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            sdpa(8)
+        assert str(error.value).startswith(f"ATTNREG_LOCK: {lock}: {message}")
+
+
+def test_a_file_that_is_not_there_is_an_error_with_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNREG_LOCK", "no-such.json")
+    _forget_settings(monkeypatch)
+    with pytest.raises(ConfigError, match="ATTNREG_LOCK: ") as error:
+        sdpa(8)
+    assert str(error.value).startswith(f"ATTNREG_LOCK: {tmp_path / 'no-such.json'}: can't be read")
+
+
+def _forget_settings(monkeypatch):
+    monkeypatch.setattr(policy, "_sources", None)
+    _registry.changed()
+
+
+# The command line
+
+
+def test_the_command_says_what_it_locked_as_text_and_as_json(trace, tmp_path):
+    options = ("lock", "--from", str(trace), "--out", str(tmp_path / "lock.json"))
+    shown = call(*options)
+    assert shown.exit_code == 0
+    assert "default order for cpu" in shown.output
+    assert "3 rows" in " ".join(shown.output.split())
+    data = json.loads(call(*options, "--device", "cpu", "--json").stdout)
+    assert [row["backend"] for row in data["rows"]] == ["first"] * 3
+    assert (data["device"], data["refused"]) == ("cpu", [])
+
+
+def test_a_lock_in_force_is_left_out_of_account_when_another_is_written(replaying, tmp_path):
+    file = replaying()
+    trace = tmp_path / "more.jsonl"
+    trace.write_text((tmp_path / "trace.jsonl").read_text().replace('"max_q":8', '"max_q":9'))
+    result = call("lock", "--from", str(trace), "--out", str(file), "--json")
+    assert result.exit_code == 0
+    assert {row["backend"] for row in json.loads(result.stdout)["rows"]} == {"first"}
+
+
+def test_a_call_that_nobody_can_run_is_listed_and_exits_1(trace, tmp_path, known, fake):
+    for name in known:
+        replace(name, fake(name, head_dim=attnreg.Range(32, 64)).backend)
+    file = tmp_path / "lock.json"
+    result = call("lock", "--from", str(trace), "--out", str(file), "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert [one["direction"] for one in data["refused"]] == ["forward", "forward", "backward"]
+    assert "first" in data["refused"][0]["reasons"]
+    assert data["rows"] == json.loads(file.read_text())["rows"] == []
+    assert "Nobody can run" in call("lock", "--from", str(trace), "--out", str(file)).output
+
+
+def test_a_backend_that_does_not_really_load_is_not_locked(trace, tmp_path, fake):
+    def load():
+        raise ImportError("no kernels in here")
+
+    replace("first", fake("first", load=load, priority=900).backend)
+    result = call("lock", "--from", str(trace), "--out", str(tmp_path / "lock.json"), "--json")
+    assert {row["backend"] for row in json.loads(result.stdout)["rows"]} == {"second"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--from no-such.jsonl --out lock.json", "no-such.jsonl: can't be read"),
+        ("--from trace.jsonl --out no/such/lock.json", "--out: no/such/lock.json: can't be written"),
+        ("--from empty.jsonl --out lock.json", "--from: got empty.jsonl, expected a file with at least one"),
+        (
+            "--from mixed.jsonl --out lock.json",
+            "--from: got calls on cpu and cuda, expected --device",
+        ),
+        ("--from trace.jsonl --out lock.json --device cpuu", "--device: got 'cpuu'"),
+        ("--from trace.jsonl", ""),
+    ],
+)
+def test_wrong_usage_exits_2_and_writes_nothing(trace, monkeypatch, options, message):
+    monkeypatch.chdir(trace.parent)
+    (trace.parent / "empty.jsonl").write_text("")
+    lines = trace.read_text()
+    (trace.parent / "mixed.jsonl").write_text(lines + lines.replace('"type":"cpu"', '"type":"cuda"'))
+    result = call("lock", *options.split())
+    assert result.exit_code == 2
+    assert not message or result.stderr.startswith(f"attnreg: {message}")
+    assert not (trace.parent / "lock.json").exists()
+
+
+def test_settings_that_ask_for_what_cannot_load_exit_1(trace, tmp_path, fake, monkeypatch):
+    replace("absent", fake("absent", unavailable=lambda: "not installed").backend)
+    monkeypatch.setenv("ATTNREG_BACKEND", "absent")
+    attnreg.reload()
+    with pytest.raises(BackendUnavailableError):
+        sdpa(8)
+    assert call("lock", "--from", str(trace), "--out", str(tmp_path / "lock.json")).exit_code == 1
+
+
+def test_a_lock_is_made_anew_in_the_place_of_one_that_cannot_be_read(tmp_path, packed, monkeypatch):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attnreg.varlen_attn(*packed((5, 9)))
+    file = tmp_path / "lock.json"
+    file.write_text('{"format": "attnreg lockfile", "version": 1, "rows": [')
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    _forget_settings(monkeypatch)
+    result = call("lock", "--from", str(tmp_path / "trace.jsonl"), "--out", str(file))
+    assert (result.exit_code, len(lockfile.load(file).rows)) == (0, 2)
+
+
+def test_info_shows_the_variable_and_the_lock_in_force(replaying):
+    file = replaying()
+    found = json.loads(call("info", "--json").stdout)
+    setting = {"setting": "lock", "value": f"{file}, 3 rows", "source": "ATTNREG_LOCK"}
+    assert setting in found["settings"]["in_force"]
+    variables = {one["name"]: one["value"] for one in found["settings"]["variables"]}
+    assert variables["ATTNREG_LOCK"] == str(file)
+    assert found["devices"][0]["problem"] == ""
+
+
+def test_info_shows_why_a_lock_refuses_the_calls_on_a_device(replaying):
+    replaying(lambda data: data["environment"].update(torch="1.2.0"))
+    (device,) = (
+        one for one in json.loads(call("info", "--json").stdout)["devices"] if one["device"] == "cpu"
+    )
+    told = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}: such calls are refused"
+    assert device["problem"] == told
+
+
+def test_what_lock_has_not_written_it_does_not_replace(trace, tmp_path):
+    file = tmp_path / "program.py"
+    for text in ("import torch", "[]", '{"format": "attnreg measured table"}'):
+        file.write_text(text)
+        result = call("lock", "--from", str(trace), "--out", str(file))
+        assert result.exit_code == 2
+        assert "is there, and nothing that this command writes" in " ".join(result.output.split())
+        assert file.read_text() == text
+
+
+def test_an_older_lockfile_is_replaced(trace, lock, tmp_path):
+    data = json.loads(lock.read_text()) | {"version": 0}
+    lock.write_text(json.dumps(data))
+    assert call("lock", "--from", str(trace), "--out", str(lock)).exit_code == 0
+    assert lockfile.load(lock).rows

@@ -1,0 +1,385 @@
+"""Promises of selection: a spec, the backends and what was asked for give one decision, with its reasons."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from attnreg import AttentionSpec, Device
+from attnreg.contract.discovery import Entry
+from attnreg.errors import UnsupportedInputError
+from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
+from attnreg.selection.render import decision_table, refuse
+
+SPEC = AttentionSpec(
+    device=Device("cpu"), dtype="float32", batch=2, max_q=16, max_k=16, heads_q=4, heads_k=4, head_dim=64,
+    head_dim_v=64,
+)  # fmt: skip
+CAUSAL = dataclasses.replace(SPEC, window=(-1, 0))
+
+
+def asked(**changes):
+    return dataclasses.replace(SPEC, **changes)
+
+
+@pytest.fixture
+def known(fake):
+    """Make entries: `known(a={}, b={"causal": False})`, each a fake backend with those limits."""
+
+    def make(**backends):
+        entries = {}
+        for name, limits in backends.items():
+            entries[name.casefold()] = Entry(name, "a test", fake(name, **limits).backend)
+        return entries
+
+    return make
+
+
+def prefers(*names, **options):
+    return Preference(f"asks for {','.join(names)}", names, **options)
+
+
+def policy(*preferences, **options):
+    return Policy(preferences, **options)
+
+
+# The order
+
+
+def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(known):
+    entries = known(low={"priority": -1}, beta={}, Alpha={}, high={"priority": 7})
+    decision = select(SPEC, "forward", entries, Policy())
+    assert decision == Decision(
+        direction="forward",
+        backend="high",
+        source="default order for cpu",
+        rejected={},
+        order=("high", "Alpha", "beta", "low"),
+    )
+
+
+def test_what_was_asked_for_comes_first_in_its_order_the_strongest_first_then_the_rest(known):
+    entries = known(a={}, b={}, c={}, d={}, e={"priority": 9})
+    decision = select(SPEC, "forward", entries, policy(prefers("D", "b"), prefers("c", "d")))
+    assert decision.order == ("d", "b", "c", "e", "a")
+    assert (decision.backend, decision.source) == ("d", "asks for D,b")
+    assert decision.asked_for == ("d", "b", "c")
+
+
+def test_the_source_is_that_of_the_strongest_who_asked_for_the_backend(known):
+    entries = known(a={"causal": False}, b={})
+    decision = select(CAUSAL, "forward", entries, policy(prefers("a"), prefers("b"), prefers("a", "b")))
+    assert (decision.backend, decision.source) == ("b", "asks for b")
+
+
+def test_a_name_is_meant_in_any_case_and_told_as_the_backend_writes_it(known):
+    decision = select(SPEC, "forward", known(FA4={}, cuDNN={}), policy(prefers("CUDNN", "fa4")))
+    assert (decision.backend, decision.order, decision.asked_for) == (
+        "cuDNN",
+        ("cuDNN", "FA4"),
+        ("cuDNN", "FA4"),
+    )
+
+
+def test_a_preference_for_other_devices_says_nothing_here(known):
+    entries = known(a={}, b={"devices": ("cpu", "cuda")})
+    only_cuda = policy(prefers("b", devices=("cuda",)))
+    here = select(SPEC, "forward", entries, only_cuda)
+    assert (here.backend, here.source, here.asked_for) == ("a", "default order for cpu", ())
+    there = select(asked(device=Device("cuda")), "forward", entries, only_cuda)
+    assert (there.backend, there.source, there.asked_for) == ("b", "asks for b", ("b",))
+
+
+@pytest.mark.parametrize(
+    ("device", "governed"),
+    [
+        (Device.parse("sm_90"), True),
+        (Device("cuda", (9, 0), 1, "NVIDIA H200"), True),
+        (Device.parse("sm_100"), False),
+        (Device("cuda"), False),
+        (Device("cpu"), False),
+    ],
+)
+def test_a_preference_for_an_architecture_governs_that_one_only(device, governed):
+    assert prefers("a", devices=("sm_90",)).governs(device) is governed
+    assert prefers("a", devices=("cpu", "sm_90")).governs(device) is (governed or device.type == "cpu")
+    assert prefers("a", devices=("cuda",)).governs(device) is (device.type == "cuda")
+    assert prefers("a").governs(device)
+
+
+def test_a_backend_that_left_the_registry_is_no_longer_preferred(known):
+    decision = select(SPEC, "forward", known(a={}), policy(prefers("gone", "a")))
+    assert (decision.backend, decision.order, decision.asked_for) == ("a", ("a",), ("a",))
+
+
+def test_torchs_own_kernel_leads_the_default_order_only(known):
+    entries = known(native={"priority": -5}, other={"priority": 5}, third={})
+    assert select(SPEC, "forward", entries, Policy(), "NATIVE").order == ("native", "other", "third")
+    led = select(SPEC, "forward", entries, policy(prefers("third")), "native")
+    assert led.order == ("third", "native", "other")
+    assert select(SPEC, "forward", entries, Policy()).order == ("other", "third", "native")
+
+
+def test_a_policy_led_by_one_more_preference_keeps_the_rest(known):
+    before = policy(prefers("a"), disabled={"b": "x"}, strict="y")
+    led = before.led_by(prefers("c"))
+    assert led == Policy((prefers("c"), prefers("a")), {"b": "x"}, "y")
+    assert before.led_by(None) is before
+
+
+# What can't run
+
+
+def test_what_cannot_run_a_call_gives_way_to_the_next_with_every_reason_kept(known):
+    entries = known(
+        a={"causal": False, "dtypes": ("float16", "bfloat16")},
+        b={"devices": ("cuda",)},
+        c={},
+        d={"causal": False},
+    )
+    decision = select(CAUSAL, "forward", entries, policy(prefers("a")))
+    assert decision == Decision(
+        direction="forward",
+        backend="c",
+        source="default order for cpu",
+        rejected={
+            "a": ("dtype must be float16 or bfloat16, got float32", "is_causal must be False, got True"),
+            "b": ("device must be cuda, got cpu",),
+            "d": ("is_causal must be False, got True",),
+        },
+        passed_over=("a",),
+        order=("a", "b", "c", "d"),
+        asked_for=("a",),
+    )
+
+
+def test_none_that_can_run_it_is_a_decision_for_nobody_with_the_reasons_of_all(known):
+    entries = known(a={"causal": False}, b={"causal": False, "dtypes": ("float16",)})
+    decision = select(CAUSAL, "forward", entries, Policy())
+    assert (decision.backend, decision.source, decision.refusal) == (None, "", "")
+    assert decision.rejected == {
+        "a": ("is_causal must be False, got True",),
+        "b": ("dtype must be float16, got float32", "is_causal must be False, got True"),
+    }
+    assert decision.passed_over == ("a", "b")
+
+
+def test_without_any_backend_there_is_no_decision_for_anyone():
+    assert select(SPEC, "forward", {}, policy(prefers("a"))) == Decision("forward", None, "", {})
+
+
+def test_a_new_gpu_that_nobody_knew_of_is_too_new_for_those_with_a_limit_and_runs_on_the_one_without(known):
+    entries = known(
+        FA4={"devices": ("cuda",), "compute_capability": ((9, 0), (10, 3)), "priority": 10},
+        FA2={"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "priority": 5},
+        math={"devices": ("cpu", "cuda"), "priority": -100},
+    )
+    decision = select(asked(device=Device.parse("sm_120")), "forward", entries, Policy())
+    assert decision.backend == "math"
+    assert decision.source == "default order for sm_120"
+    assert decision.rejected == {
+        "FA4": ("compute capability must be 9.0 to 10.3, got 12.0 (too new)",),
+        "FA2": ("compute capability must be 8.0 to 9.0, got 12.0 (too new)",),
+    }
+    assert decision.passed_over == ("FA4", "FA2")
+
+
+def test_a_check_that_raises_is_a_reason_against_its_backend_alone(known):
+    def fails(spec):
+        raise RuntimeError("driver gone")
+
+    decision = select(SPEC, "forward", known(a={"refuses": fails}, b={}), Policy())
+    assert (decision.backend, decision.rejected) == ("b", {"a": ("check failed: RuntimeError: driver gone",)})
+
+
+# Passed over
+
+
+def test_a_backend_after_the_chosen_one_is_not_passed_over(known):
+    decision = select(CAUSAL, "forward", known(a={}, b={"causal": False}), Policy())
+    assert (decision.backend, decision.passed_over) == ("a", ())
+    assert decision.rejected == {"b": ("is_causal must be False, got True",)}
+
+
+def test_one_that_serves_another_kind_of_device_is_passed_over_only_if_it_was_asked_for(known):
+    entries = known(a={"devices": ("cuda",)}, b={})
+    assert select(SPEC, "forward", entries, Policy()).passed_over == ()
+    assert select(SPEC, "forward", entries, policy(prefers("a"))).passed_over == ("a",)
+
+
+def test_a_broken_backend_is_passed_over_whatever_it_may_have_served(known):
+    entries = {"broken": Entry("broken", "a test", cause=ImportError("no _C")), **known(b={"priority": -1})}
+    decision = select(SPEC, "forward", entries, Policy())
+    assert (decision.backend, decision.passed_over) == ("b", ("broken",))
+    assert decision.rejected == {"broken": ("failed to load: ImportError: no _C",)}
+
+
+def test_a_disabled_backend_never_runs_and_its_reason_names_who_disabled_it(known):
+    entries = known(a={"causal": False}, b={})
+    off = Policy((prefers("a"),), {"a": "ATTNREG_DISABLE", "b": "attnreg.toml:2"})
+    decision = select(CAUSAL, "forward", entries, off)
+    assert decision.backend is None
+    assert decision.rejected == {
+        "a": ("disabled by ATTNREG_DISABLE", "is_causal must be False, got True"),
+        "b": ("disabled by attnreg.toml:2",),
+    }
+
+
+# Exclusive
+
+
+def test_an_exclusive_preference_is_obeyed(known):
+    only = prefers("b", exclusive=True)
+    decision = select(SPEC, "forward", known(a={"priority": 9}, b={}), policy(only, prefers("a")))
+    assert (decision.backend, decision.source, decision.refusal) == ("b", "asks for b", "")
+
+
+def test_an_exclusive_preference_is_refused_rather_than_replaced(known):
+    only = prefers("b", exclusive=True)
+    decision = select(CAUSAL, "forward", known(a={}, b={"causal": False}), policy(only, prefers("a")))
+    assert (decision.backend, decision.source) == (None, "")
+    assert decision.refusal == "asks for b is obeyed or refused"
+    assert decision.rejected == {"b": ("is_causal must be False, got True",)}
+    assert decision.passed_over == ("b",)
+
+
+def test_an_exclusive_preference_for_what_has_left_the_registry_is_refused(known):
+    decision = select(SPEC, "forward", known(a={}), policy(prefers("gone", exclusive=True)))
+    assert (decision.backend, decision.refusal) == (None, "asks for gone is obeyed or refused")
+
+
+def test_an_exclusive_preference_for_other_devices_leaves_this_one_alone(known):
+    only = prefers("b", exclusive=True, devices=("cuda",))
+    assert select(SPEC, "forward", known(a={}, b={}), policy(only)).backend == "a"
+
+
+def test_an_exclusive_backend_without_the_backward_that_is_needed_is_refused_in_the_forward(known):
+    entries = known(a={}, b={"backward": False})
+    decision = select(asked(needs_backward=True), "forward", entries, policy(prefers("b", exclusive=True)))
+    assert decision.backend is None
+    assert decision.rejected == {"b": ("backward: has no backward",)}
+    assert select(SPEC, "forward", entries, policy(prefers("b", exclusive=True))).backend == "b"
+
+
+# Strict
+
+
+def test_in_strict_mode_a_preference_that_cannot_serve_is_an_error_that_names_both_sources(known):
+    entries = known(a={"causal": False}, b={})
+    strict = policy(prefers("a"), prefers("b"), strict="ATTNREG_STRICT")
+    decision = select(CAUSAL, "forward", entries, strict)
+    assert decision.backend is None
+    assert decision.refusal == "asks for a can't serve this call, and ATTNREG_STRICT makes that an error"
+    assert select(SPEC, "forward", entries, strict).backend == "a"
+    assert select(CAUSAL, "forward", entries, policy(prefers("a"), prefers("b"))).backend == "b"
+
+
+def test_in_strict_mode_any_backend_that_the_strongest_named_will_do(known):
+    entries = known(a={"causal": False}, b={}, c={"priority": 9})
+    decision = select(CAUSAL, "forward", entries, policy(prefers("a", "b"), strict="attnreg.toml:1"))
+    assert (decision.backend, decision.passed_over, decision.refusal) == ("b", ("a",), "")
+
+
+def test_strict_mode_says_nothing_where_nobody_asked_for_anything(known):
+    entries = known(a={"causal": False}, b={"devices": ("cpu", "cuda")})
+    assert select(CAUSAL, "forward", entries, policy(strict="ATTNREG_STRICT")).backend == "b"
+    elsewhere = policy(prefers("a", devices=("cuda",)), strict="ATTNREG_STRICT")
+    assert select(CAUSAL, "forward", entries, elsewhere).backend == "b"
+
+
+def test_in_strict_mode_a_call_that_nobody_can_run_names_the_strict_source_too(known):
+    decision = select(CAUSAL, "forward", known(a={"causal": False}), policy(prefers("a"), strict="x.toml:1"))
+    assert decision.refusal == "asks for a can't serve this call, and x.toml:1 makes that an error"
+
+
+# Both directions
+
+
+def test_each_direction_is_chosen_by_itself_where_nothing_ties_them(known):
+    entries = known(a={"backward": False}, b={})
+    training = asked(needs_backward=True)
+    assert select(training, "forward", entries, Policy()).backend == "a"
+    backward = select(training, "backward", entries, Policy())
+    assert (backward.backend, backward.rejected) == ("b", {"a": ("has no backward",)})
+
+
+def test_with_dropout_a_forward_without_its_own_backward_is_passed_over(known):
+    entries = known(a={"backward": False}, b={})
+    training = asked(needs_backward=True, dropout=0.5)
+    decision = select(training, "forward", entries, Policy())
+    assert (decision.backend, decision.passed_over) == ("b", ("a",))
+    assert decision.rejected == {"a": ("backward: has no backward",)}
+    assert select(asked(dropout=0.5), "forward", entries, Policy()).backend == "a"
+
+
+def test_with_dropout_the_reasons_of_both_directions_are_listed_each_once(known, fake):
+    narrow = fake("a", dtypes=("float16",), gqa=False).backend
+    also = fake("a", dtypes=("float16",), dropout=False).backend
+    both = Entry("a", "a test", dataclasses.replace(narrow, backward=also.forward))
+    decision = select(
+        asked(needs_backward=True, dropout=0.5, heads_k=2), "forward", {"a": both, **known(b={})}, Policy()
+    )
+    assert decision.rejected["a"] == (
+        "dtype must be float16, got float32",
+        "query and key must have as many heads, got 4 and 2",
+        "backward: dropout_p must be 0, got 0.5",
+    )
+
+
+def test_a_backward_tied_to_its_forwards_dropout_runs_there_or_nowhere(known):
+    training = asked(needs_backward=True, dropout=0.5)
+    entries = known(a={}, b={})
+    tied = policy(prefers("a")).led_by(tied_to("b"))
+    decision = select(training, "backward", entries, tied)
+    assert (decision.backend, decision.source) == ("b", "the forward's dropout mask")
+    refused = select(training, "backward", known(a={}, b={"backward": False}), tied)
+    assert (refused.backend, refused.refusal) == (None, "the forward's dropout mask is obeyed or refused")
+
+
+# Text
+
+
+def test_the_error_of_a_refused_call_has_a_headline_the_input_and_an_aligned_row_for_every_reason(known):
+    entries = known(cuDNN={"causal": False, "dtypes": ("float16",)}, b={"causal": False}, ok={"priority": -1})
+    decision = select(CAUSAL, "forward", entries, policy(prefers("b", exclusive=True)))
+    with pytest.raises(UnsupportedInputError) as error:
+        refuse(CAUSAL, decision)
+    assert str(error.value) == (
+        "no attention backend can run this forward on cpu: asks for b is obeyed or refused\n"
+        "  query (2, 16, 4, 64) · key (2, 16, 4, 64) · value (2, 16, 4, 64) · float32 · causal\n"
+        "  b      is_causal must be False, got True\n"
+        "  cuDNN  dtype must be float16, got float32\n"
+        "         is_causal must be False, got True\n"
+        "  ok     could run it"
+    )
+    assert error.value.rejected == decision.rejected
+
+
+def test_the_table_of_a_decision_says_who_runs_it_by_whom_and_who_else_could(known):
+    decision = select(CAUSAL, "backward", known(a={"causal": False}, b={}, c={}), policy(prefers("c", "a")))
+    assert decision_table(CAUSAL, decision) == (
+        "backward on cpu: c, by asks for c,a\n"
+        "  query (2, 16, 4, 64) · key (2, 16, 4, 64) · value (2, 16, 4, 64) · float32 · causal\n"
+        "  c  runs it, by asks for c,a\n"
+        "  a  is_causal must be False, got True\n"
+        "  b  could run it"
+    )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_decision_and_a_policy_survive_copying_and_pickling(known, copied):
+    asks = policy(prefers("a", devices=("cpu",)), disabled={"b": "x.toml:2"}, strict="ATTNREG_STRICT")
+    decision = select(CAUSAL, "forward", known(a={}, b={}), asks)
+    assert copied(decision) == decision
+    assert copied(asks) == asks
+
+
+def test_selecting_calls_no_kernel_loads_nothing_and_leaves_its_arguments_alone(fake):
+    def never():
+        raise AssertionError("loaded")
+
+    backend = fake("a", load=never).backend
+    entries, asks = {"a": Entry("a", "a test", backend)}, policy(prefers("a"))
+    assert select(SPEC, "forward", entries, asks).backend == "a"
+    assert (list(entries), asks) == (["a"], policy(prefers("a")))

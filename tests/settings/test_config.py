@@ -1,0 +1,380 @@
+"""Promises of the settings."""
+
+import copy
+import json
+import pickle
+import re
+import tomllib
+from pathlib import Path
+from types import MappingProxyType
+
+import pydantic
+import pytest
+import torch
+
+import attnreg
+from attnreg.errors import ConfigError
+from attnreg.settings.config import (
+    DeviceSettings,
+    LoadedSettings,
+    Settings,
+    check_backends,
+    load,
+    schema,
+    settings_from,
+)
+from attnreg.settings.config_types import DEVICE_KEY, DEVICE_TYPES
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+BACKENDS = ("FA2", "FA4", "cuDNN", "math", "cpu")
+
+GOOD = """\
+strict = true
+disabled = ["math"]
+log_level = "debug"
+tuned = "tuned/table.json"
+
+[devices]
+cpu = { order = ["cpu"] }
+cuda.order = ["FA4", " cuDNN "]
+
+[devices."sm_90"]
+order = [
+  "FA4",  # the first
+  "FA2",
+]
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        file = tmp_path / "attnreg.toml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def refusal(function, *args):
+    with pytest.raises(ConfigError) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def test_every_setting_is_read(write):
+    assert load(write(GOOD)).settings == Settings(
+        strict=True,
+        disabled=("math",),
+        log_level="debug",
+        tuned=write(GOOD).parent / "tuned/table.json",
+        devices={
+            "cpu": DeviceSettings(order=("cpu",)),
+            "cuda": DeviceSettings(order=("FA4", "cuDNN")),
+            "sm_90": DeviceSettings(order=("FA4", "FA2")),
+        },
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "\ufeff", "[devices]\n"])
+def test_an_empty_file_gives_the_defaults(write, text):
+    settings = load(write(text)).settings
+    assert settings == Settings() == settings_from({})
+    assert (settings.strict, settings.disabled, settings.log_level, settings.tuned, settings.devices) == (
+        False,
+        (),
+        "warning",
+        None,
+        {},
+    )
+
+
+WRONG = [
+    ('strict = "yes"', "1:1: strict: got 'yes', expected true or false"),
+    ("strict = 1", "1:1: strict: got 1, expected true or false"),
+    ('disabled = "FA2"', "1:1: disabled: got 'FA2', expected a list of names"),
+    ('disabled = ["FA2", true]', "1:20: disabled[1]: got True, expected a string"),
+    ('disabled = [" "]', "1:13: disabled[0]: got ' ', expected a name"),
+    (
+        'disabled = ["FA2", "FA4", "fa2"]',
+        "1:27: disabled[2]: got 'fa2', expected each name once: [0] is the same, whatever the case",
+    ),
+    (
+        'disabled = ["FA2", "Math"]',
+        "1:20: disabled[1]: got 'Math', expected another backend, or strict = true: "
+        "the reference runs what no other can",
+    ),
+    (
+        'log_level = "WARNING"',
+        "1:1: log_level: got 'WARNING', expected 'debug', 'info', 'warning' or 'error'; "
+        "did you mean 'warning'?",
+    ),
+    ("log_level = 20", "1:1: log_level: got 20, expected 'debug', 'info', 'warning' or 'error'"),
+    ('tuned = ""', "1:1: tuned: got '', expected the path of a file"),
+    ("tuned = ['a.json']", "1:1: tuned: got ['a.json'], expected the path of a file"),
+    (
+        'tuned = "~no-such-user/a.json"',
+        "1:1: tuned: got '~no-such-user/a.json', expected the path of a file "
+        "(its ~ stands for no home folder)",
+    ),
+    ("devices = 3", "1:1: devices: got 3, expected a table"),
+    ("[[devices]]\ncuda = 1", "1:3: devices: got [{'cuda': 1}], expected a table"),
+    ('[devices]\ncuda = ["FA4"]', "2:1: devices.cuda: got ['FA4'], expected a table"),
+    (
+        "[devices]\n\n[devices.cuda]",
+        "3:10: devices.cuda.order: missing, expected a list of at least one name",
+    ),
+    ("devices.cuda.order = []", "1:14: devices.cuda.order: got [], expected at least one name"),
+    (
+        '[devices.sm_90]\norder = [\n  "FA4",\n  "FA2", "cuDNN",\n  "fa4",\n]',
+        "5:3: devices.\"sm_90\".order[3]: got 'fa4', expected each name once: "
+        "[0] is the same, whatever the case",
+    ),
+    (
+        'disabled = ["fa2"]\n[devices.cuda]\norder = ["FA4", "FA2"]',
+        "3:17: devices.cuda.order[1]: got 'FA2', expected a backend that isn't disabled: "
+        "disabled[0] names it too",
+    ),
+    (
+        'stricct = true\n"log level" = "info"',
+        "1:1: stricct: unknown key, expected strict or disabled or log_level or policy or tuned or devices; "
+        "did you mean 'strict'?\n"
+        '2:1: "log level": unknown key, expected strict or disabled or log_level or policy or tuned or '
+        "devices; did you mean 'log_level'?",
+    ),
+    (
+        "strict.x = true\n[zzz]",
+        "1:1: strict: got {'x': True}, expected true or false\n"
+        "2:2: zzz: unknown key, expected strict or disabled or log_level or policy or tuned or devices",
+    ),
+    (
+        '[devices.cuda]\nodrer = ["FA4"]',
+        "1:10: devices.cuda.order: missing, expected a list of at least one name\n"
+        "2:1: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
+    ),
+    (
+        '[devices.cuda]\norder = ["FA4"]\nstrict = true',
+        "3:1: devices.cuda.strict: unknown key, expected order; 'strict' belongs above the first [table]",
+    ),
+    (
+        'devices.cudaa.order = ["FA4"]',
+        "1:9: devices.cudaa: got 'cudaa', expected 'cpu', 'cuda', another device type of torch or 'sm_NN'; "
+        "did you mean 'cuda'?",
+    ),
+    (
+        '[devices.SM90a]\norder = ["FA4"]',
+        "1:10: devices.\"SM90a\": got 'SM90a', expected 'cpu', 'cuda', another device type of torch "
+        "or 'sm_NN'; did you mean 'sm_90'?",
+    ),
+    (
+        '[devices."9.0"]\norder = ["FA4"]',
+        "1:10: devices.\"9.0\": got '9.0', expected 'cpu', 'cuda', another device type of torch or 'sm_NN'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "problems"), WRONG)
+def test_a_wrong_file_is_refused_with_file_line_column_key_got_and_expected(write, text, problems):
+    file = write(text)
+    assert refusal(load, file) == "\n".join(f"{file}:{problem}" for problem in problems.splitlines())
+
+
+@pytest.mark.parametrize(("text", "problems"), WRONG)
+def test_a_value_from_python_is_refused_in_the_same_words(text, problems):
+    sentences = [problem.split(": ", 1)[1] for problem in problems.splitlines()]
+    refused = refusal(settings_from, tomllib.loads(text)).splitlines()
+    assert sorted(refused) == sorted(f"configure(...): {sentence}" for sentence in sentences)
+
+
+def test_every_problem_of_a_file_is_listed_in_the_order_of_its_lines(write):
+    file = write(
+        'log_level = 1\nstricct = true\nstrict = 2\n[devices]\ngpu = {}\ncpu.order = ["cpu", 3, "CPU"]\n'
+    )
+    assert [line.split(": ")[:2] for line in refusal(load, file).splitlines()] == [
+        [f"{file}:1:1", "log_level"],
+        [f"{file}:2:1", "stricct"],
+        [f"{file}:3:1", "strict"],
+        [f"{file}:5:1", "devices.gpu"],
+        [f"{file}:5:1", "devices.gpu.order"],
+        [f"{file}:6:21", "devices.cpu.order[1]"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (42, "configure(...): got 42, expected Settings or a mapping of its fields"),
+        (None, "configure(...): got None, expected Settings or a mapping of its fields"),
+        ({1: 2}, "configure(...): [1]: got 1, expected the name of a setting"),
+        ({"disabled": {"FA2"}}, "configure(...): disabled: got {'FA2'}, expected a list of names"),
+        ({"disabled": [b"FA2"]}, "configure(...): disabled[0]: got b'FA2', expected a string"),
+        ({"devices": {3: {"order": ["a"]}}}, "configure(...): devices[3]: got 3, expected a string"),
+    ],
+)
+def test_what_only_python_can_get_wrong_is_refused_too(value, message):
+    assert refusal(settings_from, value) == message
+
+
+def test_settings_that_went_round_the_checks_are_checked_when_given():
+    changed = Settings().model_copy(update={"log_level": "loud"})
+    assert refusal(settings_from, changed).startswith("configure(...): log_level: got 'loud'")
+    built = Settings(devices={"cpu": DeviceSettings(order=("cpu",))})
+    built.devices["cpu"] = DeviceSettings.model_construct(order=())
+    assert (
+        refusal(settings_from, built)
+        == "configure(...): devices.cpu.order: got (), expected at least one name"
+    )
+
+
+def test_settings_built_in_python_are_refused_at_once_with_the_whole_key():
+    with pytest.raises(pydantic.ValidationError, match="Expected each name once") as caught:
+        Settings(devices={"cpu": {"order": ["cpu", "CPU"]}})
+    assert caught.value.errors()[0]["loc"] == ("devices", "cpu", "order", 1)
+
+
+def test_settings_from_returns_what_it_was_given_and_which_fields_were_set():
+    settings = settings_from({"strict": False, "disabled": ["FA2"]})
+    assert settings == Settings(strict=False, disabled=("FA2",))
+    assert settings_from(settings) == settings_from(MappingProxyType(dict(settings))) == settings
+    assert settings_from(settings).model_fields_set == {"strict", "disabled"}
+
+
+def test_disabling_the_reference_is_allowed_in_strict_mode():
+    assert settings_from({"strict": True, "disabled": ["math"]}).disabled == ("math",)
+
+
+def test_settings_cannot_be_changed_in_place():
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        Settings().strict = True
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        DeviceSettings(order=("cpu",)).order = ("math",)
+
+
+def test_changing_the_mapping_afterwards_does_not_change_the_settings():
+    given = {"devices": {"cpu": {"order": ["cpu"]}}}
+    settings = settings_from(given)
+    given["devices"]["cpu"]["order"].append("math")
+    given["devices"]["cuda"] = {"order": ["FA4"]}
+    assert settings == Settings(devices={"cpu": DeviceSettings(order=("cpu",))})
+
+
+def test_a_tuned_table_is_looked_for_beside_the_file_that_names_it(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for written, expected in [
+        ("tuned/a.json", tmp_path / "tuned/a.json"),
+        ("/opt/a.json", Path("/opt/a.json")),
+        ("~/a.json", tmp_path / "home/a.json"),
+    ]:
+        assert load(write(f"tuned = {written!r}")).settings.tuned == expected
+    assert settings_from({"tuned": "tuned/a.json"}).tuned == Path("tuned/a.json")
+
+
+def test_a_loaded_setting_tells_its_line(write):
+    loaded = load(write(GOOD))
+    assert loaded.source == write(GOOD)
+    assert loaded.describe() == "attnreg.toml"
+    assert loaded.describe(("strict",)) == "attnreg.toml:1"
+    assert loaded.describe(("disabled", 0)) == "attnreg.toml:2"
+    assert loaded.describe(("devices", "cpu", "order")) == "attnreg.toml:7"
+    assert loaded.describe(("devices", "cuda", "order", 1)) == "attnreg.toml:8"
+    assert loaded.describe(("devices", "sm_90", "order")) == "attnreg.toml:11"
+    assert loaded.describe(("devices", "sm_90", "order", 1)) == "attnreg.toml:13"
+
+
+def test_settings_given_as_a_value_tell_that_they_were():
+    given = LoadedSettings(settings_from({"strict": True}))
+    assert given.source is None
+    assert given.describe(("strict",)) == "configure(...)"
+
+
+def test_known_backends_are_accepted_in_any_case(write):
+    loaded = load(write(GOOD))
+    assert check_backends(loaded, ["fa4", "FA2", "CUDNN", "math", "Cpu"]) is None
+
+
+def test_unknown_backends_are_refused_with_place_known_names_and_the_nearest(write):
+    file = write(GOOD)
+    assert refusal(check_backends, load(file), ("math", "FA44", "cuDNN", "cpu")) == (
+        f"{file}:8:15: devices.cuda.order[0]: "
+        "got 'FA4', expected one of cpu, cuDNN, FA44, math; did you mean 'FA44'?\n"
+        f'{file}:12:3: devices."sm_90".order[0]: '
+        "got 'FA4', expected one of cpu, cuDNN, FA44, math; did you mean 'FA44'?\n"
+        f'{file}:13:3: devices."sm_90".order[1]: '
+        "got 'FA2', expected one of cpu, cuDNN, FA44, math; did you mean 'FA44'?"
+    )
+
+
+def test_an_unknown_backend_is_refused_in_disabled_and_in_a_value_too():
+    given = LoadedSettings(settings_from({"disabled": ["FA2", "cdnn"]}))
+    assert refusal(check_backends, given, iter(("FA2", "cuDNN"))) == (
+        "configure(...): disabled[1]: got 'cdnn', expected one of cuDNN, FA2; did you mean 'cuDNN'?"
+    )
+
+
+def test_settings_and_their_errors_survive_pickle_and_deepcopy(write):
+    loaded = load(write(GOOD))
+    with pytest.raises(ConfigError) as caught:
+        load(write("strict = 2"))
+    for copied in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert copied(loaded.settings) == loaded.settings
+        assert copied(loaded) == loaded
+        assert copied(loaded).describe(("disabled",)) == "attnreg.toml:2"
+        assert str(copied(caught.value)) == str(caught.value)
+
+
+def test_the_schema_describes_every_field_and_is_json():
+    document = json.loads(json.dumps(schema()))
+    assert document["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    tables = {Settings: document, DeviceSettings: document["$defs"]["DeviceSettings"]}
+    for model, table in tables.items():
+        assert set(table["properties"]) == set(model.model_fields)
+        assert all(field["description"] for field in table["properties"].values())
+        assert table["additionalProperties"] is False
+    assert document["$defs"]["DeviceSettings"]["properties"]["order"]["minItems"] == 1
+    assert document["properties"]["devices"]["propertyNames"] == {"pattern": DEVICE_KEY}
+
+
+@pytest.mark.parametrize(
+    ("key", "valid"),
+    [(key, True) for key in ("cpu", "cuda", "xpu", "privateuseone", "sm_80", "sm_90", "sm_120")]
+    + [(key, False) for key in ("CPU", "gpu", "cuda:0", "sm_9", "sm_090", "sm_1200", "sm_90a", "cpu\n", "")],
+)
+def test_the_schema_and_the_check_take_the_same_device_keys(key, valid):
+    # JSON schema searches, and its "$" is the very end: "\Z" in Python.
+    assert bool(re.search(DEVICE_KEY.replace("$", r"\Z"), key)) is valid
+    if valid:
+        assert list(settings_from({"devices": {key: {"order": ["a"]}}}).devices) == [key]
+    else:
+        assert "another device type of torch" in refusal(settings_from, {"devices": {key: {"order": ["a"]}}})
+
+
+def test_every_device_type_of_torch_is_a_device_key():
+    with pytest.raises(RuntimeError, match="Expected one of") as caught:
+        torch.device("nonsense")
+    listed = re.search("Expected one of (.+) device type", str(caught.value))[1].split(", ")
+    assert {"cpu", "cuda"} <= set(listed) <= set(DEVICE_TYPES)
+
+
+def test_there_is_a_settings_file_for_each_kind_of_machine():
+    assert [file.name for file in CONFIGS] == ["blackwell.toml", "cpu.toml", "default.toml", "hopper.toml"]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_a_settings_file_loads_and_names_only_backends_that_there_are(file):
+    check_backends(load(file), attnreg.list_backends())
+
+
+def test_the_examples_in_the_comments_of_a_settings_file_are_valid_as_well(write):
+    file = next(file for file in CONFIGS if file.name == "default.toml")
+    # An example begins with "#" and no space.
+    loaded = load(write(re.sub("^#(?! )", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)))
+    check_backends(loaded, attnreg.list_backends())
+    assert loaded.settings.tuned
+    assert loaded.settings.devices
+
+
+def test_the_default_file_spells_out_the_defaults_and_mentions_every_setting():
+    file = next(file for file in CONFIGS if file.name == "default.toml")
+    assert load(file).settings == Settings()
+    text = file.read_text(encoding="utf-8")
+    assert all(re.search(rf"^#?\[?{field}\b", text, re.MULTILINE) for field in Settings.model_fields)

@@ -1,0 +1,237 @@
+"""Promises of reading a TOML file: every key has its place, every failure names the file."""
+
+import copy
+import errno
+import pickle
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from attnreg.errors import ConfigError
+from attnreg.settings.toml_file import Origin, key_text, read
+from attnreg.settings.toml_positions import NOWHERE, Position, positions
+
+EVERY_FORM = '''# every form in which TOML nests keys
+title = "a # that is no comment, [nor] a = {table}" # but this is
+"quoted key" = 'C:\\no\\escape'
+"\\u0061b.c" = 1
+'literal "key"' = -1_000.5e+3
+"" = "empty key"
+3 = 1979-05-27 07:32:00Z
+site."google.com".up = true
+spaced . dotted	.  key = inf
+
+text = """
+[not.a.table]
+x = 1 \\""" still inside
+""" # closed
+quotes = """"two"" at both ends"""""
+literal = \'\'\'
+y = [1, 2]'\'\'\'
+
+flat = [1, 2.5, "three", ]
+nested = [ [ 1, [] ], {a = {b.c = [0]}, "d" = {}}, # a comment with ] in it
+  "last",
+
+  # and a line of its own
+  'really'
+]
+empty = []
+  indented = false
+
+[table]
+key = 1
+[table."sub.table".deeper]
+key = 2
+[ other . "spaced" ]
+key = 3
+[table.again]
+inline = { one = 1, two = ["x", "y"], three = 3 }
+after = 1'''
+
+
+def paths(value, prefix=()):
+    """Yield the path of everything inside a parsed value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*prefix, name)
+        yield from paths(inner, (*prefix, name))
+
+
+def test_every_key_and_element_that_tomllib_finds_has_a_position_and_nothing_else_has():
+    assert set(positions(EVERY_FORM)) == set(paths(tomllib.loads(EVERY_FORM)))
+
+
+@pytest.mark.parametrize(
+    ("key", "position"),
+    [
+        (("title",), (2, 1)),
+        (("site", "google.com", "up"), (8, 19)),
+        (("spaced", "dotted"), (9, 10)),
+        (("spaced", "dotted", "key"), (9, 20)),
+        (("quotes",), (15, 1)),
+        (("flat", 2), (19, 17)),
+        (("nested", 0, 1), (20, 17)),
+        (("nested", 1, "a", "b", "c", 0), (20, 36)),
+        (("nested", 1, "d"), (20, 41)),
+        (("nested", 2), (21, 3)),
+        (("nested", 3), (24, 3)),
+        (("indented",), (27, 3)),
+        (("table",), (29, 2)),
+        (("table", "key"), (30, 1)),
+        (("table", "sub.table", "deeper", "key"), (32, 1)),
+        (("other", "spaced"), (33, 11)),
+        (("table", "again", "inline", "two", 1), (36, 33)),
+        (("table", "again", "after"), (37, 1)),
+    ],
+)
+def test_the_position_is_exact(key, position):
+    assert positions(EVERY_FORM)[key] == position
+
+
+def test_the_first_of_an_array_of_tables_gives_its_place():
+    assert positions("[[device]]\nname = 1\n[[device]]\nname = 2\n") == {
+        ("device",): (1, 3),
+        ("device", "name"): (2, 1),
+    }
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "   \t"])
+def test_a_text_without_keys_has_no_positions(text):
+    assert positions(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ((), ""),
+        (("strict",), "strict"),
+        (("log_level",), "log_level"),
+        (("devices", "sm_90", "order", 2), 'devices."sm_90".order[2]'),
+        (("devices", "cuda", "order"), "devices.cuda.order"),
+        (("devices", 'a "b".ü'), r'devices."a \"b\".ü"'),
+        (("disabled", 0), "disabled[0]"),
+    ],
+)
+def test_a_key_is_shown_as_it_would_be_written(key, text):
+    assert key_text(key) == text
+
+
+def test_what_is_not_written_is_placed_at_the_table_that_lacks_it():
+    origin = Origin(
+        Path("attnreg.toml"), {("devices",): Position(3, 2), ("devices", "cuda"): Position(4, 10)}
+    )
+    assert origin.position(("devices", "cuda", "order", 1)) == (4, 10)
+    assert origin.position(("devices", "cpu")) == (3, 2)
+    assert origin.position(("strict",)) == NOWHERE
+    assert origin.describe(("devices", "cuda", "order")) == "attnreg.toml:4"
+    assert origin.describe(("strict",)) == origin.describe() == "attnreg.toml"
+
+
+def test_settings_given_as_a_value_come_from_configure():
+    assert Origin().describe(("strict",)) == "configure(...)"
+
+
+def test_an_origin_survives_pickle_and_deepcopy(tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text("a.b = [1]", encoding="utf-8")
+    _, origin = read(file)
+    assert origin.positions
+    assert pickle.loads(pickle.dumps(origin)) == origin
+    assert copy.deepcopy(origin) == origin
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"a = 1\nb = [\n2]\n", b"\xef\xbb\xbfa = 1\nb = [\n2]\n", b"a = 1\r\nb = [ # c\r\n2]\r\n"],
+    ids=["plain", "byte order mark", "CRLF"],
+)
+def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, raw):
+    file = tmp_path / "attnreg.toml"
+    file.write_bytes(raw)
+    data, origin = read(file)
+    assert data == {"a": 1, "b": [2]}
+    assert origin.positions == {("a",): (1, 1), ("b",): (2, 1), ("b", 0): (3, 1)}
+
+
+def refusal(path):
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.__cause__ is not None
+    return str(caught.value)
+
+
+def missing(folder):
+    return folder / "attnreg.toml"
+
+
+def below_a_file(folder):
+    (folder / "file").touch()
+    return folder / "file" / "attnreg.toml"
+
+
+def symlink_loop(folder):
+    (folder / "loop.toml").symlink_to("loop.toml")
+    return folder / "loop.toml"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (missing, "no such file or directory"),
+        (lambda folder: folder, "is a directory"),
+        (below_a_file, "not a directory"),
+        (symlink_loop, "too many levels of symbolic links"),
+        (lambda folder: folder / "nul\0.toml", "embedded null byte"),
+    ],
+    ids=["missing", "folder", "below a file", "symlink loop", "null byte"],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_absolute_path(tmp_path, make, reason):
+    path = make(tmp_path)
+    assert refusal(path) == f"{path}: can't be read ({reason}), expected a settings file in TOML"
+
+
+def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
+    # Raised by hand: an administrator, whom tests may run as, can read every file.
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    path = tmp_path / "attnreg.toml"
+    assert refusal(path) == f"{path}: can't be read (permission denied), expected a settings file in TOML"
+
+
+def test_a_relative_path_is_reported_as_an_absolute_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("attnreg.toml").startswith(f"{tmp_path / 'attnreg.toml'}: can't be read")
+
+
+def test_a_tilde_is_the_home_folder_and_that_of_nobody_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "attnreg.toml").touch()
+    assert read("~/attnreg.toml")[1].path == tmp_path / "attnreg.toml"
+    assert refusal("~no-such-user/x.toml") == (
+        "~no-such-user/x.toml: can't be read (could not determine home directory), "
+        "expected a settings file in TOML"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "place_and_reason"),
+    [
+        (b"\xff\xfea\0", ":1:1: got byte 0xff, expected UTF-8 text"),
+        (b"a = 1\n# gr\xfcn\n", ":2:5: got byte 0xfc, expected UTF-8 text"),
+        ("# grün\r\nb = 'ü".encode() + b"\xe9'", ":2:7: got byte 0xe9, expected UTF-8 text"),
+        (b"a = 1\nb = \n", ":2:5: not TOML: invalid value"),
+        (b"\xef\xbb\xbfa = 1\r\n\r\nb = yes\r\n", ":3:5: not TOML: invalid value"),
+        (b"a = [1,\n2\n", ":2: not TOML: unclosed array, at the end"),
+        (b"[t]\n[t]\n", ":2:3: not TOML: cannot declare ('t',) twice"),
+        (b"a = " + 5000 * b"[", ": not TOML that can be read: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_refused_with_line_and_column(tmp_path, raw, place_and_reason):
+    file = tmp_path / "attnreg.toml"
+    file.write_bytes(raw)
+    # Python may add to its own message on recursion what it was doing then.
+    assert refusal(file).startswith(f"{file}{place_and_reason}")

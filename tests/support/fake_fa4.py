@@ -1,0 +1,397 @@
+"""A stand-in for flash-attn-4 on a CPU: its signatures, its compile caches, and float64.
+
+As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
+keep in caches; what a kernel doesn't write holds rubbish.
+"""
+
+import contextlib
+import ctypes
+import functools
+import sys
+import types
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attnreg import Call
+from attnreg.backends import fa4
+from attnreg.backends.fa4 import kinds, limits
+from attnreg.backends.fa4 import package as fa4_package
+
+FORWARD = fa4_package.TAKEN["_flash_attn_fwd"]
+BACKWARD = fa4_package.TAKEN["_flash_attn_bwd"]
+
+# Above so many sequences a launch of its own sums up their tiles.
+MANY, TILE = 256, 128
+
+
+# Values
+
+
+def visible(len_q, len_k, causal, left, right):
+    """Return the mask as the package reads its arguments: a bound counts unless it is None."""
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
+    seen = torch.ones(len_q, len_k, dtype=torch.bool)
+    if causal:
+        right = 0
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen
+
+
+def attention(query, key, value, scale, seen):
+    """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = scores.where(seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
+    # A tile takes what lies behind its sequence along at a weight of 0: NaN spreads.
+    return torch.einsum("hqk,khd->qhd", weights, value), lse, weights
+
+
+def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
+    """Yield each sequence: where its queries are, its keys, and how many keys it loads and counts."""
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    for index in range(batch):
+        if cu_seqlens_q is None:
+            rows_q, rows_k = (index, slice(None)), (index, slice(None))
+        else:
+            rows_q = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
+            rows_k = None
+            if page_table is None:
+                rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
+        if page_table is not None:
+            pages = page_table[index].long()
+            length = int(seqused_k[index])
+            picked = (pages[:, None], torch.arange(k.shape[1]))
+            yield rows_q, picked, length
+            continue
+        length = k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
+        yield rows_q, rows_k, length
+
+
+def loaded(x, rows, length):
+    """Return the keys of a sequence and the rest of the tile behind them, which must be finite."""
+    if isinstance(rows, slice):
+        tile = x[rows.start : rows.start + length + 8]
+    else:
+        tile = x[rows].flatten(0, -3)[: length + (8 if isinstance(rows[0], int) else 0)]
+    assert tile[length:].isfinite().all(), "what lies behind a sequence spreads its NaN"
+    return tile[:length]
+
+
+def unwritten(tensor):
+    """Return a tensor that holds rubbish, as new memory may; behind torch's back, as new memory does."""
+    ctypes.memset(tensor.data_ptr(), 0x40, tensor.nbytes)
+    return tensor
+
+
+# Kernels: what a compiled function writes into the tensors that it is given
+
+
+class AuxData(NamedTuple):
+    """What the package hands to every kernel and attnreg leaves empty."""
+
+    tensors: tuple | None = None
+    scalars: tuple | None = None
+
+
+def tile_cumsum(total, cu_seqlens):
+    tiles = (cu_seqlens.diff() + TILE - 1) // TILE
+    total[0] = 0
+    total[1:] = tiles.cumsum(0)
+
+
+def forward_kernel(causal):
+    def run(q, k, v, out, lse, scale, cu_q, cu_k, used, pages, left, right, aux, tiles):
+        assert aux == AuxData() and type(aux) is AuxData
+        if tiles is not None:
+            expected = torch.empty_like(tiles)
+            tile_cumsum(expected, cu_q)
+            assert torch.equal(tiles, expected)
+        for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
+            query = q[rows_q]
+            value = loaded(v, rows_k, length)
+            key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
+            seen = visible(len(query), length, causal, left, right)
+            part, part_lse, _ = attention(query, key[:length], value, scale, seen)
+            out[rows_q] = part.to(out.dtype)
+            if cu_q is None:
+                lse[rows_q[0]] = part_lse.float()
+            else:
+                lse[:, rows_q] = part_lse.float()
+
+    return run
+
+
+def preprocess_kernel(out, dout, dpsum, lse, lse_copy, dq_accum):
+    assert out.shape == dout.shape and dout.isfinite().all()
+    dpsum.copy_((out.double() * dout.double()).sum(-1))
+    lse_copy.copy_(lse)
+    dq_accum.zero_()
+
+
+def backward_kernel(causal, shared):
+    def run(q, k, v, dout, lse, dpsum, dq_accum, dk, dv, scale, cu_q, cu_k, used, left, right, turns, aux):
+        assert aux == AuxData() and type(aux) is AuxData and q.isfinite().all()
+        assert turns is None or not turns.any()
+        for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
+            query, grad = q[rows_q].double(), dout[rows_q].double()
+            key, value = (loaded(x, rows_k, length).double() for x in (k, v))
+            heads, heads_k = query.shape[1], key.shape[1]
+            keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
+            seen = visible(len(query), length, causal, left, right)
+            part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+            weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None])
+            weights = weights.where(seen, 0.0)
+            delta = dpsum[rows_q].double().mT
+            grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
+            dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
+            for result, weight, other in ((dk, grads, query), (dv, weights, grad)):
+                part = torch.einsum("hqk,qhd->khd", weight, other)
+                part = part.unflatten(1, (heads_k, heads // heads_k)).sum(2).to(result.dtype)
+                if shared:
+                    result[rows_k][:length] += part
+                else:
+                    result[rows_k][:length] = part
+        if turns is not None:
+            turns += 1
+
+    return run
+
+
+def convert_kernel(accum, result, cu_seqlens, used):
+    for rows, _, length in parts(result, result, cu_seqlens, cu_seqlens, used):
+        result[rows][:length] = accum[rows][:length].to(result.dtype)
+
+
+# The package
+
+
+class Cache:
+    """The package's compile cache."""
+
+    def __init__(self):
+        self.compiled = {}
+
+    def __contains__(self, key):
+        return key in self.compiled
+
+    def __getitem__(self, key):
+        return self.compiled[key]
+
+    def __setitem__(self, key, function):
+        self.compiled[key] = function
+
+
+class Package:
+    """A fake `flash_attn.cute.interface`.
+
+    `calls` keeps what its functions were called with, `keywords` under which names they were given it, and
+    `launched` the name of every kernel that ran.
+    `pause` is called inside the package, `beside` at the end of a forward with its output, and `each` at
+    every launch with the kernel's name. Kernels of the functions in `hidden` aren't launched through caches.
+    """
+
+    def __init__(self, extra=3, extra_backward=0):
+        self.calls = []
+        self.keywords = {name: set() for name in fa4_package.TAKEN}
+        self.launched = []
+        self.inside = 0
+        self.most_inside = 0
+        self.pause = lambda: None
+        self.beside = lambda out: None
+        self.each = lambda name: None
+        self.extra = (None,) * extra
+        self.extra_backward = (None,) * extra_backward
+        self.fails = None
+        self.hidden = set()
+
+    def module(self, **replaced):
+        module = types.ModuleType("flash_attn.cute.interface")
+        for function in self.functions():
+            function.compile_cache = Cache()
+            setattr(module, function.__name__, function)
+        module.flash_attn_fwd = module._flash_attn_fwd  # under a second name
+        module.maybe_contiguous = lambda tensor, align_bytes=16: tensor
+        for name, function in replaced.items():
+            setattr(module, name, function)
+        return module
+
+    @contextlib.contextmanager
+    def called(self, name, arguments):
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        self.calls.append((name, dict(arguments)))
+        try:
+            self.pause()
+            if self.fails is not None:
+                raise self.fails
+            yield
+        finally:
+            self.inside -= 1
+
+    def held(self, function):
+        """Return a function that takes just the keywords that the adapter looks for at load."""
+
+        @functools.wraps(function)
+        def run(**given):
+            unlisted = given.keys() - {*fa4_package.TAKEN[function.__name__]}
+            assert not unlisted, f"{function.__name__} isn't checked for {unlisted}"
+            self.keywords[function.__name__].update(given)
+            return function(**given)
+
+        return run
+
+    def launch(self, function, key, compiled, *arguments):
+        """Launch a kernel as the package does: through the cache, compiled where it isn't there."""
+
+        def run(*given):
+            self.each(function.__name__)
+            self.launched.append(function.__name__)
+            compiled(*given)
+
+        if function.__name__ in self.hidden:
+            with _disable_current_modes():
+                return run(*arguments)
+        if key not in function.compile_cache:
+            function.compile_cache[key] = run
+        function.compile_cache[key](*arguments)
+
+    def functions(self):
+        # fmt: off
+        @self.held
+        def _flash_attn_fwd(
+            q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+            causal=False, softcap=None, window_size_left=None, window_size_right=None,
+            learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
+            num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
+            block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+            aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
+            scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+            gather_bwd_recompute_p=False,
+        ):
+            arguments = dict(locals())
+            with self.called("forward", {name: arguments[name] for name in FORWARD}):
+                assert softcap is None and num_splits == 1 and return_lse
+                varlen = cu_seqlens_q is not None
+                shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
+                if out is None:
+                    out = unwritten(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
+                if lse is None:
+                    lse = unwritten(torch.empty(shape, dtype=torch.float32))
+                assert lse.shape == shape and lse.dtype == torch.float32
+                many = varlen and len(cu_seqlens_q) > MANY + 1
+                tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
+                self.launch(
+                    _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
+                    q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale,
+                    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, window_size_left, window_size_right,
+                    AuxData(), tiles,
+                )
+                self.beside(out)
+                return (out, lse, *self.extra)
+
+        @self.held
+        def _flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
+            num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,  # noqa: N803
+            dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2,  # noqa: N803
+            V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,  # noqa: N803
+            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+            score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None,
+            block_sparse_tensors=None, dlse=None, learnable_sink=None,
+        ):
+            arguments = dict(locals())
+            with self.called("backward", {name: arguments[name] for name in BACKWARD}):
+                assert softcap == 0.0
+                dq, dk, dv = (
+                    unwritten(torch.empty_like(x)) if given is None else given
+                    for x, given in ((q, dq), (k, dk), (v, dv))
+                )
+                dq_accum, dpsum = (
+                    unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
+                )
+                lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
+                shared = q.shape[-2] > k.shape[-2]
+                sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
+                turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
+                _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
+                self.launch(
+                    _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
+                    q.detach(), k.detach(), v.detach(), dout, lse_copy, dpsum, dq_accum,
+                    sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale, cu_seqlens_q,
+                    cu_seqlens_k, seqused_k, window_size_left, window_size_right, turns, AuxData(),
+                )
+                _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
+                for total, result in zip(sums, (dk, dv), strict=True):
+                    if shared:
+                        _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
+                return (dq, dk, dv, *self.extra_backward)
+        # fmt: on
+
+        def _bwd_preprocess(*tensors):
+            self.launch(_bwd_preprocess, (), preprocess_kernel, *tensors)
+
+        def _bwd_postprocess_convert(*tensors):
+            self.launch(_bwd_postprocess_convert, (), convert_kernel, *tensors)
+
+        def _compute_tile_cumsum(cu_seqlens):
+            total = torch.empty(len(cu_seqlens), dtype=torch.int32)
+            self.launch(_compute_tile_cumsum, (), tile_cumsum, unwritten(total), cu_seqlens)
+            return total
+
+        return (
+            *(_flash_attn_fwd, _flash_attn_bwd),
+            *(_bwd_preprocess, _bwd_postprocess_convert, _compute_tile_cumsum),
+        )
+
+
+def install(monkeypatch, package, version="4.0.0b36", **replaced):
+    """Put a fake package in place of flash-attn-4; nothing has run, nor is a CUDA graph captured."""
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package.module(**replaced))
+    monkeypatch.setattr(fa4_package, "version", lambda name: version)
+
+
+def forget(monkeypatch):
+    """Begin with no kind that has run, outside CUDA graphs, of which a torch without CUDA can't tell."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kinds, "seen", set())
+    for module in (fa4, limits):
+        monkeypatch.setattr(module, "seen", kinds.seen)
+
+
+# Calls
+
+
+def dense(
+    len_q=33, len_k=33, heads=4, heads_k=None, dim=16, dim_v=None, batch=2, dtype=torch.bfloat16, seed=0
+):
+    """Return query, key, value and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    heads_k, dim_v = heads_k or heads, dim_v or dim
+    shapes = ((len_q, heads, dim), (len_k, heads_k, dim), (len_k, heads_k, dim_v), (len_q, heads, dim_v))
+    return [torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def call_of(query, key, scale=0.25, **options):
+    return Call(scale, query.shape[1], key.shape[1], **options)
+
+
+def both(kernels, query, key, value, grad, call):
+    """Run forward and backward; return output, LSE and the three gradients."""
+    out, lse = kernels.forward(query, key, value, call)
+    return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)

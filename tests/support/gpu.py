@@ -1,0 +1,155 @@
+"""What the GPU tests share: packed inputs, results in float64, kernel names, what backends may refuse."""
+
+import re
+from typing import NamedTuple
+
+import torch
+from support import truth
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+BF16 = torch.bfloat16
+
+
+class Packed(NamedTuple):
+    """Packed inputs in the order in which both `varlen_attn` take them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    offsets_q: torch.Tensor
+    offsets_k: torch.Tensor
+    max_q: int
+    max_k: int
+
+    @property
+    def qkv(self):
+        return self[:3]
+
+    def detached(self):
+        return Packed(*(x.detach() for x in self.qkv), *self[3:])
+
+
+def packed(
+    lengths_q=(5, 300, 0, 42),
+    lengths_k=None,
+    *,
+    heads=(4, 4),
+    dim=64,
+    dtype=BF16,
+    tail=0,
+    grad=True,
+    seed=0,
+    device="cuda",
+):
+    """Draw packed inputs; with one list of lengths query and key share one tensor of offsets."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def tokens(lengths, count):
+        shape = (sum(lengths) + tail, count, dim)
+        return torch.randn(shape, device=device, generator=generator).to(dtype).requires_grad_(grad)
+
+    keys = lengths_q if lengths_k is None else lengths_k
+    query, key, value = tokens(lengths_q, heads[0]), tokens(keys, heads[1]), tokens(keys, heads[1])
+    offsets_q = offsets_of(lengths_q, device)
+    offsets_k = offsets_q if lengths_k is None else offsets_of(lengths_k, device)
+    return Packed(query, key, value, offsets_q, offsets_k, max(lengths_q), max(keys))
+
+
+def offsets_of(lengths, device="cuda"):
+    """Return int32 offsets."""
+    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+
+
+def heads_first(batch=2, heads=4, length=300, dim=64, dtype=BF16, grad=True):
+    """Draw query, key and value, (B, H, S, D)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, heads, length, dim)
+    return [
+        torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_(grad) for _ in "qkv"
+    ]
+
+
+def incoming(out):
+    """Return a gradient for an output: not of ones, whose dq and dk cancel, and without a stride of 0."""
+    generator = torch.Generator(out.device).manual_seed(1)
+    return torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
+
+
+def run(front, given, **options):
+    """Return the output and the gradients of query, key and value.
+
+    The output is detached: what holds on to the graph holds the leaves to the stream that they began on.
+    """
+    out = front(*given, **options)
+    return (out.detach(), *torch.autograd.grad(out, given.qkv, incoming(out)))
+
+
+def expected(given, **options):
+    """Return what `run` should have, in float64 on the CPU, and the LSE."""
+    leaves = [x.detach().cpu().double().requires_grad_() for x in given.qkv]
+    out, lse = truth.varlen(*leaves, given.offsets_q.cpu(), given.offsets_k.cpu(), **options)
+    grad = incoming(given.query).cpu().double()
+    return (out, *torch.autograd.grad(out, leaves, grad)), lse
+
+
+def assert_near(got, wanted, dtype=BF16):
+    """Hold results to float64, at the precision of the dtype that was computed in."""
+    for one, other in zip(got, wanted, strict=True):
+        truth.assert_near(one.cpu(), other, dtype)
+
+
+def relative_error(got, wanted):
+    """Return the error of a whole tensor in units of its norm."""
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+# Of each backend's kernels some bear a name like these. FA4's hold "flash_fwd", too, cuDNN's "flash".
+KERNELS = {
+    "FA2": re.compile(r"^(?!.*(flash_attn|sm\d+flashattention|cudnn)).*flash_(fwd|bwd)", re.IGNORECASE),
+    "FA4": re.compile(r"flash_?attn.*cute|flashattention(forward|backward)|flash_(fwd|bwd)_sm\d+", re.I),
+    "cuDNN": re.compile(r"cudnn", re.IGNORECASE),
+}
+
+
+def kernels_of(step):
+    """Return the names of the kernels of a step, of its second run: the first may compile and plan."""
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
+        step()
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    assert names, "the profiler saw no kernel at all: is CUPTI there?"
+    return names
+
+
+def owners(names):
+    """Return the backends that kernels belong to."""
+    return {owner for owner, pattern in KERNELS.items() if any(map(pattern.search, names))}
+
+
+# Everything that a backend may give as a reason against a case of the input matrix.
+REFUSAL = re.compile(
+    "|".join(
+        (
+            r"dtype must be float16 or bfloat16, got float(32|64)$",
+            r"head_dim must be 8 to 256 in steps of 8, got \d+$",
+            r"head_dim of the value must be (8 to 256 in steps of 8|that of the query, \d+), got \d+$",
+            r"head_dim of the value must be the query's where heads are shared, \d+, got \d+$",
+            r"head_dim must not be 8, 16, .* whose gradients are wrong, got \d+$",
+            r"head dims (that differ must be one of|must be multiples of 16 with pages)",
+            r"(attn_bias|seqused_k|alibi_slopes) must be None, got a tensor$",
+            r"seqused_k (must be None with|needs packed tensors, got) dense ",
+            r"block_table (must be None: no paged key-value cache$|needs torch 2\.12 or )",
+            r"batch must be 0 to 65535, got \d+$",
+            r"page size must (not be that of a key tile|be )",
+            r"scale must be above 0$",
+            r"a mask must not meet more queries than keys, got \d+ and \d+$",
+            r"query and key must not both have length 1$",
+            r"batch of dense tensors must be at most 65535, got \d+$",
+            r"alibi_slopes need the package flash-attn",
+            r".*; see https://github\.com/",  # known issues
+        )
+    )
+)

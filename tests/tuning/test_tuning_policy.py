@@ -1,0 +1,380 @@
+"""Promises of `policy = "measured"`: a table decides where nobody else does, and says so."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tuned import asked, point, table, took
+from typer.testing import CliRunner
+
+import attnreg
+from attnreg import _registry, cli
+from attnreg.backends import math as math_backend
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import Device
+from attnreg.dispatch import planning
+from attnreg.dispatch.planning import Native
+from attnreg.dispatch.state import state
+from attnreg.errors import ConfigError
+from attnreg.selection.decision import Policy, select
+from attnreg.tuning import tables
+from attnreg.tuning.machine import environment, file_name
+from attnreg.tuning.points import Measured
+
+CPU = Device("cpu")
+GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch, fake):
+    """Know three fakes, the first preferred, and math."""
+    made = [
+        fake(name, priority=rank, devices=("cpu", "cuda")).backend
+        for name, rank in (("first", 3), ("second", 2), ("third", 1))
+    ]
+    entries = {one.name: Entry(one.name, "a test", one) for one in made}
+    entries["math"] = Entry("math", "a test", math_backend.BACKEND)
+    monkeypatch.setattr(_registry, "_entries", entries)
+    _registry.changed()
+    return entries
+
+
+@pytest.fixture
+def here(tmp_path, known):
+    """Save a table of this machine and return the settings file that names it."""
+
+    def make(*points, device=CPU, changes=None, settings="", **times):
+        spec = dataclasses.replace(asked(), device=device)
+        found = points or (point(spec, **times), point(spec, "backward", **times))
+        measured = dataclasses.replace(environment(device, known), **(changes or {}))
+        dataclasses.replace(table(*found), environment=measured).save(tmp_path / "here.json")
+        file = tmp_path / "attnreg.toml"
+        file.write_text(f'tuned = "here.json"\n{settings}')
+        return file
+
+    return make
+
+
+def decided(**changes):
+    found = attnreg.explain(asked(**changes))
+    return found.backend, found.source
+
+
+TABLE = "measured table here.json (attnreg.toml:1)"
+
+# Who is stronger
+
+
+def test_where_nothing_is_asked_for_the_table_decides_and_is_named(here, routers):
+    assert decided() == ("first", "default order for cpu")
+    attnreg.configure(here(first=30.0, second=10.0))
+    assert decided() == ("second", TABLE)
+
+
+def test_what_really_runs_is_what_the_table_says(here, routers, ran):
+    attnreg.configure(here(cpu=90.0, first=30.0, second=10.0))  # "cpu" is torch's own kernel here
+    query = torch.randn(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert ran() == {"second": (1, 1)}
+
+
+def test_forward_and_backward_are_chosen_apart(here, routers, ran):
+    spec = asked()
+    attnreg.configure(
+        here(
+            point(spec, cpu=90.0, first=30.0, second=10.0),
+            point(spec, "backward", cpu=90.0, first=10.0, third=5.0),
+        )
+    )
+    query = torch.randn(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert ran() == {"second": (1, 0), "third": (0, 1)}
+
+
+def test_everything_that_was_asked_for_is_stronger_than_a_table(here, routers, monkeypatch):
+    times = {"first": 30.0, "second": 10.0, "third": 20.0}
+    attnreg.configure(here(**times, settings='[devices.cpu]\norder = ["third"]\n'))
+    assert decided() == ("third", "attnreg.toml:3")
+    with attnreg.register_backend("first"):
+        assert decided() == ("first", "register_backend('first')")
+        monkeypatch.setenv("ATTNREG_BACKEND", "math")
+        attnreg.reload()
+        assert decided() == ("math", "ATTNREG_BACKEND")
+        with attnreg.use_backend("third"):
+            assert decided()[0] == "third"
+
+
+def test_what_those_asked_for_cannot_run_the_table_decides(here, routers, known, fake):
+    known["picky"] = Entry("picky", "a test", fake("picky", dtypes=("float64",)).backend)
+    attnreg.configure(here(first=30.0, second=10.0, settings='[devices.cpu]\norder = ["picky"]\n'))
+    assert decided() == ("second", TABLE)
+
+
+def test_a_wrong_backend_is_not_chosen_unless_it_is_asked_for(here, routers):
+    attnreg.configure(here(first=Measured(wrong="out is off"), second=50.0))
+    assert decided() == ("second", TABLE)
+    with attnreg.use_backend("first"):
+        assert decided()[0] == "first"
+
+
+def test_policy_order_leaves_the_table_out_wherever_it_is_said(here, routers, monkeypatch):
+    attnreg.configure(here(first=30.0, second=10.0, settings='policy = "order"\n'))
+    assert decided() == ("first", "default order for cpu")
+    monkeypatch.setenv("ATTNREG_POLICY", "Measured")
+    attnreg.reload()
+    assert decided() == ("second", TABLE)
+    monkeypatch.setenv("ATTNREG_POLICY", "order")
+    attnreg.reload()
+    assert decided()[0] == "first"
+
+
+def test_a_policy_that_there_is_not_is_refused(monkeypatch):
+    monkeypatch.setenv("ATTNREG_POLICY", "measurd")
+    with pytest.raises(
+        ConfigError, match="ATTNREG_POLICY: got 'measurd', expected measured or order; did you"
+    ):
+        attnreg.reload()
+
+
+def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known, routers):
+    attnreg.configure(here(first=30.0, second=10.0, third=12.0))
+    now = state()
+    native = Native("third")
+    decision = planning.decide(
+        asked(), "forward", planning.standing_in(native, known), now.policy, native.name
+    )
+    assert (decision.backend, decision.source) == ("second", TABLE)
+    near = here(first=30.0, second=11.9, third=12.0)
+    attnreg.configure(near)
+    decision = planning.decide(
+        asked(), "forward", planning.standing_in(native, known), state().policy, native.name
+    )
+    assert decision.backend == "third"
+
+
+# Which table
+
+
+def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, routers, caplog):
+    caplog.set_level(logging.WARNING, "attnreg")
+    attnreg.configure(here(first=30.0, second=10.0, changes={"cuda": "1.0"}))
+    found = attnreg.explain(asked())
+    assert (found.backend, found.source) == ("first", "default order for cpu")
+    assert found.forward.predicted is None
+    told = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
+    assert told in found.notes
+    attnreg.explain(asked())
+    assert [record.message for record in caplog.records] == [
+        f"{told}; the default order decides until `attnreg tune` has run here"
+    ]
+
+
+def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_path, monkeypatch):
+    caplog.set_level(logging.WARNING, "attnreg")
+    here(first=30.0, second=10.0, changes={"cuda": "1.0"})
+    (tmp_path / "here.json").rename(tmp_path / "other.json")
+    (tmp_path / "other.toml").write_text('tuned = "other.json"')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "other.toml"))
+    attnreg.reload()
+    attnreg.configure(here(first=30.0, second=10.0))
+    assert attnreg.explain(asked()).backend == "second"
+    (told,) = [record.message for record in caplog.records]
+    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in told
+    assert told.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
+
+
+def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
+    attnreg.configure(here(first=30.0, second=10.0, changes={"backends": {"second": "0.9"}}))
+    assert "measured with second 0.9, here it is 1.0" in " ".join(attnreg.explain(asked()).notes)
+    assert decided()[0] == "first"
+
+
+def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, caplog):
+    attnreg.configure(here(device=GPU, first=30.0, second=10.0))
+    found = attnreg.explain(asked())
+    assert (found.backend, caplog.records) == ("first", [])
+    assert found.notes == (f"{TABLE} is of a GPU: it says nothing of cpu",)
+
+
+def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):
+    attnreg.configure(here(first=30.0, second=10.0))
+    found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
+    assert (found.backend, found.source) == ("first", "default order for cpu")
+    assert found.forward.predicted is None
+    told = [note for note in found.notes if "has nothing of this kind" in note]
+    assert [note.rpartition(", ")[2] for note in told] == ["forward", "backward"]
+    assert told[0].startswith(f"{TABLE} has nothing of this kind: ")
+    assert "head dim 24, 1:1 heads, window" in told[0]
+    assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
+
+
+def test_a_table_for_a_gpu_is_not_told_of_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
+    here(device=GPU, first=30.0, second=10.0)
+    (tmp_path / "here.json").rename(tmp_path / "gpu.json")
+    (tmp_path / "gpu.toml").write_text('tuned = "gpu.json"')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "gpu.toml"))
+    attnreg.reload()
+    attnreg.configure(here(first=30.0, second=10.0))
+    found = attnreg.explain(asked())
+    assert found.backend == "second"
+    assert not any("of a GPU" in note for note in found.notes)
+
+
+def test_a_table_for_a_simulated_device_is_taken_at_its_word(here):
+    attnreg.configure(here(device=GPU, first=30.0, second=10.0))
+    found = attnreg.explain(asked(device=Device.parse("sm_90")))
+    assert (found.backend, found.source) == ("second", TABLE)
+    assert any("takes for granted that the device is NVIDIA Test 9000" in note for note in found.notes)
+    other = attnreg.explain(asked(device=Device.parse("sm_100")))
+    assert other.backend == "first"
+    assert any("measured with compute capability 9.0, here it is 10.0" in note for note in other.notes)
+
+
+def test_a_table_that_cannot_be_read_is_an_error_that_changes_nothing(here, tmp_path):
+    attnreg.configure(here(first=30.0, second=10.0))
+    broken = tmp_path / "broken.toml"
+    broken.write_text('tuned = "none.json"')
+    with pytest.raises(ConfigError) as error:
+        attnreg.configure(broken)
+    assert str(error.value).startswith(f"broken.toml:1: tuned: {tmp_path / 'none.json'}: can't be read")
+    assert decided()[0] == "second"
+
+
+def test_the_table_that_ships_for_a_gpu_is_used_there_without_being_asked_for(monkeypatch, tmp_path, known):
+    spec = dataclasses.replace(asked(), device=GPU)
+    found = dataclasses.replace(
+        table(point(spec, first=9.0, second=4.0)), environment=environment(GPU, known)
+    )
+    found.save(tmp_path / "nvidia-test-9000.json")
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
+    tables._shipped.cache_clear()
+    _registry.changed()
+    decision = planning.decide(spec, "forward", known, state().policy)
+    assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
+    assert not state().active  # it serves nobody who hasn't asked for anything
+    assert attnreg.explain(asked()).source == "default order for cpu"
+    tables._shipped.cache_clear()
+
+
+def test_a_shipped_table_that_is_broken_is_no_error_of_a_call(monkeypatch, tmp_path, known, caplog):
+    (tmp_path / "nvidia-test-9000.json").write_text("{}")
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
+    tables._shipped.cache_clear()
+    _registry.changed()
+    decision = planning.decide(asked(device=GPU), "forward", known, state().policy)
+    assert decision.backend == "first"
+    assert "format: got None" in caplog.text
+    tables._shipped.cache_clear()
+
+
+def test_the_file_of_a_device_is_named_after_it():
+    assert file_name("NVIDIA H200") == "nvidia-h200.json"
+    assert file_name("NVIDIA RTX PRO 6000 (Blackwell)") == "nvidia-rtx-pro-6000-blackwell.json"
+
+
+def test_every_shipped_table_can_be_read():
+    for file in tables.SHIPPED.glob("*.json"):
+        found = tables.load(file)
+        assert file.name == file_name(found.environment.device)
+
+
+# What explain and info say
+
+
+def test_explain_shows_times_points_and_choice_for_each_direction(here):
+    spec = asked(needs_backward=True)
+    attnreg.configure(
+        here(
+            point(spec, first=took(30.0, 12.0, 0.25), second=10.0, third=Measured(failed="RuntimeError: no")),
+            point(spec, "backward", first=7.0, second=10.0),
+        )
+    )
+    found = attnreg.explain(spec)
+    lines = str(found).splitlines()
+    assert lines[0] == f"forward on cpu: second, by {TABLE}"
+    start = lines.index(f"  predicted by {TABLE}, in eager")
+    assert "  third   could run it, but failed: RuntimeError: no" in lines
+    assert lines[start + 1 : start + 6] == [
+        "    second  10.0 µs (first call 0 s)",
+        "    first   32.5 µs (first call 0.25 s)",
+        "    third   failed: RuntimeError: no",
+        "    math    not measured",
+        "    from B 2, 256 x 256, H 4, measured itself",
+    ]
+    assert f"backward on cpu: first, by {TABLE}" in lines
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["forward"]["predicted"]["candidates"][0]["backend"] == "second"
+    assert data["backward"]["predicted"]["points"] == [{"size": "B 2, 256 x 256, H 4", "distance": 0.0}]
+
+
+def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, known, fake):
+    spec = asked()
+    narrow = fake("second", priority=2, devices=("cpu",), dtypes=("float32",)).backend
+    known["second"] = Entry("second", "a test", narrow)
+    _registry.changed()
+    attnreg.configure(here(point(spec, first=30.0, second=10.0)))
+    lines = str(attnreg.explain(spec)).splitlines()
+    assert "    second  10.0 µs (first call 0 s); it can't run this call" in lines
+
+
+def test_explain_calls_no_other_call_the_same(here):
+    attnreg.configure(here(point(first=30.0)))
+    told = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
+    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in told
+
+
+def test_explain_says_from_how_far_away_a_prediction_comes(here):
+    attnreg.configure(here(first=30.0, second=10.0))
+    text = str(attnreg.explain(asked(512)))
+    assert "    from B 2, 256 x 256, H 4, 1.41 powers of two away" in text
+    assert "    outside the measured range, its edge decides: max_q 512 is above 256" in text
+
+
+def test_in_a_graph_the_gpu_times_alone_are_compared(here):
+    attnreg.configure(here(first=took(5.0, 50.0), second=took(10.0, 10.0)))
+    assert decided()[0] == "second"
+    assert decided(capturing=True)[0] == "first"
+    assert "in a CUDA graph" in str(attnreg.explain(asked(capturing=True)))
+
+
+def test_a_call_that_nothing_can_run_is_refused_without_times(here, known):
+    attnreg.configure(here(first=30.0))
+    found = attnreg.explain(asked(), backend=None)
+    assert "predicted by" in str(found)
+    known["none"] = Entry("none", "a test", cause=ImportError("no"))
+    with pytest.raises(attnreg.BackendUnavailableError):
+        attnreg.use_backend("none")
+    assert "predicted by" not in str(attnreg.explain(asked(), backend="none"))
+
+
+def test_a_table_of_a_cpu_says_nothing_of_other_kinds_of_devices(here):
+    attnreg.configure(here(first=30.0))
+    found = attnreg.explain(asked(device=Device("xpu")))
+    assert (found.forward.predicted, found.notes) == (None, ())
+
+
+def test_a_decision_without_a_table_has_no_prediction():
+    assert select(asked(), "forward", _registry.entries(), Policy()).predicted is None
+
+
+def test_info_shows_the_table_in_force_or_why_there_is_none(here):
+    def shown(*options):
+        return CliRunner().invoke(cli.app, ["info", *options], obj=[]).stdout
+
+    assert json.loads(shown("--json"))["tables"][0] == {
+        "device": "cpu", "in_force": None, "points": 0, "notes": [], "refused": [],
+    }  # fmt: skip
+    attnreg.configure(here(first=30.0, changes={"driver": "1.2"}))
+    (found, *_) = json.loads(shown("--json"))["tables"]
+    assert (found["in_force"], found["points"]) == (TABLE, 2)
+    assert found["notes"][0] == f"{TABLE}: measured with driver 1.2, here it is none"
+    assert f"{TABLE}, 2 points" in " ".join(shown().split())
+    attnreg.configure(here(first=30.0, changes={"device": "abacus"}))
+    (found, *_) = json.loads(shown("--json"))["tables"]
+    assert (found["in_force"], found["refused"][0].partition(", here")[0]) == (
+        None,
+        f"{TABLE} is refused: measured with device abacus",
+    )

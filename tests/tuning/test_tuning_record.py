@@ -1,0 +1,241 @@
+"""Promises of recording: each distinct call once with its count, at the price of a counter."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tuned import asked
+
+import attnreg
+from attnreg.dispatch import trace
+from attnreg.dispatch.state import state
+from attnreg.errors import ConfigError
+from attnreg.tuning import traces
+from attnreg.tuning.specs import spec_from, spec_to
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+
+def sdpa(length=8, grad=False, dim=16):
+    query = torch.randn(1, 2, length, dim, requires_grad=grad)
+    out = F.scaled_dot_product_attention(query, query, query)
+    if grad:
+        out.sum().backward()
+
+
+def counts(file):
+    return {one.spec.max_q: (one.forward, one.backward) for one in traces.read(file)}
+
+
+def test_each_distinct_call_is_written_once_with_how_often_it_ran(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        for _ in range(3):
+            sdpa(8)
+        sdpa(24, grad=True)
+        sdpa(24, grad=True)
+    sdpa(8)
+    assert counts(file) == {8: (3, 0), 24: (2, 2)}
+    assert len(file.read_text().splitlines()) == 2
+    spec = traces.read(file)[1].spec
+    assert (spec.heads_q, spec.dtype, spec.needs_backward, str(spec.device)) == (2, "float32", True, "cpu")
+
+
+def test_a_packed_call_is_recorded_with_its_tokens(tmp_path, packed):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attnreg.varlen_attn(*packed((5, 9)))
+    (one,) = traces.read(tmp_path / "trace.jsonl")
+    assert (one.spec.varlen, one.spec.batch, one.spec.tokens_q, one.spec.max_q) == (True, 2, 14, 9)
+    assert (one.forward, one.backward) == (1, 0)
+
+
+def test_what_runs_while_recording_is_what_ran_before(tmp_path, ran):
+    query = torch.randn(1, 2, 8, 16)
+    before = F.scaled_dot_product_attention(query, query, query)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        assert torch.equal(F.scaled_dot_product_attention(query, query, query), before)
+        assert ran() == {"cpu": (1, 0)}  # torch's own kernel, counted under its name
+    sdpa()
+    assert ran() == {}
+    assert not state().active
+
+
+def test_counts_are_added_to_those_of_the_file_and_recordings_may_nest(tmp_path):
+    outer, inner = tmp_path / "outer.jsonl", tmp_path / "inner.jsonl"
+    for _ in range(2):
+        with attnreg.record(outer):
+            sdpa(8)
+            with attnreg.record(inner):
+                sdpa(8)
+    assert (counts(outer), counts(inner)) == ({8: (4, 0)}, {8: (2, 0)})
+
+
+def test_a_call_that_is_known_pays_one_addition_more(tmp_path):
+    attnreg.register_backend("math")
+    sdpa()
+    plans = {len(plan.counters) for plan in state().plans.values()}
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa()
+        assert {len(plan.counters) for plan in state().plans.values()} == {n + 1 for n in plans}
+    sdpa()
+    assert {len(plan.counters) for plan in state().plans.values()} == plans
+
+
+def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path):
+    with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa(8)
+        raise ZeroDivisionError
+    assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
+
+
+def test_the_programs_own_exception_is_not_hidden_by_one_of_the_file(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise ConfigError("trace.jsonl: can't be written")
+
+    with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa()
+        monkeypatch.setattr(trace, "merge", fail)
+        raise ZeroDivisionError
+    assert [record.getMessage() for record in caplog.records] == ["trace.jsonl: can't be written"]
+    with pytest.raises(ConfigError, match="can't be written"), attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa()
+
+
+def test_a_line_that_was_being_written_when_a_process_was_killed_is_left_out(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        sdpa(8)
+    file.write_text(file.read_text() + file.read_text()[:40])
+    assert counts(file) == {8: (1, 0)}
+    with attnreg.record(file):
+        sdpa(8)
+    assert counts(file) == {8: (2, 0)}
+
+
+def test_a_program_that_is_killed_leaves_what_ran_until_shortly_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "SECONDS_BEFORE", 0.01)
+    monkeypatch.setattr(trace, "SECONDS_BETWEEN", 0.01)
+    file = tmp_path / "trace.jsonl"
+    with attnreg.record(file):
+        for length, expected in ((8, {8: (1, 0)}), (24, {8: (1, 0), 24: (1, 0)})):
+            sdpa(length)
+            for _ in range(1000):
+                if file.exists() and counts(file) == expected:
+                    break
+                time.sleep(0.01)
+            assert counts(file) == expected
+    assert counts(file) == {8: (1, 0), 24: (1, 0)}
+
+
+def test_a_recording_that_has_ended_leaves_no_thread(tmp_path):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        sdpa(8)
+        (thread,) = [one for one in threading.enumerate() if one.name == "attnreg recording"]
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"spec": {}}\n', '{"forward": -1, "backward": 0}\n', "[1]\n"])
+def test_a_file_with_something_else_in_it_is_refused_before_anything_runs(tmp_path, text):
+    file = tmp_path / "notes.txt"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"notes.txt:1: got no recorded call"), attnreg.record(file):
+        pytest.fail("the block must not run")
+    assert file.read_text() == text
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match="can't be written"), attnreg.record(tmp_path / "no" / "x.jsonl"):
+        pytest.fail("the block must not run")
+
+
+def test_a_file_of_the_environment_that_cannot_be_written_is_an_error_that_names_the_variable(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "no" / "x.jsonl"))
+    with pytest.raises(ConfigError, match=r"ATTNREG_RECORD: .*can't be written"):
+        attnreg.reload()
+
+
+def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "trace.jsonl"))
+    attnreg.reload()
+    assert state().policy.watching
+    sdpa(8)
+    monkeypatch.delenv("ATTNREG_RECORD")
+    attnreg.reload()
+    sdpa(8)
+    assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+query = torch.randn(1, 2, 8, 16)
+for _ in range(3):
+    F.scaled_dot_product_attention(query, query, query)
+"""
+
+
+def test_a_program_that_nobody_touched_is_recorded_by_the_variable_and_processes_add_up(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    environ = os.environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", "import attnreg\n" + SCRIPT], env=environ) for _ in "ab"
+    ]
+    assert [process.wait() for process in running] == [0, 0]
+    assert counts(file) == {8: (6, 0)}
+    assert len(file.read_text().splitlines()) == 1
+
+
+FORKING = """
+import multiprocessing
+import torch
+import torch.nn.functional as F
+
+def work(length):
+    F.scaled_dot_product_attention(*torch.randn(3, 1, 2, length, 16).unbind())
+
+work(8)
+for length in (8, 24):
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(length,))
+    worker.start()
+    worker.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
+    file = tmp_path / "trace.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False,
+        env=environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert counts(file) == {8: (2, 0), 24: (1, 0)}
+
+
+def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_told_once(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(trace, "MOST_SPECS", 2)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        for length in (8, 16, 24, 32):
+            sdpa(length)
+    assert set(counts(tmp_path / "trace.jsonl")) == {8, 16}
+    assert caplog.text.count("trace.jsonl: has 2 distinct calls, more are not recorded") == 1
+
+
+def test_every_spec_comes_back_from_its_line():
+    for spec in (
+        asked(),
+        asked(window=(4, 0), varlen=True, tokens_q=300, dropout=0.1, page_size=16, num_splits=2, bias=True),
+    ):
+        assert spec_from(json.loads(json.dumps(spec_to(spec))), spec.device) == spec

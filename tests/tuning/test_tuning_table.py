@@ -1,0 +1,220 @@
+"""Promises of measured tables: what a file says comes back, and what isn't a table is refused by its key."""
+
+import dataclasses
+import json
+
+import pytest
+from support.tuned import asked, point, table, took
+
+from attnreg.errors import ConfigError
+from attnreg.tuning.matching import matched, matched_simulated
+from attnreg.tuning.points import Front, Measured
+from attnreg.tuning.table import Environment, load
+
+HERE = Environment(
+    device="NVIDIA H200",
+    compute_capability="9.0",
+    torch="2.11.0+cu130",
+    cuda="13.0",
+    cudnn="91900",
+    driver="580.65.06",
+    attnreg="0.1.0",
+    backends={"FA2": "2.11.0+cu130", "cuDNN": "9.19.0 (frontend 1.32.0)"},
+)
+
+WHOLE = table(
+    point(
+        FA2=took(12.5, 16.0, 0.25),
+        cuDNN=Measured(wrong="out is off"),
+        FA4=Measured(failed="RuntimeError: no"),
+    ),
+    point(asked(window=(8, 0), varlen=True, tokens_q=300, tokens_k=310), "backward", FA2=31.0),
+    fronts=(Front("FA2", True, "forward", 35.4), Front("cuDNN", False, "backward", 120.0)),
+    **dataclasses.asdict(HERE),
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write a table after a change to its data: a path of keys and what to put there."""
+
+    def write(*keys, value="__gone__"):
+        data = WHOLE.to_dict()
+        place = data
+        for key in keys[:-1]:
+            place = place[key]
+        if keys and value == "__gone__":
+            del place[keys[-1]]
+        elif keys:
+            place[keys[-1]] = value
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps(data))
+        return path
+
+    return write
+
+
+def refusal(path):
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    return str(caught.value)
+
+
+# The file
+
+
+def test_a_table_comes_back_as_it_was_saved(tmp_path):
+    WHOLE.save(tmp_path / "here.json")
+    assert load(tmp_path / "here.json") == WHOLE
+
+
+def test_a_table_without_points_comes_back_too(tmp_path):
+    table().save(tmp_path / "here.json")
+    assert load(tmp_path / "here.json").points == ()
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "here.json"
+    WHOLE.save(file)
+    before = file.read_bytes()
+    monkeypatch.setattr(
+        "attnreg.tuning.table.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        table().save(file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (
+            ("format",),
+            "csv",
+            "format: got 'csv', expected 'attnreg measured table', as `attnreg tune` writes it",
+        ),
+        (("version",), 2, "version: got 2, expected 1: measure it again"),
+        (("points",), None, "points: got None, expected a list of points"),
+        (("points", 0, "head_dim"), 0, "points[0].head_dim: got 0, expected 1 or more"),
+        (
+            ("points", 1, "dtype"),
+            "float33",
+            "points[1].dtype: got 'float33', expected float64 or float32 or bfloat16 or float16",
+        ),
+        (("fronts",), "__gone__", "fronts: got None, expected a list of fronts"),
+        (("fronts", 0, "host_us"), -1, "fronts[0].host_us: got -1, expected a number of 0 or more"),
+        (("fronts", 1, "varlen"), "no", "fronts[1].varlen: got 'no', expected true or false"),
+        (("fronts", 0, "gpu_us"), 1.0, "fronts[0].gpu_us: unknown key"),
+        (("environment",), 3, "environment: got 3, expected a device and its versions"),
+        (("environment", "driver"), "__gone__", "environment.driver: missing"),
+        (("environment", "gpu"), "H200", "environment.gpu: unknown key"),
+        (("environment", "device"), "", "environment.device: got '', expected the name of a device"),
+        (("environment", "torch"), 2.11, "environment.torch: got 2.11, expected a text"),
+        (("environment", "backends"), [], "environment.backends: got [], expected the versions of backends"),
+        (("environment", "backends", "FA2"), 2, "environment.backends.FA2: got 2, expected a text"),
+        (("points", 0), 5, "points[0]: got 5, expected a point"),
+        (("points", 0, "mask"), "banded", "points[0].mask: got 'banded', expected none or causal or window"),
+        (("points", 1, "batch"), -1, "points[1].batch: got -1, expected 1 or more"),
+        (("points", 1, "batch"), True, "points[1].batch: got True, expected a whole number"),
+        (("points", 1, "ratio"), 0, "points[1].ratio: got 0, expected 1 or more"),
+        (("points", 0, "dtype"), "__gone__", "points[0].dtype: missing"),
+        (("points", 0, "speed"), 1, "points[0].speed: unknown key"),
+        (("points", 0, "window"), [1], "points[0].window: got [1], expected two whole numbers"),
+        (("points", 0, "varlen"), 1, "points[0].varlen: got 1, expected true or false"),
+        (("points", 0, "extras"), "x", "points[0].extras: got 'x', expected a list of names"),
+        (
+            ("points", 0, "backends", "FA2", "gpu_us"),
+            "12",
+            "points[0].backends.FA2.gpu_us: got '12', expected a number of 0 or more",
+        ),
+        (
+            ("points", 0, "backends", "FA2", "gpu_us"),
+            0,
+            "points[0].backends.FA2.gpu_us: got 0, expected more",
+        ),
+        (("points", 0, "backends", "FA2", "host_us"), "__gone__", "points[0].backends.FA2.host_us: missing"),
+        (
+            ("points", 0, "backends", "cuDNN", "wrong"),
+            "",
+            "points[0].backends.cuDNN.wrong: got '', expected a text",
+        ),
+    ],
+)
+def test_what_is_no_table_is_refused_with_file_and_key(file, keys, value, message):
+    path = file(*keys, value=value)
+    assert refusal(path) == f"{path}: {message}"
+
+
+def test_a_place_that_is_there_twice_is_refused(file):
+    rows = WHOLE.to_dict()["points"]
+    path = file("points", value=[*rows, rows[0]])
+    assert refusal(path) == f"{path}: points[2]: is there twice, expected each place once"
+
+
+def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
+    assert (
+        refusal(tmp_path / "none.json")
+        == f"{tmp_path / 'none.json'}: can't be read: No such file or directory"
+    )
+    (tmp_path / "text.json").write_text("hello")
+    assert "got no JSON" in refusal(tmp_path / "text.json")
+
+
+# Whether it speaks of this machine
+
+
+def test_a_table_of_this_machine_matches_without_a_word():
+    assert matched(HERE, HERE) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "NVIDIA H100"}, "measured with device NVIDIA H100, here it is NVIDIA H200"),
+        ({"compute_capability": "8.0"}, "measured with compute capability 8.0, here it is 9.0"),
+        (
+            {"torch": "2.12.0+cu130", "backends": HERE.backends | {"FA2": "2.12.0+cu130"}},
+            "measured with torch 2.12.0+cu130, here it is 2.11.0+cu130",
+        ),
+        ({"cuda": "12.8"}, "measured with CUDA 12.8, here it is 13.0"),
+        ({"cudnn": "91700"}, "measured with cuDNN 91700, here it is 91900"),
+        ({"attnreg": "0.2.0"}, "measured with attnreg 0.2.0, here it is 0.1.0"),
+        ({"threads": "8"}, "measured with threads 8, here it is none"),
+        (
+            {"backends": HERE.backends | {"cuDNN": "9.19.0 (frontend 1.30.0)"}},
+            "measured with cuDNN 9.19.0 (frontend 1.30.0), here it is 9.19.0 (frontend 1.32.0)",
+        ),
+    ],
+)
+def test_a_difference_that_can_matter_refuses_the_whole_table(changes, reason):
+    assert matched(dataclasses.replace(HERE, **changes), HERE).refused == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"driver": "580.82.07"}, "measured with driver 580.82.07, here it is 580.65.06"),
+        ({"attnreg": "0.1.7"}, "measured with attnreg 0.1.7, here it is 0.1.0"),
+        ({"backends": HERE.backends | {"FA4": "4.0"}}, "FA4 was measured and doesn't load here"),
+        ({"backends": {"FA2": "2.11.0+cu130"}}, "cuDNN wasn't measured: it keeps its place"),
+    ],
+)
+def test_a_difference_that_cannot_matter_is_noted(changes, note):
+    assert matched(dataclasses.replace(HERE, **changes), HERE) == ((), (note,))
+
+
+def test_a_torch_of_the_same_minor_version_is_noted_and_its_own_kernels_with_it():
+    measured = dataclasses.replace(
+        HERE, torch="2.11.1+cu130", backends=HERE.backends | {"FA2": "2.11.1+cu130"}
+    )
+    assert matched(measured, HERE) == ((), ("measured with torch 2.11.1+cu130, here it is 2.11.0+cu130",))
+
+
+def test_of_a_simulated_device_only_the_capability_is_compared():
+    assert matched_simulated(HERE, "9.0").notes == (
+        "takes for granted that the device is NVIDIA H200, with the same versions",
+    )
+    assert matched_simulated(HERE, "10.0").refused == (
+        "measured with compute capability 9.0, here it is 10.0",
+    )

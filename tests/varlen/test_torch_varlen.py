@@ -1,0 +1,250 @@
+"""Torch's own `varlen_attn`, which has no CPU kernel without attnreg, served on a CPU."""
+
+import pytest
+import torch
+from support import truth
+from torch.nn.attention import varlen
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+import attnreg
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+
+LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
+CAUSAL = (-1, 0)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def served(routers):
+    """Serve torch's entry points, though no backend is preferred."""
+    attnreg.install()
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random_like(tensor):
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor.dtype)
+
+
+def check_gradients(out, inputs, expected):
+    grad = random_like(out)
+    got = torch.autograd.grad(out, inputs, grad)
+    right = torch.autograd.grad(expected, inputs, grad.double())
+    for one, other in zip(got, right, strict=True):
+        truth.assert_near(one, other.double())
+
+
+def total(calls):
+    """Return (forward, backward) counts of all backends together."""
+    return tuple(sum(counts) for counts in zip(*calls.values(), strict=True))
+
+
+def test_without_attnreg_torch_has_no_kernel(packed):
+    attnreg.uninstall()
+    with pytest.raises(NotImplementedError, match="Could not run 'aten::_flash_attention_forward'"):
+        varlen_attn(*packed((3, 4), grad=False))
+
+
+OPTIONS = {
+    "nothing": ({}, {}),
+    "causal": ({"window_size": CAUSAL}, {"window": CAUSAL}),
+    # As a list torch doesn't recognise the causal window, but passes it on.
+    "causal as a list": ({"window_size": [-1, 0]}, {"window": CAUSAL}),
+    "window": ({"window_size": (2, 1)}, {"window": (2, 1)}),
+    "left window": ({"window_size": (2, 0)}, {"window": (2, 0)}),
+    "scale": ({"scale": 0.7}, {"scale": 0.7}),
+    "num_splits": ({"num_splits": 1}, {}),
+}
+
+
+@pytest.mark.parametrize(("asked", "meant"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, asked, meant, dtype):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, dtype=dtype)
+    out, lse = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, return_aux=AuxRequest(lse=True), **asked)
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, **meant)
+    truth.assert_near(out, expected)
+    assert (lse.shape, lse.dtype) == ((4, 17), torch.float32)
+    truth.assert_near(lse, expected_lse)
+    check_gradients(out, inputs, expected)
+    assert total(ran()) == (1, 1)
+
+
+def test_the_backend_that_explain_names_is_the_one_that_runs(packed, ran):
+    inputs = packed(LENGTHS_Q, LENGTHS_K)
+    varlen_attn(*inputs).sum().backward()
+    assert ran() == {attnreg.explain(*inputs).backend: (1, 1)}
+
+
+def test_a_registered_backend_runs_both_directions(packed, fake, ran):
+    recorder = fake("mine")
+    inputs = packed(LENGTHS_Q, LENGTHS_K)
+    with attnreg.register_backend(recorder.backend):
+        varlen_attn(*inputs, window_size=(2, 0), scale=0.5).sum().backward()
+    assert ran() == {"mine": (1, 1)}
+    *_, call = recorder.forwards[0]
+    assert (call.window, call.scale, call.max_q, call.max_k) == ((2, 0), 0.5, 8, 8)
+    assert torch.equal(call.cu_seqlens_q, inputs[3])
+    assert torch.equal(call.cu_seqlens_k, inputs[4])
+    *_, backward_call = recorder.backwards[0]
+    assert (backward_call.window, backward_call.scale) == (call.window, call.scale)
+
+
+def test_several_query_heads_share_a_key_head(packed):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, heads=6, heads_k=2)
+    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, enable_gqa=True)
+    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
+    truth.assert_near(out, expected)
+    check_gradients(out, inputs, expected)
+
+
+def test_seqused_k_serves_inference(packed):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    used = integers(3, 0, 8, 1)
+    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, seqused_k=used)
+    truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k, used=used.tolist())[0])
+
+
+def test_a_block_table_serves_inference(packed):
+    query, _, _, cu_q, _, max_q, _ = packed((5, 1, 8), grad=False)
+    pool = torch.randn(2, 6, 4, 4, 16)
+    table, used = integers(5, 2, 0, 1, 3, 4).view(3, 2), (7, 4, 5)
+    out = varlen_attn(query, *pool, cu_q, None, max_q, 8, seqused_k=integers(*used), block_table=table)
+    flat = [torch.cat([x[table[i].long()].flatten(0, 1)[: used[i]] for i in range(3)]) for x in pool]
+    cu_k = torch.tensor([0, *used]).cumsum(0)
+    truth.assert_near(out, truth.varlen(query, *flat, cu_q, cu_k)[0])
+
+
+def test_torch_itself_refuses_gradients_with_seqused_k(packed):
+    inputs = packed((3, 4))
+    with pytest.raises(RuntimeError, match="seqused_k is an inference-only parameter"):
+        varlen_attn(*inputs, seqused_k=integers(3, 4))
+
+
+# What aten's op takes, its backward never hears of.
+FORWARD_ONLY = {
+    "seqused_k": ({"seqused_k": integers(2, 4)}, "seqused_k"),
+    "alibi_slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+    "both": (
+        {"seqused_k": integers(2, 4), "alibi_slopes": torch.ones(4)},
+        "seqused_k and alibi_slopes",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "named"), FORWARD_ONLY.values(), ids=FORWARD_ONLY)
+def test_the_backward_of_atens_op_refuses_what_it_is_not_told(packed, ran, options, named):
+    *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4))
+    op = torch.ops.aten._flash_attention_forward
+    out, *_ = op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)
+    with pytest.raises(UnsupportedInputError) as error:
+        out.sum().backward()
+    assert str(error.value) == (
+        f"{named}: aten::_flash_attention_backward doesn't receive it, so its gradients "
+        "would be wrong; call attnreg.varlen_attn, whose backward does"
+    )
+    assert total(ran()) == (1, 0)
+    with torch.no_grad():  # nothing is refused where no gradient is wanted
+        again, *_ = op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)
+    assert torch.equal(again, out)
+
+
+def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
+    query, _, _, cu_q, _, max_q, _ = packed((3, 4))
+    pool = torch.randn(4, 4, 4, 16)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query, pool, pool, cu_q, None, max_q, 8, 0.0, False, False,
+        seqused_k=integers(5, 7), block_table=integers(0, 1, 2, 3).view(2, 2),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedInputError, match="seqused_k and block_table: aten::_flash_attention"):
+        out.sum().backward()
+
+
+def test_varlen_attn_out_writes_into_the_given_tensor(packed, ran):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    out = torch.full_like(inputs[0], torch.nan)
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip("torch 2.11 has no varlen_attn_out")
+    returned, lse = varlen.varlen_attn_out(
+        out, *inputs, cu_q, cu_k, max_q, max_k, return_aux=AuxRequest(lse=True), window_size=CAUSAL, scale=0.3
+    )
+    assert returned is out
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL, scale=0.3)
+    truth.assert_near(out, expected)
+    truth.assert_near(lse, expected_lse)
+    assert total(ran()) == (1, 0)
+
+
+def test_bad_offsets_are_an_error(packed):
+    *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4), grad=False)
+    with pytest.raises(InvalidInputError, match="max_q: got 3, expected at least 4, the longest sequence"):
+        varlen_attn(*inputs, cu_q, cu_k, 3, max_k)
+    with pytest.raises(InvalidInputError, match="cu_seq_q: got 7 after 8 at index 2, expected no decrease"):
+        varlen_attn(*inputs, integers(0, 8, 7), cu_k, 8, max_k)
+    truth.assert_near(varlen_attn(*inputs, cu_q, cu_k, max_q, max_k), truth.varlen(*inputs, cu_q, cu_k)[0])
+
+
+def test_tokens_past_the_last_offset_give_and_take_nothing(packed):
+    *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4, 2), grad=False)
+    cu_q, cu_k = cu_q[:-1], cu_k[:-1]
+    for tensor in inputs:
+        tensor[7:] = torch.nan
+        tensor.requires_grad_()
+    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k)
+    assert torch.equal(out[7:], torch.zeros(2, 4, 16))
+    out.sum().backward()
+    assert all(torch.equal(tensor.grad[7:], torch.zeros(2, 4, 16)) for tensor in inputs)
+    assert all(tensor.grad.isfinite().all() for tensor in inputs)
+
+
+# ---- compiled
+
+
+@pytest.fixture
+def compiled():
+    """Compile a function in one graph, without generating code for it; start and leave no cache."""
+    torch._dynamo.reset()
+    yield lambda f, **options: torch.compile(f, fullgraph=True, backend="aot_eager", **options)
+    torch._dynamo.reset()
+
+
+def test_compiled_in_one_graph_it_is_served_forward_and_backward(packed, compiled, fake, ran):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+
+    def attend(query, key, value):
+        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, window_size=CAUSAL).relu()
+
+    eager = attend(*inputs)
+    grad = random_like(eager)
+    expected = torch.autograd.grad(eager, inputs, grad)
+    function = compiled(attend)
+    with attnreg.register_backend(fake("mine").backend):
+        ran()
+        out = function(*inputs)
+        got = torch.autograd.grad(out, inputs, grad)
+        assert ran() == {"mine": (1, 1)}
+    torch.testing.assert_close(out, eager)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    with attnreg.register_backend("math"):  # the choice isn't in the graph
+        torch.autograd.grad(function(*inputs), inputs, grad)
+        assert ran() == {"math": (1, 1)}
+
+
+def test_compiled_for_any_length_it_serves_every_batch_without_another_compilation(packed, compiled):
+    function = compiled(varlen_attn, dynamic=True)
+    batches = [(5, 1, 8, 3), (2, 9), (4, 4, 4)]
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for lengths in batches:
+            *inputs, cu_q, cu_k, max_q, max_k = packed(lengths)
+            out = function(*inputs, cu_q, cu_k, max_q, max_k)
+            truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k)[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        *inputs, cu_q, cu_k, max_q, max_k = packed((6, 2, 3, 11, 7))
+        out = function(*inputs, cu_q, cu_k, max_q, max_k)
+    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
+    truth.assert_near(out, expected)
+    check_gradients(out, inputs, expected)
