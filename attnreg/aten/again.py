@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.errors import RegistrationError, UnsupportedInputError
-from attnreg.torchlib.captured import OpCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,10 +53,10 @@ class Turned(NamedTuple):
         """Return what answers calls whose tensors all lie alike."""
         return self.run if self.shorter is None else Again(self.run, self.shorter)
 
-    def kernel_call(self, given: tuple[Any, ...]) -> OpCall | AddressCall | None:
+    def kernel_call(self, given: tuple[Any, ...]) -> OpLauncher | AddressLauncher | None:
         """Return the kernel, if that is all, that answers calls whose tensors lie as the op's arguments."""
         found = None if self.shorter is None else tried(self.shorter, self.layout.turned(given))
-        return found if isinstance(found, (OpCall, AddressCall)) else None
+        return found if isinstance(found, (OpLauncher, AddressLauncher)) else None
 
     def beside(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what stands behind its results among those of the op."""
@@ -129,14 +128,14 @@ class Again:
 
 def address_call(
     shorter: Callable[..., Callable[..., Any] | None], given: tuple[Any, ...], results: Any
-) -> AddressCall | None:
+) -> AddressLauncher | None:
     """Return a backend's shorter way if it is a kernel to be run on addresses; `results` are the long way's.
 
     Raises:
         RegistrationError: it would return something else than the long one.
     """
     found = tried(shorter, given)
-    if not isinstance(found, AddressCall):
+    if not isinstance(found, AddressLauncher):
         return None
     _compare([(size, dtype) for size, _, dtype in found.results], _described(results))
     return found
@@ -154,7 +153,7 @@ def tried(ask: Callable[..., T | None], given: tuple[Any, ...]) -> T | None:
 def _compare(got: list[Any], expected: list[Any]) -> None:
     if got != expected:
         raise RegistrationError(
-            f"a backend's Kernels.again breaks the contract: got {got}, expected {expected}"
+            f"a backend's Kernels.specialize breaks the contract: got {got}, expected {expected}"
         )
 
 

@@ -19,10 +19,11 @@ import torch
 from attnreg.aten import compiled
 from attnreg.aten.again import Again, address_call
 from attnreg.aten.beside import flash_extras, shared
-from attnreg.contract.offsets import facts_of, of_a_graph, stream_of
+from attnreg.contract.offsets import facts_of, of_a_graph
 from attnreg.contract.validation import check_values
 from attnreg.dispatch import counters, scope
 from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib.layout import stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,16 +86,16 @@ def known_as(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
     *numbers: object,
 ) -> tuple[object, ...]:
     """Return everything that decides: the arguments but for the values of tensors, and the modes."""
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device, *numbers,
-        ends_q is not None and (ends_q.shape, ends_q.dtype, ends_q.device),
-        ends_k is not None and (ends_k.shape, ends_k.dtype, ends_k.device),
+        cu_seqlens_q is not None and (cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_q.device),
+        cu_seqlens_k is not None and (cu_seqlens_k.shape, cu_seqlens_k.dtype, cu_seqlens_k.device),
         _deterministic(), _warn_only(),
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )  # fmt: skip
@@ -109,10 +110,12 @@ def forward(
         return None
     if now.express.get(own.known_as) is not own:
         return None  # something has changed since the front has sent it
-    query, key, _, ends_q, ends_k = args[:5]
+    query, key, _, cu_seqlens_q, cu_seqlens_k = args[:5]
     if _on_host(query):
         return _by_values(own, known, args)
-    if not facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered:
+    if not facts_of(
+        cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0], stream_of(query)
+    ).every_row_sees_a_key:
         return None
     as_sent = known.direct and all(map(_lies_well, args[:3]))
     if as_sent:
@@ -130,7 +133,7 @@ def forward(
                 known, functools.partial(_run_apart, known), functools.partial(_saved, own)
             )
         compiled.extension.accept_sent(run, known.plan.counters, known.beside, saved)
-        compiled.extension.accept_offsets(ends_q, ends_k, query.shape[0], key.shape[0])
+        compiled.extension.accept_offsets(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
     return out, lse, *known.beside
 
 
@@ -140,8 +143,8 @@ def _by_values(own: Own, known: Express, args: tuple[Any, ...]) -> tuple[Any, ..
     Whoever shares the memory of its offsets can write to them without a trace: they are looked at each time,
     and compiled routers are told nothing.
     """
-    query, key, _, ends_q, ends_k = args[:TENSORS]
-    check_values(query, key, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+    query, key, _, cu_seqlens_q, cu_seqlens_k = args[:TENSORS]
+    check_values(query, key, known.call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k))
     results = _saved(own, _run(known, *args[:TENSORS]))
     if results is None:
         return None
@@ -151,9 +154,11 @@ def _by_values(own: Own, known: Express, args: tuple[Any, ...]) -> tuple[Any, ..
 
 def _run(known: Express, *tensors: Tensor) -> Any:
     """Run a plan on what its kernel takes, followed by the offsets; None if the kernel can't after all."""
-    *operands, ends_q, ends_k = tensors
+    *operands, cu_seqlens_q, cu_seqlens_k = tensors
     try:
-        return known.plan.kernel(*operands, known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+        return known.plan.kernel(
+            *operands, known.call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        )
     except UnsupportedInputError:
         return None  # the long way finds out what does run it
 
@@ -205,10 +210,12 @@ def _by_address(known: Express, tensors: tuple[Tensor, ...], results: Any) -> tu
 
 def _shorter(known: Express, *tensors: Tensor) -> Callable[..., Any] | None:
     """Return the backend's shorter way for what a kernel takes, followed by the offsets."""
-    *operands, ends_q, ends_k = tensors
+    *operands, cu_seqlens_q, cu_seqlens_k = tensors
     if known.plan.again is None:
         return None
-    return known.plan.again(tuple(operands), known.call._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k))
+    return known.plan.again(
+        tuple(operands), known.call._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    )
 
 
 def backward(
@@ -255,10 +262,16 @@ def _looked_up(args: tuple[Any, ...], kwargs: dict[str, Any], now: State) -> Exp
     known: Express | None = now.backwards.get(_backward_known_as(args, kwargs))
     if known is None:
         return None
-    query, key, ends_q, ends_k = args[1], args[2], args[6], args[7]
+    query, key, cu_seqlens_q, cu_seqlens_k = args[1], args[2], args[6], args[7]
     if _on_host(query):
         return known  # whose kernel reads the offsets
-    return known if facts_of(ends_q, ends_k, query.shape[0], key.shape[0], stream_of(query)).covered else None
+    return (
+        known
+        if facts_of(
+            cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0], stream_of(query)
+        ).every_row_sees_a_key
+        else None
+    )
 
 
 def remember(

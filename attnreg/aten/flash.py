@@ -18,10 +18,11 @@ from attnreg.aten.beside import flash_extras, shared
 from attnreg.aten.routing import Quick, Route, Turn, drawn, like, passed_on, tied
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.contract.backend import Call
-from attnreg.contract.offsets import facts, stream_of
+from attnreg.contract.offsets import facts
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import bounds, keys_used, prepare, scale_of, wants_deterministic, wants_gradient
 from attnreg.dispatch.planning import Native
+from attnreg.torchlib.layout import stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +176,7 @@ def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether that is known, so that no LSE is infinite."""
     if call.cu_seqlens_q is None:
         return _dense_sees(call) and call.seqused_k is None
-    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).covered
+    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
 
 
 def _dense_sees(call: Call) -> bool:

@@ -13,7 +13,7 @@ import torch
 from attnreg.aten import compiled
 from attnreg.aten.again import Answer, tried
 from attnreg.contract.declines import DeclinedError, served
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError
@@ -225,7 +225,7 @@ def _accept(
     else:
         turned, beside = answer.turned, answer.turned.beside(args)
         found = turned.kernel_call(args)
-        if isinstance(found, AddressCall):
+        if isinstance(found, AddressLauncher):
             extension.accept_turned(found.described(), counted, beside)
         elif found is None or not tried(extension.accept_op, (*found.described(), counted, beside)):
             extension.accept_turned(turned.again(), counted, beside)

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.contract.launchers import Launcher
     from attnreg.contract.spec import AttentionSpec, Direction
 
-    Again = Callable[[Direction, tuple[Tensor, ...], "Call"], Callable[..., tuple[Tensor, ...] | None] | None]
+    Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
 
@@ -91,27 +92,24 @@ class Call(NamedTuple):
 class Kernels(NamedTuple):
     """The functions of a loaded backend.
 
-    `forward(q, k, v, call)` returns `(out, lse)`; `backward(grad_out, q, k, v, out, lse, call)`
-    returns `(grad_q, grad_k, grad_v)`. A backend without a backward leaves it None; another
-    backend's then serves.
-
-    `again(direction, tensors, call)` is for backends that can do a call more shortly once they have seen
-    it. It is asked after the function above has run such a call, with the tensors that it was given, and
-    returns a function or None: none so far. That function is given further tensors of the same shapes,
-    strides, dtypes, devices and alignment to 16 bytes, and of packed calls both offsets (one tensor if the
-    call's were), where all else is as in `call`. All of their rows belong to sequences that have queries and
-    keys, and each query sees a key. Thread, stream and current device may be others, and a CUDA graph may be
-    captured. It returns what the function above does, only that a forward's LSE may have any strides; or None
-    if after all it can't. It calls no op of aten's that attnreg routes. Where it would only call a kernel, it
-    may be a `native.OpCall` or an `addresses.AddressCall`, for which compiled routers need no Python objects
-    of tensors.
+    Attributes:
+        forward: `forward(q, k, v, call)` returns `(out, lse)`.
+        backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`. None if
+            the backend has none; another backend's then serves.
+        specialize: `specialize(direction, tensors, call)` returns a launcher for further calls like one that
+            the function above has just run with these tensors, or None: none yet, or none at all. See
+            `contract.launchers`.
+        replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
+            sent to torch's kernel of this backend's name whether the backend's function is the faster one.
+            Never, unless given.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
     backward: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
     ) = None
-    again: Again | None = None
+    specialize: Specialize | None = None
+    replaces_native: Callable[[Direction, AttentionSpec], bool] | None = None
 
 
 def _nothing_missing() -> None:

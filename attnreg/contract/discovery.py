@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError, RegistrationError
-from attnreg.torchlib.isolation import bare
+from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
-    def again(self, direction: Direction) -> Callable[..., Any] | None:
-        """Load the backend and return its `Kernels.again` for one direction; None if it has none.
+    def specializer(self, direction: Direction) -> Callable[..., Any] | None:
+        """Load the backend and return its `Kernels.specialize` for one direction; None if it has none.
 
         Raises:
             BackendUnavailableError: it can't load here.
         """
-        found = self.kernels().again
+        found = self.kernels().specialize
         return None if found is None else functools.partial(found, direction)
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Entry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - kept as the cause, shown everywhere
-            self.cause = bare(error)  # for good, and a call may be what asked for it
+            self.cause = strip_tracebacks(error)  # for good, and a call may be what asked for it
             return None
         return kernels
 
@@ -196,5 +196,5 @@ def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the others have to load
-        return Entry(name, origin, cause=bare(error))
+        return Entry(name, origin, cause=strip_tracebacks(error))
     return Entry(found.name, origin, found)

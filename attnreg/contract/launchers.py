@@ -1,49 +1,94 @@
-"""Kernels that are run on addresses: what compiled routers need no Python objects of tensors for."""
+"""Launchers: what runs further calls like one that a kernel has just run, for the call cache.
+
+`Kernels.specialize` is asked after a call has run, with the tensors that it ran on, and returns a
+launcher for calls that differ in nothing but the values of tensors and where these lie. The call cache
+compares shapes, strides, dtypes, devices, alignment to 16 bytes, all of `Call` and the modes that torch
+is in, and it sees to it that of every call
+
+- each row belongs to a sequence that has queries and keys, and each query sees a key,
+- the tensors' device is the current one.
+
+Thread and stream may be others, and a CUDA graph may be captured. Whatever else a launcher depends on it
+looks at itself, and returns None where that has changed: the call is then planned anew.
+
+A launcher is called with the tensors that the backend's function takes, followed by both offsets of a
+packed call (the same tensor twice if the first call's were). It returns what the function does, save
+that a forward's LSE may have any strides, and it calls no op of aten's that attnreg routes. Any function
+will do; where all it did would be to call a kernel, an `OpLauncher` or an `AddressLauncher` spares the
+compiled call cache every Python object of a tensor.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.contract.offsets import stream_of
 from attnreg.errors import RegistrationError
-from attnreg.torchlib.layout import fresh, lying
+from attnreg.torchlib import captured
+from attnreg.torchlib.layout import stream_of, uninitialized, with_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-__all__ = ["AddressCall", "Allocation"]
+__all__ = ["AddressLauncher", "Allocation", "Launcher", "OpLauncher"]
+
+Launcher = Callable[..., "tuple[Tensor, ...] | None"]
 
 # Size, strides and dtype.
 Allocation = tuple[tuple[int, ...], tuple[int, ...], "torch.dtype"]
 
 
-@dataclass(frozen=True, slots=True)
-class AddressCall:
-    """A kernel with all but its tensors settled, which is told where they lie and no more.
-
-    What a backend returns from `Kernels.again` where such a kernel is all there is to it: compiled routers
-    allocate what it needs and hand it the addresses. Tensors are numbered: those that the call is given,
-    offsets aside; the results; what is derived from offsets.
+class OpLauncher:
+    """One of torch's own kernels, with all its arguments but the tensors.
 
     Attributes:
-        run: does it with tensors, as `Kernels.again` has it, where routers are written in Python.
-        launch: `launch(addresses, workspace, stream)` runs the kernel. The first is where the pointers lie,
-            the second where the workspace does (0 if there is none), the third a CUDA stream of the tensors'
-            device, which is the current one. Returns False if it can't after all, and has done nothing then.
-        operands: the numbers of the tensors that it is given the addresses of.
-        results: what to allocate for its results.
-        workspace: how many bytes it needs beside those.
-        lse_strides: how the LSE has to lie that a backward is given, which is copied otherwise; None if it is
-            taken as it comes.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns what else it reads of packed calls, or None if
-            the kernel can't be run after all. It isn't asked again while the offsets exist unchanged and the
-            tensors are kept by whoever derived them (`packed.derived_from` does). None for dense calls.
+        op, key: the aten op, without "aten::", and the dispatch key of the kernel (see `torchlib.captured`).
+        rest, options: the op's arguments behind the tensors, and those by keyword.
+        results: how many of the op's results are returned.
+    """
+
+    __slots__ = ("_run", "key", "op", "options", "rest", "results")
+
+    def __init__(
+        self, op: str, key: str, rest: tuple[Any, ...], options: dict[str, Any], results: int
+    ) -> None:
+        self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
+        self._run = captured.kernel(op, key)
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        return self.op, self.key, self.rest, self.options, self.results
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the results for these tensors."""
+        return tuple(self._run(*tensors, *self.rest, **self.options)[: self.results])
+
+
+@dataclass(frozen=True, slots=True)
+class AddressLauncher:
+    """A kernel that is given the addresses of its tensors.
+
+    The call cache allocates the results and the workspace. Tensors are numbered: first those that the call is
+    given, offsets aside; then the results; then what is derived from the offsets.
+
+    Attributes:
+        run: the launcher as a function of tensors, for callers that have them.
+        launch: `launch(addresses, workspace, stream)` runs the kernel. `addresses` points to an array of
+            pointers, `workspace` to the workspace (0 if there is none), and `stream` is a CUDA stream of the
+            tensors' device, which is the current one. Returns False, having done nothing, if it can't any
+            more.
+        operands: the numbers of the tensors whose addresses the kernel is given, in order.
+        results: size, strides and dtype of each result.
+        workspace: how many bytes the kernel needs beside those.
+        lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
+            will do.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
+            packed calls, or None if it can't run any more. It isn't called again while the offsets exist
+            unchanged and somebody keeps the tensors (`offsets.derived_from` does). None for dense calls.
     """
 
     run: Callable[..., tuple[Tensor, ...] | None]
@@ -59,17 +104,17 @@ class AddressCall:
         given = {"operands": self.operands, "results": self.results, "lse_strides": strides}
         for name, value in given.items():
             if not isinstance(value, tuple):
-                raise RegistrationError(f"AddressCall.{name}: got {value!r}, expected a tuple")
+                raise RegistrationError(f"AddressLauncher.{name}: got {value!r}, expected a tuple")
         for number in (*self.operands, *strides, self.workspace):
             if not isinstance(number, int) or number < 0:
-                raise RegistrationError(f"AddressCall: got {number!r}, expected whole numbers from 0")
+                raise RegistrationError(f"AddressLauncher: got {number!r}, expected whole numbers from 0")
 
     def described(self) -> tuple[Any, ...]:
-        """Return all of it, as a compiled router takes it."""
+        """Return all of it, as the compiled call cache takes it."""
         return self.launch, self.operands, self.results, self.workspace, self.lse_strides, self.derive
 
     def on_addresses(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the results for these tensors as compiled routers do, by `launch`; None if it can't."""
+        """Return the results as the compiled call cache has them, by `launch`; None if it can't."""
         if given[0].is_cuda:
             with torch.cuda.device(given[0].device):
                 return self._launched(*given)
@@ -78,15 +123,15 @@ class AddressCall:
     def _launched(self, *given: Tensor) -> tuple[Tensor, ...] | None:
         tensors, ends = (given[:-2], given[-2:]) if self.derive is not None else (given, ())
         if self.lse_strides is not None:
-            tensors = *tensors[:-1], lying(tensors[-1], self.lse_strides)
+            tensors = *tensors[:-1], with_strides(tensors[-1], self.lse_strides)
         device = given[0].device
-        results = tuple(fresh(*one, device) for one in self.results)
+        results = tuple(uninitialized(*one, device) for one in self.results)
         derived = self.derive(*ends) if self.derive is not None else []
         if derived is None:
             return None
         operands = *tensors, *results, *derived
         addresses = (ctypes.c_void_p * len(self.operands))(*(operands[n].data_ptr() for n in self.operands))
-        workspace = fresh((self.workspace,), (1,), torch.uint8, device)
+        workspace = uninitialized((self.workspace,), (1,), torch.uint8, device)
         stream = stream_of(given[0]) if device.type == "cuda" else 0
         launched = self.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream)
         return results if launched else None

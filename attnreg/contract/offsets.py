@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.torchlib.readback import DeviceAnswer
+from attnreg.torchlib.readback import AsyncReadback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["GRAPH_TREES", "Facts", "derived", "derived_from", "facts", "facts_of", "of_a_graph", "stream_of"]
+__all__ = ["GRAPH_TREES", "Facts", "derived", "derived_from", "facts", "facts_of", "of_a_graph"]
 
 # Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
 # the purposes that something is derived for.
@@ -71,26 +71,26 @@ def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...]
 class Facts:
     """What the device has said about a packed batch; nothing holds before it has."""
 
-    def __init__(self, answer: DeviceAnswer | None = None) -> None:
+    def __init__(self, answer: AsyncReadback | None = None) -> None:
         self._answer = answer
-        self._whole = self._covered = False
+        self._no_unused_rows = self._every_row_sees_a_key = False
 
     @property
-    def whole(self) -> bool:
+    def no_unused_rows(self) -> bool:
         """Whether every row belongs to a sequence, and each sequence has both queries and keys or neither."""
         self._read()
-        return self._whole
+        return self._no_unused_rows
 
     @property
-    def covered(self) -> bool:
+    def every_row_sees_a_key(self) -> bool:
         """Whether, beside that, no sequence has fewer keys than queries, so that no mask blinds a row."""
         self._read()
-        return self._covered
+        return self._every_row_sees_a_key
 
     def _read(self) -> None:
         answer = self._answer  # once: another thread may hear it meanwhile
         if answer is not None and (numbers := answer.read()) is not None:
-            self._whole, self._covered = map(bool, numbers)
+            self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
             self._answer = None
 
 
@@ -99,34 +99,44 @@ _UNKNOWN = Facts()
 
 def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known of a packed call's sequences by now."""
-    ends_q, ends_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if ends_q is None or ends_k is None or call.seqused_k is not None or call.block_table is not None:
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if (
+        cu_seqlens_q is None
+        or cu_seqlens_k is None
+        or call.seqused_k is not None
+        or call.block_table is not None
+    ):
         return _UNKNOWN
-    return facts_of(ends_q, ends_k, tokens_q, tokens_k, stream)
+    return facts_of(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k, stream)
 
 
-def facts_of(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
+def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return what is known by now of the sequences that two offsets describe, all of whose keys count."""
-    if ends_q.is_cpu or of_a_graph(ends_q) or ends_q.is_inference() or ends_k.is_inference():
+    if (
+        cu_seqlens_q.is_cpu
+        or of_a_graph(cu_seqlens_q)
+        or cu_seqlens_q.is_inference()
+        or cu_seqlens_k.is_inference()
+    ):
         return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
     purpose = ("facts", tokens_q, tokens_k)
 
     def ask() -> Facts:
-        return Facts(DeviceAnswer(_said(ends_q, ends_k, tokens_q, tokens_k)))
+        return Facts(AsyncReadback(_said(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)))
 
-    return derived_from([ends_q, ends_k], stream, purpose, ask)
+    return derived_from([cu_seqlens_q, cu_seqlens_k], stream, purpose, ask)
 
 
-def _said(ends_q: Tensor, ends_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
-    """Return `whole` and `covered` on the device, as one number where they are the same."""
-    queries = ends_q.diff()
-    filled = (ends_q[0] == 0) & (ends_q[-1] == tokens_q) & (queries >= 0).all()
-    if ends_k is ends_q:
+def _said(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
+    """Return both facts on the device, as one number where they are the same."""
+    queries = cu_seqlens_q.diff()
+    filled = (cu_seqlens_q[0] == 0) & (cu_seqlens_q[-1] == tokens_q) & (queries >= 0).all()
+    if cu_seqlens_k is cu_seqlens_q:
         return filled & (tokens_q == tokens_k)
-    keys = ends_k.diff()
-    filled &= (ends_k[0] == 0) & (ends_k[-1] == tokens_k) & (keys >= 0).all()
-    whole = filled & ((queries > 0) == (keys > 0)).all()
-    return torch.stack((whole, whole & (keys >= queries).all()))
+    keys = cu_seqlens_k.diff()
+    filled &= (cu_seqlens_k[0] == 0) & (cu_seqlens_k[-1] == tokens_k) & (keys >= 0).all()
+    no_unused = filled & ((queries > 0) == (keys > 0)).all()
+    return torch.stack((no_unused, no_unused & (keys >= queries).all()))
 
 
 def of_a_graph(offsets: Tensor) -> bool:
@@ -138,8 +148,3 @@ def of_a_graph(offsets: Tensor) -> bool:
     if GRAPH_TREES in sys.modules:
         return True
     return offsets.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def stream_of(tensor: Tensor) -> int:
-    """Return the current CUDA stream of a tensor's device, as a number."""
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device())

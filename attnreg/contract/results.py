@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import Direction
 
-__all__ = ["examined"]
+__all__ = ["checked_against_contract"]
 
 
-def examined(
+def checked_against_contract(
     kernel: Callable[..., Any], direction: Direction, backend: str, passed: Callable[[], None]
 ) -> Callable[..., Any]:
     """Return the kernel with a look at its results; calls `passed` once they are as promised.

@@ -11,7 +11,7 @@ import torch
 
 from attnreg.contract import declines
 from attnreg.contract.discovery import Entry
-from attnreg.contract.results import examined
+from attnreg.contract.results import checked_against_contract
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch import counters, trace
 from attnreg.dispatch.state import state
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
         original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
         counters: what to add to once it ran.
         proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
-        again: the backend's `Kernels.again` for this direction; None if it has none.
+        again: the backend's `Kernels.specialize` for this direction; None if it has none.
         look_up: what it is looked up by.
     """
 
@@ -121,7 +121,7 @@ def make_plan(
             return made._replace(proven=False)
         now.keep(look_up, made)
         return made
-    made = made._replace(again=entries[made.backend.casefold()].again(direction))
+    made = made._replace(again=entries[made.backend.casefold()].specializer(direction))
 
     def passed() -> None:
         tell()
@@ -129,7 +129,9 @@ def make_plan(
         if not spec.capturing:
             now.keep(look_up, made)
 
-    return made._replace(kernel=examined(made.kernel, direction, made.backend, passed), proven=False)
+    return made._replace(
+        kernel=checked_against_contract(made.kernel, direction, made.backend, passed), proven=False
+    )
 
 
 def decide(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg.contract import known_issues
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher
 from attnreg.contract.spec import Device
 from attnreg.errors import UnsupportedInputError
 from attnreg.measure.inputs import inputs
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.contract.backend import Again, Backend, Call, Kernels
+    from attnreg.contract.backend import Backend, Call, Kernels, Specialize
     from attnreg.contract.spec import AttentionSpec
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
@@ -99,8 +99,8 @@ def measure(
         out, lse = kernels.forward(q, k, v, call)
         grads = kernels.backward(grad_out, q, k, v, out, lse, call) if kernels.backward else ()
         results = [(out, lse, *grads)]
-        if kernels.again is not None and _may_be_done_again(case, call, truth):
-            results += _done_again(kernels.again, given, (out, lse, *grads))
+        if kernels.specialize is not None and _may_be_done_again(case, call, truth):
+            results += _done_again(kernels.specialize, given, (out, lse, *grads))
     return {
         name: Error(
             max(_distance(one, getattr(truth, name)) for one in got),
@@ -126,14 +126,16 @@ def measure_taken(
 
 
 def _may_be_done_again(case: Case, call: Call, truth: Results) -> bool:
-    """Whether a case is of those of which `Kernels.again` may be asked."""
+    """Whether a case is of those of which `Kernels.specialize` may be asked."""
     lengths = zip(case.lens_q, case.lens_k, strict=True)
     full = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
     plain = call.seqused_k is None and call.block_table is None and not call.dropout
     return full and plain and bool(truth.lse.isfinite().all())
 
 
-def _done_again(again: Again, given: Inputs, results: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+def _done_again(
+    again: Specialize, given: Inputs, results: tuple[Tensor, ...]
+) -> Iterator[tuple[Tensor, ...]]:
     """Return the results of the shorter ways, and those that are there already where there is none."""
     *inputs, grad_out, call = given
     ends = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
@@ -150,7 +152,7 @@ def _ways(run: Callable[..., Any] | None) -> list[Callable[..., Any]]:
     """Return how routers take a shorter way: those in Python, and what compiled ones may do instead."""
     if run is None:
         return []
-    return [run, run.on_addresses] if isinstance(run, AddressCall) else [run]
+    return [run, run.on_addresses] if isinstance(run, AddressLauncher) else [run]
 
 
 def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:

@@ -19,7 +19,7 @@ from attnreg.torchlib.locks import open_after_fork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OpCall", "capture", "check_not_overridden", "compiled", "kernel"]
+__all__ = ["capture", "check_not_overridden", "compiled", "kernel"]
 
 # Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`); None while none do.
 compiled: bool | None = None
@@ -53,35 +53,6 @@ def kernel(op: str, key: str) -> Callable[..., Any]:
     if found is None:
         raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
     return found
-
-
-class OpCall:
-    """A call of one of torch's own kernels with all but its tensors settled.
-
-    What a backend returns from `Kernels.again` where such a kernel is all there is to it: compiled routers
-    then need no Python to call it.
-
-    Attributes:
-        op, key: whose kernel it is, as for `kernel`.
-        rest, options: the op's arguments behind the tensors, and those by keyword.
-        results: how many of the op's results are returned.
-    """
-
-    __slots__ = ("_run", "key", "op", "options", "rest", "results")
-
-    def __init__(
-        self, op: str, key: str, rest: tuple[Any, ...], options: dict[str, Any], results: int
-    ) -> None:
-        self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
-        self._run = kernel(op, key)
-
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as a compiled router takes it."""
-        return self.op, self.key, self.rest, self.options, self.results
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the results for these tensors."""
-        return tuple(self._run(*tensors, *self.rest, **self.options)[: self.results])
 
 
 def check_not_overridden(op: str, key: str) -> None:

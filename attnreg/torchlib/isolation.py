@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["apart", "bare"]
+__all__ = ["run_in_thread", "strip_tracebacks"]
 
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
 
 
-def apart(run: Callable[[], T]) -> T:
+def run_in_thread(run: Callable[[], T]) -> T:
     """Run in a thread of its own, whose frames lead to nobody's tensors; return or raise what came of it.
 
     It has come to its end when this returns, also by Ctrl-C. Where no thread can be started any more it
@@ -57,7 +57,7 @@ def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
         del outcome
 
 
-def bare(error: Error) -> Error:
+def strip_tracebacks(error: Error) -> Error:
     """Return an error that is to be kept, with notes of where it and its causes came from, without frames."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()

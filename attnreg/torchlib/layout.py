@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["aligned", "dense", "fresh", "lying", "readable"]
+__all__ = ["aligned", "dense", "readable", "stream_of", "uninitialized", "with_strides"]
 
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -38,14 +38,16 @@ def readable(x: Tensor, repeats: bool = True) -> Tensor:
     return x if aligned(x, repeats) else x.clone(memory_format=torch.contiguous_format)
 
 
-def lying(x: Tensor, strides: Sequence[int]) -> Tensor:
+def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a tensor with these strides; a copy only where needed."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def uninitialized(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return a tensor of which nothing is written; a CUDA device has to be the current one."""
     if device.type == "cuda" and _empty_cuda is not None:
         return _empty_cuda(size, stride, dtype)  # type: ignore[no-any-return]
@@ -59,3 +61,8 @@ def dense(size: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
+
+
+def stream_of(tensor: Tensor) -> int:
+    """Return the current CUDA stream of a tensor's device, as a number."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())

@@ -17,10 +17,10 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["UNANSWERED", "DeviceAnswer"]
+__all__ = ["PENDING", "AsyncReadback"]
 
 # What the host reads before the device has answered; no answer has it among its numbers.
-UNANSWERED = 2
+PENDING = 2
 
 # How many numbers an answer has, and for how many answers memory is pinned at a time.
 NUMBERS, MANY = 2, 256
@@ -29,7 +29,7 @@ NUMBERS, MANY = 2, 256
 _left: deque[Tensor] = deque()
 
 
-class DeviceAnswer:
+class AsyncReadback:
     """Two small numbers on their way from a device."""
 
     _pinned: Tensor | None = None
@@ -60,7 +60,7 @@ class DeviceAnswer:
 
 def _read(place: Tensor) -> list[int] | None:
     numbers = [int(number) for number in place.tolist()]
-    return None if UNANSWERED in numbers else numbers
+    return None if PENDING in numbers else numbers
 
 
 def _place() -> Tensor:
@@ -71,12 +71,12 @@ def _place() -> Tensor:
         except IndexError:
             break  # another thread took the last one
         if _read(place) is not None:
-            return place.fill_(UNANSWERED)
+            return place.fill_(PENDING)
         _left.append(place)
     with torch.inference_mode(False):  # which the places outlast
         place, *others = _pinned().unbind()
         _left.extend(others)
-        return place.fill_(UNANSWERED)
+        return place.fill_(PENDING)
 
 
 def _pinned() -> Tensor:

@@ -87,7 +87,7 @@ def _call(spec: AttentionSpec, device: torch.device) -> Call:
         ends = tuple(accumulate(lengths(spec.batch, tokens, longest), initial=0))
         return torch.tensor(ends, dtype=torch.int32, device=device) if spec.varlen else None
 
-    ends_q = offsets(spec.tokens_q, spec.max_q)
+    cu_seqlens_q = offsets(spec.tokens_q, spec.max_q)
     # One tensor for both where they are the same, as in self-attention: backends look at that.
     same = (spec.tokens_q, spec.max_q) == (spec.tokens_k, spec.max_k)
     return Call(
@@ -95,8 +95,8 @@ def _call(spec: AttentionSpec, device: torch.device) -> Call:
         max_q=spec.max_q,
         max_k=spec.max_k,
         window=spec.window,
-        cu_seqlens_q=ends_q,
-        cu_seqlens_k=ends_q if same else offsets(spec.tokens_k, spec.max_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_q if same else offsets(spec.tokens_k, spec.max_k),
         deterministic=spec.deterministic,
     )
 

@@ -24,7 +24,7 @@ from attnreg import aten
 from attnreg.aten import compiled, cudnn, flash, routing
 from attnreg.aten.routing import router
 from attnreg.backends import math
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import dense
@@ -618,11 +618,11 @@ def leading_to_flash(fake, monkeypatch, originals, prefix=""):
             op, rest, results = FORWARD["flash"], (*lengths, False), 2
         else:
             op, rest, results = BACKWARD["flash"], (*lengths, *random_state()), 3
-        return captured.OpCall(prefix + op, "CPU", rest, {"scale": call.scale}, results)
+        return OpLauncher(prefix + op, "CPU", rest, {"scale": call.scale}, results)
 
     full = fake("mine").backend
     kernels = full.load()
-    return dataclasses.replace(full, load=lambda: kernels._replace(again=again)), asked, given
+    return dataclasses.replace(full, load=lambda: kernels._replace(specialize=again)), asked, given
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
@@ -713,14 +713,14 @@ def test_a_kernel_that_a_backend_leads_to_is_run_on_addresses(route, ran, fake, 
         sizes = [*((x.shape, x.stride()) for x in tensors), *(one[:2] for one in results)]
         run = kernels.forward if direction == "forward" else kernels.backward
         launch = run_on(kernels, direction, call, sizes)
-        return AddressCall(
+        return AddressLauncher(
             lambda *tensors: run(*tensors, call),
             lambda *addresses: given.append(direction) or launch(*addresses),
             tuple(range(len(sizes))),
             tuple(results),
         )
 
-    backend = dataclasses.replace(full, load=lambda: kernels._replace(again=again))
+    backend = dataclasses.replace(full, load=lambda: kernels._replace(specialize=again))
     inputs = laid_out(tensors(heads=(4, 2)), order)
     with attnreg.register_backend(backend):
         first = results_of(inputs, scale=0.4, causal=True)

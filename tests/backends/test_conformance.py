@@ -118,7 +118,7 @@ def test_the_rule_holds_a_shorter_way_as_well(name):
     math_kernels = backend("math").load()
 
     def wrong(shorter):
-        errors = measure(math_kernels._replace(again=shorter), BY_NAME[name])
+        errors = measure(math_kernels._replace(specialize=shorter), BY_NAME[name])
         assert shorter.asked == ["forward", "backward"]
         return {name for name, error in errors.items() if not error.passed}
 
@@ -133,7 +133,7 @@ def test_the_rule_holds_a_shorter_way_as_well(name):
 def test_a_shorter_way_is_not_asked_of_rows_that_see_no_key_or_belong_to_no_sequence(start):
     case = next(case for case in QUICK if str(case).startswith(start))
     shorter = Shorter(2.0, 2.0)
-    errors = measure(backend("math").load()._replace(again=shorter), case)
+    errors = measure(backend("math").load()._replace(specialize=shorter), case)
     assert shorter.asked == []
     assert all(error.passed for error in errors.values())
 

@@ -13,15 +13,15 @@ from support import fake_cudnn, short_ways
 
 from attnreg import AttentionSpec, Call, Device, UnsupportedInputError
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import describe, sharing, specialize
+from attnreg.backends.cudnn import describe, launcher, sharing
 from attnreg.backends.cudnn import plans as cudnn_plans
 from attnreg.backends.cudnn.problem import Problem, Slot
 from attnreg.backends.cudnn.sharing import Firsts, exact, rounded, shared
 from attnreg.contract import offsets
 from attnreg.contract.discovery import Entry
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher
 from attnreg.measure import QUICK, Case, measure
-from attnreg.torchlib.readback import DeviceAnswer
+from attnreg.torchlib.readback import AsyncReadback
 
 H200 = Device("cuda", (9, 0), simulated=True)
 
@@ -45,7 +45,7 @@ def module(monkeypatch):
     made = fake_cudnn.module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(offsets, "_kept", {})
-    for user in (describe, specialize):
+    for user in (describe, launcher):
         monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
@@ -317,7 +317,7 @@ def test_tokens_with_a_plan_of_their_own_have_their_lse_in_order_and_nothing_is_
     heads, tokens = lse.shape
     wanted = [tokens, 1, 1] if in_order else [1, heads, 1]
     assert [graph.described(Slot.STATS).stride[1:] for graph in (forward, backward)] == [wanted] * 2
-    again = kernels.again("forward", (query, key, value), call)
+    again = kernels.specialize("forward", (query, key, value), call)
     got, as_written = again(query, key, value, *short_ways.ends_of(call))
     assert torch.equal(got, out)
     assert torch.equal(as_written, lse)
@@ -531,7 +531,7 @@ def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch
 
 
 class Answered(offsets.Facts):
-    whole = covered = True
+    no_unused_rows = every_row_sees_a_key = True
 
 
 def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernels, monkeypatch):
@@ -564,7 +564,7 @@ def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernel
 )
 def test_the_device_says_once_what_holds_of_a_batch(lens_q, lens_k, tokens, said):
     call = ragged(lens_q, lens_k)[3]
-    assert DeviceAnswer(offsets._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
+    assert AsyncReadback(offsets._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
 
 
 # What it says of itself
@@ -712,23 +712,23 @@ def test_there_is_no_shorter_way_without_a_plan_or_on_what_has_to_be_copied(kern
     given = ragged([3, 9, 30])
     query, key, value, call = given
     inputs = query, key, value
-    assert kernels.again("forward", inputs, call) is None
+    assert kernels.specialize("forward", inputs, call) is None
     kernels.forward(*inputs, call)
-    assert kernels.again("forward", inputs, call) is not None
+    assert kernels.specialize("forward", inputs, call) is not None
     unaligned = torch.randn(query.numel() + 1)[1:].bfloat16()[1:]
     unaligned = torch.cat((unaligned, unaligned[:2]))[1:].view(query.shape)
     assert unaligned.data_ptr() % 16
-    assert kernels.again("forward", (unaligned, key, value), call) is None
-    assert kernels.again("forward", (query[:0], key, value), call) is None
+    assert kernels.specialize("forward", (unaligned, key, value), call) is None
+    assert kernels.specialize("forward", (query[:0], key, value), call) is None
     used = call._replace(seqused_k=torch.tensor([3, 9, 30], dtype=torch.int32))
-    assert kernels.again("forward", inputs, used) is None
+    assert kernels.specialize("forward", inputs, used) is None
 
 
 def test_a_plan_that_was_dropped_is_not_run_again(kernels):
     given = ragged([3, 9, 30])
     query, key, value, call = given
     kernels.forward(query, key, value, call)
-    again = kernels.again("forward", (query, key, value), call)
+    again = kernels.specialize("forward", (query, key, value), call)
     plans = kernels.forward.args[0]
     plans._let_go()
     ends = short_ways.ends_of(call)
@@ -740,7 +740,7 @@ def test_a_plan_that_was_dropped_is_not_run_again(kernels):
 def test_a_known_call_runs_on_addresses_with_the_threads_handle(kernels, module):
     query, key, value, call = ragged([3, 9, 30])
     expected = kernels.forward(query, key, value, call)
-    again = kernels.again("forward", (query, key, value), call)
+    again = kernels.specialize("forward", (query, key, value), call)
     for times in range(1, 3):
         got = again.on_addresses(query, key, value, *short_ways.ends_of(call))
         assert all(map(torch.equal, got, expected))
@@ -767,8 +767,8 @@ def test_where_the_frontend_has_no_way_for_addresses_its_execute_is_called(
     monkeypatch.setattr(fake_cudnn.Graph, "build_plans", lambda graph: (built(graph), breaks(graph))[0])
     query, key, value, call = ragged([3, 9, 30])
     expected = kernels.forward(query, key, value, call)
-    again = kernels.again("forward", (query, key, value), call)
-    assert not isinstance(again, AddressCall)
+    again = kernels.specialize("forward", (query, key, value), call)
+    assert not isinstance(again, AddressLauncher)
     assert all(map(torch.equal, again(query, key, value, *short_ways.ends_of(call)), expected))
     assert [handle.by_address for handle in module.handles] == [0]
 
@@ -776,6 +776,6 @@ def test_where_the_frontend_has_no_way_for_addresses_its_execute_is_called(
 def test_another_current_device_is_left_to_the_long_way(kernels, monkeypatch):
     query, key, value, call = ragged([3, 9, 30])
     kernels.forward(query, key, value, call)
-    again = kernels.again("forward", (query, key, value), call)
+    again = kernels.specialize("forward", (query, key, value), call)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert again(query, key, value, *short_ways.ends_of(call)) is None

@@ -20,6 +20,7 @@ from attnreg.backends import fa2
 from attnreg.backends.fa2 import flash_attn_package as fa2_package
 from attnreg.backends.fa2 import native
 from attnreg.contract.discovery import Entry
+from attnreg.contract.launchers import OpLauncher
 from attnreg.errors import RegistrationError
 from attnreg.measure import QUICK, Case, inputs, verify
 from attnreg.torchlib import captured
@@ -68,16 +69,16 @@ def sequences(given):
             whole = [torch.arange(given[x].shape[1]) + index * given[x].shape[1] for x in "qk"]
             yield index, *whole
         return
-    ends_q, ends_k = given["cu_q"].tolist(), given["cu_k"].tolist()
-    for index in range(len(ends_q) - 1):
-        keys = torch.arange(ends_k[index], ends_k[index + 1])
+    cu_seqlens_q, cu_seqlens_k = given["cu_q"].tolist(), given["cu_k"].tolist()
+    for index in range(len(cu_seqlens_q) - 1):
+        keys = torch.arange(cu_seqlens_k[index], cu_seqlens_k[index + 1])
         if table is not None:
             keys = (
                 table[index].long()[:, None] * given["k"].shape[1] + torch.arange(given["k"].shape[1])
             ).flatten()
         if used is not None:
             keys = keys[: int(used[index])]
-        yield index, torch.arange(ends_q[index], ends_q[index + 1]), keys
+        yield index, torch.arange(cu_seqlens_q[index], cu_seqlens_q[index + 1]), keys
 
 
 def weights(given, index, q, k):
@@ -503,18 +504,18 @@ def test_a_known_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
     out, lse = kernels.forward(q, k, v, call)
     gc.collect()
     before = sum(type(x) is torch.Tensor for x in gc.get_objects())
-    again = kernels.again("backward", (grad, q, k, v, out, lse), call)
+    again = kernels.specialize("backward", (grad, q, k, v, out, lse), call)
     gc.collect()
     assert sum(type(x) is torch.Tensor for x in gc.get_objects()) == before
-    assert not isinstance(again, captured.OpCall)
+    assert not isinstance(again, OpLauncher)
     for one, other in zip(
         again(grad, q, k, v, out, lse), kernels.backward(grad, q, k, v, out, lse, call), strict=True
     ):
         assert torch.equal(one, other)
     monkeypatch.setattr(native, "of_a_graph", lambda tensor: False)
-    assert isinstance(kernels.again("backward", (grad, q, k, v, out, lse), call), captured.OpCall)
+    assert isinstance(kernels.specialize("backward", (grad, q, k, v, out, lse), call), OpLauncher)
     monkeypatch.setattr(native, "of_a_graph", lambda tensor: True)  # now there is something kept
-    assert isinstance(kernels.again("backward", (grad, q, k, v, out, lse), call), captured.OpCall)
+    assert isinstance(kernels.specialize("backward", (grad, q, k, v, out, lse), call), OpLauncher)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +529,7 @@ def test_a_known_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
 )
 def test_what_takes_more_than_the_kernel_has_no_shorter_way(torchs, case):
     q, k, v, _, call = inputs(case)
-    assert on_cpu().load().again("forward", (q, k, v), call) is None
+    assert on_cpu().load().specialize("forward", (q, k, v), call) is None
 
 
 # ---- what the kernels are given

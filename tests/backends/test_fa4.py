@@ -208,7 +208,7 @@ def test_a_batch_that_is_known_to_be_whole_is_neither_copied_nor_filled(package,
 
     def facts(*arguments):
         asked.append(arguments)
-        return types.SimpleNamespace(whole=True)
+        return types.SimpleNamespace(no_unused_rows=True)
 
     monkeypatch.setattr(fa4_rows, "facts", facts)
     package.calls.clear()

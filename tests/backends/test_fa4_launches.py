@@ -24,7 +24,7 @@ from attnreg.backends.fa4.launches import Launches, known_as
 from attnreg.backends.fa4.proof import Proof, proof_of
 from attnreg.backends.fa4.recipe import Recipe, pick
 from attnreg.backends.fa4.watching import told_apart, watched
-from attnreg.torchlib.readback import UNANSWERED, DeviceAnswer
+from attnreg.torchlib.readback import PENDING, AsyncReadback
 
 LONG_WAY, KNOWN = ["forward", "backward"], []
 
@@ -50,7 +50,7 @@ def kernels(package):
 @pytest.fixture
 def whole(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence; of a CPU's that isn't asked."""
-    answer = types.SimpleNamespace(whole=True)
+    answer = types.SimpleNamespace(no_unused_rows=True)
     monkeypatch.setattr(rows, "facts", lambda *arguments: answer)
     return answer
 
@@ -63,10 +63,10 @@ def packed(lengths, lengths_k=None, seed=0, **options):
     """Return query, key, value, gradient and call of a packed batch; equal offsets are one tensor."""
     lengths_k = lengths_k or lengths
     tensors = [x[0] for x in dense(sum(lengths), sum(lengths_k), batch=1, seed=seed)]
-    ends_q = torch.tensor([0, *lengths]).cumsum(0).int()
-    ends_k = ends_q if lengths_k is lengths else torch.tensor([0, *lengths_k]).cumsum(0).int()
+    cu_seqlens_q = torch.tensor([0, *lengths]).cumsum(0).int()
+    cu_seqlens_k = cu_seqlens_q if lengths_k is lengths else torch.tensor([0, *lengths_k]).cumsum(0).int()
     longest = 64, 64
-    return *tensors, Call(0.25, *longest, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **options)
+    return *tensors, Call(0.25, *longest, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
 
 def expected(query, key, value, grad, call):
@@ -148,7 +148,7 @@ def test_packed_batches_of_equal_shape_are_known_whatever_their_offsets(kernels,
 def test_a_known_packed_batch_whose_rows_may_belong_to_no_sequence_goes_the_long_way(kernels, package, whole):
     for _ in range(3):
         run(kernels, package, *packed((5, 28)))
-    whole.whole = False
+    whole.no_unused_rows = False
     query, key, value, grad, call = packed((5, 28))
     call.cu_seqlens_q[-1] = 20
     package.calls.clear()
@@ -158,7 +158,7 @@ def test_a_known_packed_batch_whose_rows_may_belong_to_no_sequence_goes_the_long
     assert (lse[:, 20:] == -torch.inf).all()
     for _ in range(3):  # nor is it known by the time that it is whole
         run(kernels, package, *packed((6, 28)))
-    whole.whole = True
+    whole.no_unused_rows = True
     assert [run(kernels, package, *packed((6, 28))) for _ in range(3)] == [LONG_WAY, LONG_WAY, KNOWN]
 
 
@@ -419,8 +419,8 @@ def test_until_the_device_has_answered_calls_go_the_long_way(kernels, package, m
     answers = []
 
     def unanswered(direction, *arguments):
-        answers.append(torch.full((), UNANSWERED, dtype=torch.uint8))
-        return Proof(direction, DeviceAnswer(answers[-1]))
+        answers.append(torch.full((), PENDING, dtype=torch.uint8))
+        return Proof(direction, AsyncReadback(answers[-1]))
 
     monkeypatch.setattr(fa4_launches, "proof_of", unanswered)
     assert ways(kernels, package) == [LONG_WAY] * 4
@@ -727,13 +727,13 @@ def test_a_call_done_again_comes_out_the_same(kernels, package, whole, varlen):
 def test_until_a_call_is_known_there_is_no_shorter_way(kernels, package):
     query, key, value, grad = dense()
     call = call_of(query, key)
-    assert kernels.again("forward", (query, key, value), call) is None
+    assert kernels.specialize("forward", (query, key, value), call) is None
     ways(kernels, package)
-    assert kernels.again("forward", (query, key, value), call) is not None
+    assert kernels.specialize("forward", (query, key, value), call) is not None
     out, lse = kernels.forward(query, key, value, call)
-    assert kernels.again("backward", (grad, query, key, value, out, lse), call) is not None
+    assert kernels.specialize("backward", (grad, query, key, value, out, lse), call) is not None
     strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    assert kernels.again("backward", (grad, query, key, value, out, strided), call) is None
+    assert kernels.specialize("backward", (grad, query, key, value, out, strided), call) is None
 
 
 def test_an_lse_that_is_strided_gives_the_same_gradients(kernels, package):

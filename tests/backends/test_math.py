@@ -12,7 +12,7 @@ from attnreg.contract.spec import Device
 from attnreg.errors import InvalidInputError
 from attnreg.measure import CASES, QUICK, inputs, measure
 
-forward, backward, _ = reference.BACKEND.load()
+forward, backward, *_ = reference.BACKEND.load()
 CAUSAL = (-1, 0)
 
 

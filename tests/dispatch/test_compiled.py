@@ -24,7 +24,7 @@ from attnreg import aten
 from attnreg.aten import compiled, routing
 from attnreg.cli import app
 from attnreg.contract import offsets
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher
 from attnreg.dispatch import scope
 from attnreg.errors import BuildError, ConfigError, RegistrationError
 from attnreg.torchlib import building, captured
@@ -400,10 +400,12 @@ def test_a_forked_process_goes_on_with_them(built_routers):
 
 # ---- what the routers in Python tell, with ops of the tests' own
 
-SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, float scale=1.0)"
+SIGNATURE = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale=1.0)"
+)
 BACK = (
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor ends_q, "
-    "Tensor ends_k, Tensor carrier)"
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, Tensor carrier)"
 )
 
 
@@ -587,7 +589,7 @@ class OnAddresses:
         given = 6 if backward else 3
         operands = 0, *range(given, given + len(others) + 1), given + len(others) + 1
         self.lse = given - 1 if backward else None
-        described = AddressCall(
+        described = AddressLauncher(
             None, self.launch, operands + ((self.lse,) if backward else ()), (first, *others), 48, None,
             self.derive,
         )  # fmt: skip
@@ -632,8 +634,8 @@ def front(op, ends, request):
     else:
         made = Front(
             op,
-            lambda q, k, v, ends_q, ends_k: (q + 1, q.sum(-1)),
-            lambda grad, q, k, v, out, lse, ends_q, ends_k: (grad + 1, grad + 2, grad + 3),
+            lambda q, k, v, cu_seqlens_q, cu_seqlens_k: (q + 1, q.sum(-1)),
+            lambda grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k: (grad + 1, grad + 2, grad + 3),
         )
     assert made.forward(ends)[0] == ["router"]
     assert made.backward(ends)[0] == ["router"]
@@ -879,16 +881,16 @@ def test_an_error_of_a_kernel_on_addresses_is_the_callers(op, ends, what):
 def test_an_operand_that_there_isnt_is_an_error(op, ends):
     front = Front(op, OnAddresses(operands=(0, 9)).described, None)
     front.forward(ends)
-    with pytest.raises(IndexError, match=r"AddressCall.operands has 9, expected less than 6"):
+    with pytest.raises(IndexError, match=r"AddressLauncher.operands has 9, expected less than 6"):
         front.forward(ends)
 
 
 @pytest.mark.parametrize(
     ("what", "returned", "told"),
     [
-        ("launch", None, "AddressCall.launch returned a NoneType, expected True or False"),
-        ("derive", (1,), "AddressCall.derive returned a tuple, expected a list of tensors or None"),
-        ("derive", [3], "AddressCall.derive returned a list with a int, expected tensors"),
+        ("launch", None, "AddressLauncher.launch returned a NoneType, expected True or False"),
+        ("derive", (1,), "AddressLauncher.derive returned a tuple, expected a list of tensors or None"),
+        ("derive", [3], "AddressLauncher.derive returned a list with a int, expected tensors"),
     ],
 )
 def test_what_breaks_the_contract_of_addresses_is_an_error_that_says_so(op, ends, what, returned, told):
@@ -901,15 +903,15 @@ def test_what_breaks_the_contract_of_addresses_is_an_error_that_says_so(op, ends
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"operands": [0, 1]}, "AddressCall.operands: got [0, 1], expected a tuple"),
-        ({"operands": (0, -1)}, "AddressCall: got -1, expected whole numbers from 0"),
-        ({"lse_strides": 0}, "AddressCall.lse_strides: got 0, expected a tuple"),
-        ({"workspace": 0.5}, "AddressCall: got 0.5, expected whole numbers from 0"),
+        ({"operands": [0, 1]}, "AddressLauncher.operands: got [0, 1], expected a tuple"),
+        ({"operands": (0, -1)}, "AddressLauncher: got -1, expected whole numbers from 0"),
+        ({"lse_strides": 0}, "AddressLauncher.lse_strides: got 0, expected a tuple"),
+        ({"workspace": 0.5}, "AddressLauncher: got 0.5, expected whole numbers from 0"),
     ],
 )
 def test_an_address_call_that_makes_no_sense_is_refused(changes, told):
     with pytest.raises(RegistrationError) as error:
-        AddressCall(**{"run": None, "launch": None, "operands": (), "results": ()} | changes)
+        AddressLauncher(**{"run": None, "launch": None, "operands": (), "results": ()} | changes)
     assert str(error.value) == told
 
 

@@ -18,7 +18,7 @@ from attnreg.dispatch.state import state
 
 
 class Answered(offsets.Facts):
-    whole = covered = True
+    no_unused_rows = every_row_sees_a_key = True
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from attnreg.backends.fa2 import native
 from attnreg.backends.fa4 import kinds
 from attnreg.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
-from attnreg.torchlib.readback import DeviceAnswer
+from attnreg.torchlib.readback import AsyncReadback
 
 pytestmark = pytest.mark.gpu
 
@@ -80,14 +80,14 @@ def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
     stream = torch.cuda.Stream()
     said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
-        answer = DeviceAnswer(said)
+        answer = AsyncReadback(said)
     torch.cuda.synchronize()
     assert answer.read() == [1, 0]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device="cuda")
         del answer
     torch._C._host_emptyCache()  # looks at the events
-    answer = DeviceAnswer(said.flip(0))
+    answer = AsyncReadback(said.flip(0))
     torch.cuda.synchronize()
     assert answer.read() == [0, 1]
 
@@ -175,7 +175,7 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     def step():
         out, lse = kernels.forward(*given.qkv, call)
         tensors = (grad, *given.qkv, out, lse)
-        again = kernels.again("backward", tensors, call)
+        again = kernels.specialize("backward", tensors, call)
         short = again(*tensors, *short_ways.ends_of(call))
         return [out, *kernels.backward(*tensors, call), *short]
 

@@ -13,10 +13,11 @@ import attnreg
 from attnreg import _registry, aten
 from attnreg.aten import express
 from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.launchers import AddressCall
-from attnreg.contract.offsets import GRAPH_TREES, facts, stream_of
+from attnreg.contract.launchers import AddressLauncher
+from attnreg.contract.offsets import GRAPH_TREES, facts
 from attnreg.measure import measure
 from attnreg.torchlib import captured
+from attnreg.torchlib.layout import stream_of
 
 pytestmark = pytest.mark.gpu
 
@@ -65,15 +66,15 @@ def shortened(forward, backward, used):
         if short is None:
             return results
         used.append(direction)
-        if isinstance(short, AddressCall):  # what compiled routers do is as right as what Python does
+        if isinstance(short, AddressLauncher):  # what compiled routers do is as right as what Python does
             for one, other in zip(short(*tensors, *ends), results, strict=True):
                 assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02)
             return short.on_addresses(*tensors, *ends)
         return short(*tensors, *ends)
 
     return Kernels(
-        lambda q, k, v, call: done("forward", forward.forward, forward.again, (q, k, v), call),
-        lambda *given: done("backward", backward.backward, backward.again, given[:6], given[6]),
+        lambda q, k, v, call: done("forward", forward.forward, forward.specialize, (q, k, v), call),
+        lambda *given: done("backward", backward.backward, backward.specialize, given[:6], given[6]),
     )
 
 
@@ -81,7 +82,7 @@ def short_way(named, given):
     """Return the shorter way of a forward."""
     inputs = [x.detach() for x in given.qkv]
     call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
-    return kernels(named).again("forward", tuple(inputs), call)
+    return kernels(named).specialize("forward", tuple(inputs), call)
 
 
 def assert_right(short, case):
@@ -135,15 +136,15 @@ def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypa
     taken, whole = [], entry.kernels()
 
     def again(direction, tensors, call):
-        short = whole.again(direction, tensors, call)
-        if not isinstance(short, AddressCall):
+        short = whole.specialize(direction, tensors, call)
+        if not isinstance(short, AddressLauncher):
             return short and (lambda *given: taken.append(direction) or short(*given))
         launch = short.launch
         return dataclasses.replace(
             short, run=None, launch=lambda *numbers: taken.append(direction) or launch(*numbers)
         )
 
-    monkeypatch.setattr(entry, "_kernels", whole._replace(again=again))
+    monkeypatch.setattr(entry, "_kernels", whole._replace(specialize=again))
     given = gpu.packed((40, 300, 7), heads=(4, 2))
     right = gpu.expected(given)[0]
     with attnreg.register_backend(named):
@@ -154,7 +155,7 @@ def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypa
             gpu.assert_near(got, right)
     assert taken[-2:] == ["forward", "backward"]
     assert taken.count("forward") >= 4
-    assert isinstance(short_way(named, given), AddressCall) is (named == "cuDNN")
+    assert isinstance(short_way(named, given), AddressLauncher) is (named == "cuDNN")
 
 
 def test_compiled_routers_send_what_is_known_without_taking_it_apart(

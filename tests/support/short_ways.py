@@ -2,7 +2,7 @@
 
 import torch
 
-from attnreg.contract.launchers import AddressCall
+from attnreg.contract.launchers import AddressLauncher
 
 
 def ends_of(call):
@@ -18,24 +18,24 @@ def assert_same(kernels, first, second, call, second_call=None):
     q, k, v, grad = first
     out, lse = kernels.forward(q, k, v, call)
     kernels.backward(grad, q, k, v, out, lse, call)
-    forward = kernels.again("forward", (q, k, v), call)
+    forward = kernels.specialize("forward", (q, k, v), call)
     q, k, v, grad = second
     expected = kernels.forward(q, k, v, second_call)
     got = forward(q, k, v, *ends_of(second_call))
     _compare(got, expected)
-    if isinstance(forward, AddressCall):
+    if isinstance(forward, AddressLauncher):
         _compare(forward.on_addresses(q, k, v, *ends_of(second_call)), expected)
     wanted = kernels.backward(grad, q, k, v, *expected, second_call)
     ways = []
     for out, lse in (expected, got):
         kernels.backward(grad, q, k, v, out, lse, second_call)
-        backward = kernels.again("backward", (grad, q, k, v, out, lse), second_call)
+        backward = kernels.specialize("backward", (grad, q, k, v, out, lse), second_call)
         if backward is None:
             continue
         ways.append(backward)
         given = grad, q, k, v, out, lse, *ends_of(second_call)
         _compare(backward(*given), wanted)
-        if isinstance(backward, AddressCall):
+        if isinstance(backward, AddressLauncher):
             _compare(backward.on_addresses(*given), wanted)
     assert ways
     return forward, ways

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnreg.torchlib import readback
-from attnreg.torchlib.readback import MANY, UNANSWERED, DeviceAnswer
+from attnreg.torchlib.readback import MANY, PENDING, AsyncReadback
 
 # Copies to the host that have begun.
 under_way = []
@@ -77,13 +77,13 @@ def arrive():
 
 
 def test_a_cpu_has_answered_at_once(blocks):
-    assert DeviceAnswer(torch.tensor([True, False])).read() == [1, 0]
-    assert DeviceAnswer(torch.tensor(3)).read() == [3, 3]
+    assert AsyncReadback(torch.tensor([True, False])).read() == [1, 0]
+    assert AsyncReadback(torch.tensor(3)).read() == [3, 3]
     assert blocks == []
 
 
 def test_nothing_is_read_before_the_device_has_answered():
-    one, other = DeviceAnswer(far(1, 0)), DeviceAnswer(far(3))
+    one, other = AsyncReadback(far(1, 0)), AsyncReadback(far(3))
     assert [one.read(), other.read()] == [None, None]
     under_way.pop()()
     assert [one.read(), other.read()] == [None, [3, 3]]
@@ -93,7 +93,7 @@ def test_nothing_is_read_before_the_device_has_answered():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_half_an_answer_is_none(first):
-    answer = DeviceAnswer(far(1, 0))
+    answer = AsyncReadback(far(1, 0))
     answer._numbers[first] = 1
     assert answer.read() is None
     answer._numbers[1 - first] = 0
@@ -103,7 +103,7 @@ def test_half_an_answer_is_none(first):
 def test_a_place_is_taken_again_once_its_answer_is_there(blocks):
     places = set()
     for number in range(3 * MANY):
-        answer = DeviceAnswer(far(number % 2))
+        answer = AsyncReadback(far(number % 2))
         assert answer.read() is None
         arrive()
         assert answer.read() == [number % 2] * 2
@@ -114,9 +114,9 @@ def test_a_place_is_taken_again_once_its_answer_is_there(blocks):
 
 def test_a_place_that_a_copy_is_on_its_way_to_is_left_alone(blocks):
     for _ in range(MANY):
-        DeviceAnswer(far(1))  # left at once
+        AsyncReadback(far(1))  # left at once
     assert len(blocks) == 1
-    answer = DeviceAnswer(far(0))
+    answer = AsyncReadback(far(0))
     assert len(blocks) == 2
     *others, last = under_way
     for copy in others:
@@ -126,7 +126,7 @@ def test_a_place_that_a_copy_is_on_its_way_to_is_left_alone(blocks):
     assert answer.read() == [0, 0]
     del answer
     under_way.clear()
-    kept = [DeviceAnswer(far(1)) for _ in range(2 * MANY)]
+    kept = [AsyncReadback(far(1)) for _ in range(2 * MANY)]
     assert len(blocks) == 2, "places were lost while they were looked at"
     assert len({one._numbers.data_ptr() for one in kept}) == 2 * MANY
 
@@ -134,13 +134,13 @@ def test_a_place_that_a_copy_is_on_its_way_to_is_left_alone(blocks):
 def test_a_place_that_could_not_be_copied_to_is_taken_again(blocks):
     for _ in range(2 * MANY):
         with pytest.raises(torch.OutOfMemoryError):
-            DeviceAnswer(far(1, kind=Full))
+            AsyncReadback(far(1, kind=Full))
     assert len(blocks) == 1
     assert len(readback._left) == MANY
 
 
 def test_pinned_memory_is_never_given_back(blocks):
-    DeviceAnswer(far(1))
+    AsyncReadback(far(1))
     block = weakref.ref(blocks.pop())
     under_way.clear()
     readback._left.clear()
@@ -150,9 +150,9 @@ def test_pinned_memory_is_never_given_back(blocks):
 
 def test_places_outlast_inference_mode(blocks):
     with torch.inference_mode():
-        DeviceAnswer(far(1))
+        AsyncReadback(far(1))
         arrive()
-    answer = DeviceAnswer(far(0))
+    answer = AsyncReadback(far(0))
     arrive()
     assert answer.read() == [0, 0]
     assert len(readback._left) == MANY - 1
@@ -162,7 +162,7 @@ def test_places_outlast_inference_mode(blocks):
 def test_places_lie_on_the_host_whatever_the_default_device_is():
     said = far(1, 0)
     with torch.device("meta"):
-        answer = DeviceAnswer(said)
+        answer = AsyncReadback(said)
         assert torch.zeros(2).device.type == "meta"
     assert answer.read() is None
     arrive()
@@ -170,4 +170,4 @@ def test_places_lie_on_the_host_whatever_the_default_device_is():
 
 
 def test_what_is_unanswered_is_none_of_the_answers():
-    assert UNANSWERED not in DeviceAnswer(torch.tensor([0, 3])).read()
+    assert PENDING not in AsyncReadback(torch.tensor([0, 3])).read()

@@ -21,7 +21,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, ConfigError
 from attnreg.selection import policy
-from attnreg.torchlib.isolation import apart, bare
+from attnreg.torchlib.isolation import run_in_thread, strip_tracebacks
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +56,15 @@ def call_with_tensors(run):
 
 def test_a_cycle_that_is_left_in_a_thread_holds_no_tensor_of_the_caller():
     assert call_with_tensors(leave_a_cycle)() is not None  # without it, and it would have to be collected
-    assert call_with_tensors(lambda: apart(leave_a_cycle))() is None
+    assert call_with_tensors(lambda: run_in_thread(leave_a_cycle))() is None
 
 
 def test_what_comes_of_it_is_returned_or_raised():
-    assert apart(lambda: (threading.current_thread() is threading.main_thread(), 5)) == (False, 5)
+    assert run_in_thread(lambda: (threading.current_thread() is threading.main_thread(), 5)) == (False, 5)
     with pytest.raises(RuntimeError, match="no engine"):
-        apart(fail)
+        run_in_thread(fail)
     with pytest.raises(SystemExit):
-        apart(sys.exit)
+        run_in_thread(sys.exit)
 
 
 def test_it_has_ended_when_the_caller_goes_on_after_ctrl_c(monkeypatch):
@@ -79,7 +79,7 @@ def test_it_has_ended_when_the_caller_goes_on_after_ctrl_c(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        apart(lambda: (time.sleep(0.05), ended.set()))
+        run_in_thread(lambda: (time.sleep(0.05), ended.set()))
     assert ended.is_set()
 
 
@@ -88,13 +88,13 @@ def test_where_no_thread_can_be_started_it_runs_right_here(monkeypatch, end):
     if end == "finalizing":
         monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: fail())
-    assert apart(threading.current_thread) is threading.current_thread()
+    assert run_in_thread(threading.current_thread) is threading.current_thread()
 
 
 def test_an_error_that_goes_through_holds_no_tensor_once_it_is_handled():
     def caught():
         with suppress(RuntimeError):
-            apart(fail)
+            run_in_thread(fail)
 
     assert call_with_tensors(caught)() is None
 
@@ -109,7 +109,7 @@ def test_an_error_that_is_kept_says_where_it_came_from_and_holds_no_tensor():
             except RuntimeError as error:
                 raise ImportError("outer") from error
         except ImportError as error:
-            kept.append(bare(error))
+            kept.append(strip_tracebacks(error))
 
     assert call_with_tensors(keep)() is None
     (error,) = kept
@@ -118,7 +118,7 @@ def test_an_error_that_is_kept_says_where_it_came_from_and_holds_no_tensor():
         (note,) = one.__notes__
         assert note.startswith("Raised here:\n")
         assert line in note
-    assert not hasattr(bare(ValueError("never raised")), "__notes__")
+    assert not hasattr(strip_tracebacks(ValueError("never raised")), "__notes__")
 
 
 def test_of_all_errors_behind_one_that_is_kept_none_holds_a_tensor():
@@ -133,7 +133,7 @@ def test_of_all_errors_behind_one_that_is_kept_none_holds_a_tensor():
                 raise ImportError("outer") from parts
         except ImportError as error:
             error.__context__ = error.__cause__.exceptions[0]
-            kept.append(bare(error))
+            kept.append(strip_tracebacks(error))
 
     assert call_with_tensors(keep)() is None
     inner = kept[0].__cause__.exceptions[0]
@@ -218,5 +218,5 @@ def test_a_plan_of_cudnn_keeps_nothing_of_the_call_that_needed_it(monkeypatch):
         assert plans.built == {"forward": 1, "backward": 0}
 
     assert call_with_tensors(planned)() is None
-    monkeypatch.setattr("attnreg.backends.cudnn.plans.apart", lambda run: run())
+    monkeypatch.setattr("attnreg.backends.cudnn.plans.run_in_thread", lambda run: run())
     assert call_with_tensors(planned)() is not None

@@ -63,13 +63,13 @@ inline std::optional<Tensors> derived_of(
   if (found.get() == Py_None) {
     return std::nullopt;
   }
-  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: AddressCall.derive returned a ",
+  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: AddressLauncher.derive returned a ",
                    Py_TYPE(found.get())->tp_name, ", expected a list of tensors or None");
   Tensors tensors;
   std::vector<Weak> weak;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.get()); i++) {
     PyObject* one = PyList_GET_ITEM(found.get(), i);
-    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: AddressCall.derive returned a list with a ",
+    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: AddressLauncher.derive returned a list with a ",
                      Py_TYPE(one)->tp_name, ", expected tensors");
     tensors.push_back(THPVariable_Unpack(one));
     weak.emplace_back(tensors.back().getIntrusivePtr());
@@ -115,7 +115,7 @@ inline bool run_on_addresses(const AddressCall& call, Given& given, std::vector<
     } else if (result < call.results.size()) {
       addresses.push_back(results[result].toTensor().mutable_data_ptr());
     } else {
-      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: AddressCall.operands has ", number, ", expected less than ",
+      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: AddressLauncher.operands has ", number, ", expected less than ",
                         count + results.size() + derived.size());
       addresses.push_back(derived[further].const_data_ptr());
     }
@@ -129,7 +129,7 @@ inline bool run_on_addresses(const AddressCall& call, Given& given, std::vector<
   if (!launched) {
     throw_error_of_python();
   }
-  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: AddressCall.launch returned a ",
+  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: AddressLauncher.launch returned a ",
                    Py_TYPE(launched.get())->tp_name, ", expected True or False");
   return launched.get() == Py_True;
 }

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnreg.backends.cudnn.describe import described, lse_lies, with_results
+from attnreg.backends.cudnn.launcher import specialize
 from attnreg.backends.cudnn.plans import Plans
-from attnreg.backends.cudnn.specialize import again
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.offsets import facts
-from attnreg.torchlib.layout import lying, readable
+from attnreg.torchlib.layout import readable, with_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,9 @@ def _load() -> Kernels:
     cudnn.backend_version()  # raises if the library is missing, which importing doesn't notice
     plans = Plans(cudnn)
     return Kernels(
-        functools.partial(forward, plans), functools.partial(backward, plans), functools.partial(again, plans)
+        functools.partial(forward, plans),
+        functools.partial(backward, plans),
+        functools.partial(specialize, plans),
     )
 
 
@@ -112,7 +114,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
     query, key, value = (readable(x, repeats=False) for x in (query, key, value))
     problem, offsets, stream = described("forward", query, key, value, call)
     problem = plans.planned(problem)
-    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
+    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
     out = query.new_empty(shape) if whole else query.new_zeros(shape)
     lse = query.new_empty_strided(*lse_lies(problem, query), dtype=torch.float32)
     if not whole:
@@ -142,9 +144,9 @@ def backward(
     query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
     problem, offsets, stream = described("backward", query, key, value, call)
     problem = plans.planned(with_results(problem, out, grad_out, call))
-    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).whole
+    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
-    lse = lying(lse, lse_lies(problem, query)[1])
+    lse = with_strides(lse, lse_lies(problem, query)[1])
     tensors = (query, key, value, out, lse, grad_out, grad_q, grad_k, grad_v)
     _run(plans, problem, tensors, offsets, stream)
     return grad_q, grad_k, grad_v

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from attnreg.backends.cudnn.offsets import Offsets
 from attnreg.backends.cudnn.problem import Problem
 from attnreg.backends.cudnn.sharing import rounded
-from attnreg.contract.offsets import derived_from, stream_of
-from attnreg.torchlib.layout import dense
+from attnreg.contract.offsets import derived_from
+from attnreg.torchlib.layout import dense, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,11 +43,13 @@ def described(
 
 
 def offsets_of(
-    batch: int, stream: int, ends_q: Tensor, ends_k: Tensor, used: Tensor | None = None
+    batch: int, stream: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, used: Tensor | None = None
 ) -> Offsets:
     """Return what the kernels read of a packed batch, derived once for as long as it stays as it is."""
-    tensors = [ends_q, ends_k] if used is None else [ends_q, ends_k, used]
-    return derived_from(tensors, stream, ("cuDNN", batch), lambda: Offsets(ends_q, ends_k, used, batch))
+    tensors = [cu_seqlens_q, cu_seqlens_k] if used is None else [cu_seqlens_q, cu_seqlens_k, used]
+    return derived_from(
+        tensors, stream, ("cuDNN", batch), lambda: Offsets(cu_seqlens_q, cu_seqlens_k, used, batch)
+    )
 
 
 def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) -> Problem:

@@ -22,14 +22,14 @@ class Offsets:
     A sequence without keys counts as one without queries: cuDNN 9.19 would write NaN for it.
 
     Args:
-        ends_q, ends_k: the offsets, int32 (B + 1,).
+        cu_seqlens_q, cu_seqlens_k: the offsets, int32 (B + 1,).
         used: how many keys of each sequence count, int32 (B,); None for all.
         batch: how many sequences are planned for.
     """
 
-    def __init__(self, ends_q: Tensor, ends_k: Tensor, used: Tensor | None, batch: int) -> None:
-        starts_q = _padded(ends_q, batch)
-        starts_k = starts_q if ends_k is ends_q else _padded(ends_k, batch)
+    def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, used: Tensor | None, batch: int) -> None:
+        starts_q = _padded(cu_seqlens_q, batch)
+        starts_k = starts_q if cu_seqlens_k is cu_seqlens_q else _padded(cu_seqlens_k, batch)
         queries = starts_q.diff()
         keys = queries if starts_k is starts_q else starts_k.diff()
         if used is not None:

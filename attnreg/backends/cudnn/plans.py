@@ -16,8 +16,8 @@ import torch
 from attnreg.backends.cudnn.graph import build
 from attnreg.backends.cudnn.sharing import Firsts, exact, shared
 from attnreg.errors import UnsupportedInputError
-from attnreg.torchlib.isolation import apart
-from attnreg.torchlib.layout import fresh
+from attnreg.torchlib.isolation import run_in_thread
+from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Plans:
         buffers = [*tensors, *offsets.operands(plan)] if offsets is not None else tensors
         size, workspace = plan.workspace, None
         if size:
-            workspace = fresh((size,), (1,), torch.uint8, tensors[0].device)
+            workspace = uninitialized((size,), (1,), torch.uint8, tensors[0].device)
         plan.run.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
 
     def launch_on_addresses(
@@ -147,7 +147,7 @@ class Plans:
                 # The package leaves an error of a failed attempt in a cycle with the frames above it. What it
                 # imports to build a plan is its own, and the handle is the caller's, who waits.
                 try:
-                    self._plans[problem] = apart(functools.partial(self._build, problem, handle))
+                    self._plans[problem] = run_in_thread(functools.partial(self._build, problem, handle))
                 except UnsupportedInputError as error:
                     if len(self._declined) >= _KEPT:
                         self._declined.clear()

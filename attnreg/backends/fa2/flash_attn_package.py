@@ -16,7 +16,7 @@ import torch
 
 from attnreg.backends.fa2 import rows
 from attnreg.errors import RegistrationError
-from attnreg.torchlib.isolation import bare
+from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _loaded() -> Package | Exception:
         import_module("flash_attn.flash_attn_interface")  # registers its operators
         return Package()
     except Exception as error:  # noqa: BLE001 - the cause becomes a reason
-        return bare(error)
+        return strip_tracebacks(error)
 
 
 class Package:

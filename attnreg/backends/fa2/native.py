@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.backends.fa2 import rows
+from attnreg.contract.launchers import OpLauncher
 from attnreg.contract.offsets import of_a_graph
 from attnreg.torchlib import captured
-from attnreg.torchlib.captured import OpCall
 from attnreg.torchlib.layout import aligned, readable
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Native:
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
 
-    def again(
+    def specialize(
         self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
     ) -> Callable[..., tuple[Tensor, ...]] | None:
         """Return what does such a call again: the kernel on the tensors as they are. See `Kernels`."""
@@ -83,9 +83,9 @@ class Native:
         absent = () if call.varlen else (None, None)
         rest, options = (*absent, *_lengths(query, key, call)[2:]), _options(query, call)
         if direction == "forward":
-            return OpCall(OP.format("forward"), "CUDA", (*rest, False), options, 2)
+            return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2)
         if query.device in _kept or not of_a_graph(query):
-            return OpCall(OP.format("backward"), "CUDA", (*rest, *_unread(query)), options, 3)
+            return OpLauncher(OP.format("backward"), "CUDA", (*rest, *_unread(query)), options, 3)
 
         def backward(*given: Tensor) -> tuple[Tensor, ...]:
             # What nobody reads would lie in the graph's memory, if it were kept.

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.contract.offsets import facts, stream_of
+from attnreg.contract.offsets import facts
+from attnreg.torchlib.layout import stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,9 @@ def key_offsets(call: Call) -> Tensor | None:
 def covered(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that every row sees a key and is written, so that nothing is to be put right."""
     if call.cu_seqlens_q is not None:
-        return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).covered
+        return (
+            query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
+        )
     return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 

@@ -96,10 +96,10 @@ def _load() -> Kernels:
         grad_q, grad_k, grad_v = _run("backward", run_backward, tensors, given, call, launches, name)
         return grad_q, grad_k, grad_v
 
-    return Kernels(forward, backward, partial(_again, launches))
+    return Kernels(forward, backward, partial(_specialize, launches))
 
 
-def _again(
+def _specialize(
     launches: Launches, direction: Direction, tensors: tuple[Tensor, ...], call: Call
 ) -> Callable[..., tuple[Tensor, ...] | None] | None:
     """Return what does such a call again: its recipe. See `Kernels`."""

@@ -40,17 +40,31 @@ def known_as(call: Call, *tensors: Tensor) -> Name | None:
     The number of tensors tells the direction. The package copies what isn't aligned, and makes that
     out from pointers, which differ from call to call.
     """
-    scale, max_q, max_k, window, ends_q, ends_k, used, table, bias, slopes, dropout, *_, deterministic = call
+    (
+        scale,
+        max_q,
+        max_k,
+        window,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        used,
+        table,
+        bias,
+        slopes,
+        dropout,
+        *_,
+        deterministic,
+    ) = call
     if used is not None or table is not None or bias is not None or slopes is not None or dropout:
         return None
     name = [scale, max_q, max_k, window, deterministic, tensors[0].get_device()]
     pointers = 0
-    if ends_q is not None:
-        if ends_k is None or ends_q.stride() != (1,) or ends_k.stride() != (1,):
+    if cu_seqlens_q is not None:
+        if cu_seqlens_k is None or cu_seqlens_q.stride() != (1,) or cu_seqlens_k.stride() != (1,):
             return None
-        pointers = ends_q.data_ptr() | ends_k.data_ptr()
+        pointers = cu_seqlens_q.data_ptr() | cu_seqlens_k.data_ptr()
         # Of two offsets that are one tensor it isn't seen which goes where.
-        name += (len(ends_q), len(ends_k), ends_q is ends_k)
+        name += (len(cu_seqlens_q), len(cu_seqlens_k), cu_seqlens_q is cu_seqlens_k)
     for x in tensors:
         pointers |= x.data_ptr()
         name += (x.shape, x.stride(), x.dtype)
@@ -86,9 +100,9 @@ class Launches:
         self, name: Name, kind: Kind, run: Callable[[], Any], inputs: tuple[Tensor | None, ...], count: int
     ) -> Any:
         """Run a call of a kind that has run before, and see what there is to be seen."""
-        *tensors, ends_q, ends_k = inputs
+        *tensors, cu_seqlens_q, cu_seqlens_k = inputs
         proof = self._proofs.get(kind)
-        if (proof is not None and proof.refuted) or not told_apart((*tensors, *{ends_q, ends_k})):
+        if (proof is not None and proof.refuted) or not told_apart((*tensors, *{cu_seqlens_q, cu_seqlens_k})):
             return run()
         results, recipe = watched(run, inputs, count)
         self._met[name] = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.torchlib.readback import DeviceAnswer
+from attnreg.torchlib.readback import AsyncReadback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ __all__ = ["Proof", "proof_of"]
 
 # What the device answers. Values of which none is finite tell nothing: a loss that is scaled too far
 # brings such gradients.
-NO, YES, VAGUE = 0, 1, 3  # 2 is `UNANSWERED`
+NO, YES, VAGUE = 0, 1, 3  # 2 is `PENDING`
 
 # Of the largest value: backwards add up in any order, so that not even the package repeats itself. A
 # result that is nothing but rounding is held to the largest of all.
@@ -40,7 +40,7 @@ class Proof:
         vague: whether the call that it was asked about told nothing, so that another has to.
     """
 
-    def __init__(self, direction: str, answer: DeviceAnswer | None) -> None:
+    def __init__(self, direction: str, answer: AsyncReadback | None) -> None:
         self._direction = direction
         self._answer = answer
         self._holds = False
@@ -82,7 +82,7 @@ def proof_of(
         for slot, *_, dtype in recipe.allocations:
             if slot not in recipe.zeroed:
                 slots[slot].fill_(torch.nan if dtype.is_floating_point else 0)
-        answer = DeviceAnswer(_said(recipe.launched(slots), results))
+        answer = AsyncReadback(_said(recipe.launched(slots), results))
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this

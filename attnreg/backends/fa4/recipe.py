@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.torchlib.layout import fresh
+from attnreg.torchlib.layout import uninitialized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Recipe:
         """Return the slots with all that has to be in them before the first launch, tuples aside."""
         slots: list[Any] = [*inputs, *self.rest]
         for slot, size, stride, dtype in self.allocations:
-            slots[slot] = fresh(size, stride, dtype, self.device)
+            slots[slot] = uninitialized(size, stride, dtype, self.device)
         for slot in self.zeroed:
             slots[slot].zero_()
         return slots

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.contract.offsets import derived, facts, stream_of
+from attnreg.contract.offsets import derived, facts
+from attnreg.torchlib.layout import stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ def whole(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that every row belongs to a sequence and counts."""
     if call.cu_seqlens_q is None:
         return call.seqused_k is None
-    return facts(call, len(query), len(key), _stream(query)).whole
+    return facts(call, len(query), len(key), _stream(query)).no_unused_rows
 
 
 def unseen(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attnreg.backends.cudnn.describe import described, lse_lies, offsets_of, with_results
-from attnreg.contract.launchers import AddressCall
-from attnreg.contract.offsets import stream_of
-from attnreg.torchlib.layout import aligned, dense, fresh, lying
+from attnreg.contract.launchers import AddressLauncher
+from attnreg.torchlib.layout import aligned, dense, stream_of, uninitialized, with_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from attnreg.contract.launchers import Allocation
     from attnreg.contract.spec import Direction
 
-__all__ = ["again"]
+__all__ = ["specialize"]
 
 
 class _Known(NamedTuple):
@@ -49,22 +48,22 @@ class _Known(NamedTuple):
         self.plans.launch(plan, self.device, tensors, offsets, stream)
 
     def launch(self, addresses: int, workspace: int, stream: int) -> bool:
-        """Run it on addresses; see `AddressCall`."""
+        """Run it on addresses; see `AddressLauncher`."""
         plan = self.plan()
         if plan is None or plan.by_address is None:
             return False
         self.plans.launch_on_addresses(plan.by_address.run, self.device, addresses, workspace, stream)
         return True
 
-    def derive(self, ends_q: Tensor, ends_k: Tensor) -> list[Tensor] | None:
-        """Return what it reads of these offsets; see `AddressCall`."""
+    def derive(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:
+        """Return what it reads of these offsets; see `AddressLauncher`."""
         plan = self.plan()
         if plan is None:
             return None
-        return offsets_of(self.batch, stream_of(ends_q), ends_q, ends_k).operands(plan)
+        return offsets_of(self.batch, stream_of(cu_seqlens_q), cu_seqlens_q, cu_seqlens_k).operands(plan)
 
 
-def again(
+def specialize(
     plans: Plans, direction: Direction, tensors: tuple[Tensor, ...], call: Call
 ) -> Callable[..., tuple[Tensor, ...] | None] | None:
     """Return what does such a call again; see `Kernels`."""
@@ -102,7 +101,7 @@ def _forward(
         plan = known.here()
         if plan is None:
             return None
-        out, lse = (fresh(*one, device) for one in results)
+        out, lse = (uninitialized(*one, device) for one in results)
         known.run(plan, [query, key, value, out, lse], ends)
         return out, lse
 
@@ -121,8 +120,8 @@ def _backward(
         plan = known.here()
         if plan is None:
             return None
-        lse = lying(lse, lse_strides)
-        grads = [fresh(*one, device) for one in results]
+        lse = with_strides(lse, lse_strides)
+        grads = [uninitialized(*one, device) for one in results]
         known.run(plan, [query, key, value, out, lse, grad_out, *grads], ends)
         return tuple(grads)
 
@@ -139,7 +138,7 @@ def _on_addresses(
 ) -> Callable[..., tuple[Tensor, ...] | None]:
     """Return `run` as what compiled routers can do with addresses alone, if the plan can.
 
-    `numbers` are those of an `AddressCall` that its tensors have; vectors come behind them.
+    `numbers` are those of an `AddressLauncher` that its tensors have; vectors come behind them.
     """
     plan = known.plan()
     if plan is None or plan.by_address is None:
@@ -147,4 +146,4 @@ def _on_addresses(
     numbers = *numbers, *range(len(numbers), len(plan.uids))
     operands = tuple(numbers[place] for place in plan.by_address.order)
     derive = known.derive if varlen else None
-    return AddressCall(run, known.launch, operands, results, plan.workspace, lse_strides, derive)
+    return AddressLauncher(run, known.launch, operands, results, plan.workspace, lse_strides, derive)
