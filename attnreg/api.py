@@ -169,7 +169,7 @@ def reload() -> None:
 
 
 # What held before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
-_outer: ContextVar[tuple[scope.Pin | None, ...]] = ContextVar("attnreg_outer_pins", default=())
+_outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_outer_choices", default=())
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
@@ -196,11 +196,13 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
         for entry in found:
             entry.kernels()
         quoted = ", ".join(repr(entry.name) for entry in found)
-        self._pin = scope.pin(Preference(f"use_backend({quoted})", tuple(entry.name for entry in found)))
+        self._choice = scope.make_choice(
+            Preference(f"use_backend({quoted})", tuple(entry.name for entry in found))
+        )
 
     def __enter__(self) -> None:
         _outer.set((*_outer.get(), scope.current()))
-        scope.enter(self._pin)
+        scope.enter(self._choice)
 
     def __exit__(self, *exc: object) -> None:
         *further, before = _outer.get()

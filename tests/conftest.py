@@ -23,7 +23,7 @@ from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import sharing
 from attnreg.contract.offsets import GRAPH_TREES
-from attnreg.dispatch import counters, scope, trace
+from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.dispatch.state import state
 from attnreg.selection import policy
 from attnreg.torchlib import building, caches
@@ -205,8 +205,10 @@ def wanted_cpu_kernel(request):
 def compiled_routers(built_routers, monkeypatch):
     """Have routers that are installed in a test be compiled ones."""
     monkeypatch.setattr(building, "built", lambda: built_routers)
-    monkeypatch.setattr(aten.compiled, "_wanted", lambda: "compiled")
-    return aten.compiled
+    monkeypatch.setattr(call_cache, "_wanted", lambda: "compiled")
+    call_cache.forget()
+    yield call_cache
+    call_cache.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -217,18 +219,17 @@ def wanted_routers(request, monkeypatch):
     if request.config.getoption("--routers") == "compiled" and "python_routers" not in request.fixturenames:
         request.getfixturevalue("compiled_routers")
     else:
-        monkeypatch.setattr(aten.compiled, "_wanted", lambda: "python")
+        monkeypatch.setattr(call_cache, "_wanted", lambda: "python")
         monkeypatch.setattr(building, "built", lambda: None)
+        call_cache.forget()
 
 
 @pytest.fixture
 def python_routers():
     """Have routers that are installed in a test be those in Python."""
     aten.restore()
-    aten._kept_out = False
     yield
     aten.restore()
-    aten._kept_out = False
 
 
 @pytest.fixture
@@ -248,8 +249,7 @@ def routers():
     yield
     if not was_installed:
         aten.restore()
-        aten._kept_out = False
-
+    
 
 @dataclass
 class Recorder:

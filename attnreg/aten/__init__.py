@@ -7,22 +7,29 @@ With nothing registered they pass every call to torch's own kernel.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry
-from attnreg.aten import compiled, cpu, cudnn, flash
+from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.routing import Route, router
+from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 from attnreg.torchlib.locks import open_after_fork
 
-__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by", "usable"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attnreg.aten.routing import Served
+
+__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by"]
 
 log = logging.getLogger("attnreg")
 
@@ -38,31 +45,12 @@ ABOVE = tuple(
 )
 
 _lock = open_after_fork(threading.RLock())
-_library: torch.library.Library | None = None
-_kept_out = False
+_remove: Callable[[], None] | None = None
 
 
 def installed() -> bool:
     """Whether the routers are registered."""
-    return _library is not None
-
-
-def usable() -> bool:
-    """Whether `varlen_attn` may go through aten's op; registers the routers when first asked.
-
-    Not after `uninstall`, which promised that they stay out, nor where they can't be installed; nor
-    where somebody activated another implementation in torch, which a mere call must not undo.
-    """
-    global _kept_out
-    if _library is None and not _kept_out:
-        if shadowed_by():
-            return False
-        try:
-            ensure()
-        except RegistrationError as error:
-            _kept_out = True
-            log.warning("varlen_attn goes through its own op: %s", error)
-    return not _kept_out
+    return _remove is not None
 
 
 def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
@@ -75,17 +63,16 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
         RegistrationError: torch lacks an op, declares it in another way, or somebody else has
             overridden it; every op is as it was.
     """
-    global _library, _kept_out
+    global _remove
     with _lock:
-        _kept_out = False
-        if _library is not None:
+        if _remove is not None:
             return
         checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
         above = shadowed_by()
         if above:
             torch_registry.restore_flash_attention_impl()
         try:
-            _library = _registered(checked)
+            _remove = _register_all(checked)
         except BaseException:
             if above:
                 torch_registry.activate_flash_attention_impl(above)
@@ -106,14 +93,12 @@ def restore() -> None:
 
     Not while another thread calls attention: torch can't unregister a kernel that is in use.
     """
-    global _library, _kept_out
+    global _remove
     with _lock:
-        _kept_out = True
-        if _library is not None:
-            compiled.uncover()
-            captured.compiled = None
-            _library._destroy()  # type: ignore[no-untyped-call]
-            _library = None
+        if _remove is not None:
+            _remove()
+            _remove, captured.compiled = None, None
+            _registry.changed()
 
 
 def shadowed_by() -> str:
@@ -145,41 +130,62 @@ def _unknown_arguments(route: Route) -> frozenset[str]:
     return frozenset(given) - frozenset(known)
 
 
-def _registered(checked: list[tuple[Route, frozenset[str]]]) -> torch.library.Library:
-    """Register the routers for some routes, all or none."""
+def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], None]:
+    """Register the routers for some routes, all or none; returns what takes them out."""
     places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
     for op, key in [(route.op, key) for route, key, _ in places] + [(op, "CUDA") for op in ABOVE]:
         captured.check_not_overridden(op, key)
     # All kernels are captured before the first router covers one.
-    routers = [router(route, captured.capture(route.op, key), unknown) for route, key, unknown in places]
-    is_compiled = compiled.capture(_compiled(route, key) for route, key, _ in places)
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    routers = [
+        (route, key, router(route, captured.capture(route.op, key), unknown))
+        for route, key, unknown in places
+    ]
+    call_cache.forget()
+    module = call_cache.load()
+    library = None if module else torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def remove() -> None:
+        if library is None:
+            call_cache.remove_routers()
+        else:
+            library._destroy()  # type: ignore[no-untyped-call]
+
     try:
-        for (route, key, _), function in zip(places, routers, strict=True):
-            _register(library, route.op, key, function)
-        captured.compiled = False
-        if is_compiled:
-            compiled.cover()
+        for route, key, function in routers:
+            with _overriding():
+                if library is None:
+                    module.add_router(route.op, key, tuple(route.layout), _described(function))
+                else:
+                    library.impl(route.op, _results_of(function), key)  # type: ignore[no-untyped-call]
     except Exception as error:
-        compiled.uncover()
-        captured.compiled = None
-        library._destroy()  # type: ignore[no-untyped-call]
+        remove()
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
-    return library
+    captured.compiled = library is None
+    _registry.changed()
+    return remove
 
 
-def _compiled(route: Route, key: str) -> tuple[str, str, int, int]:
-    """Return what the compiled router over a route's has to know of it."""
-    names: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
-    carrier = names.index(route.carrier) if route.carrier else -1
-    return f"aten::{route.op}", key, names.index("query"), carrier
+def _described(function: Callable[..., Served]) -> Callable[..., Any]:
+    """Return a router as the compiled one calls it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results, kept = function(*args, **kwargs)
+        return results, call_cache.described(kept)
+
+    return run
 
 
-def _register(library: torch.library.Library, op: str, key: str, function: Any) -> None:
+def _results_of(function: Callable[..., Served]) -> Callable[..., Any]:
+    """Return a router that returns the op's results alone."""
+    return lambda *args, **kwargs: function(*args, **kwargs)[0]
+
+
+@contextlib.contextmanager
+def _overriding() -> Iterator[None]:
+    """Leave out that torch warns, once per process and for every op to come, of overriding: our purpose."""
     with warnings.catch_warnings():
-        # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(op, function, key)  # type: ignore[no-untyped-call]
+        yield
 
 
 def _version() -> tuple[int, ...]:

@@ -1,51 +1,74 @@
 """The ops below `F.scaled_dot_product_attention` on CPU: (B, H, S, D), causal aligned top-left.
 
-Torch's own kernel for them is what the `cpu` backend is built on. They have no random state, so the
-choice of a scope travels in the LSE, and only where there is one.
+Torch's own kernel for them is what the `cpu` backend is built on. They have no random state, so the choice of
+a scope travels in the LSE, and only where there is one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnreg.aten.heads_first import contract, gradients, plan_for
-from attnreg.aten.routing import Quick, Route, Turn, like
+import torch
+
+from attnreg.aten.bhsd import call_of, dense_plan, gradients, inputs_of, kept_dense
+from attnreg.aten.routing import Layout, Route, RoutedCall, with_strides_of
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
+from attnreg.dispatch.calls import Kept
 from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from attnreg.aten.routing import Served
 
-__all__ = ["ROUTES"]
+__all__ = ["CPU", "ROUTES"]
 
 CPU = Native("cpu")
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def _forward(asked: SdpaCpuForward, turn: Turn) -> tuple[Tensor, Tensor]:
-    if asked.dropout_p > 0.0:
-        return turn.untouched("dropout_p")  # type: ignore[no-any-return]
-    plan = plan_for("forward", asked, turn, turn.pin, asked.attn_mask, top_left=True)
-    if plan.original:
-        out, lse = turn.torch(plan)
+def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
+    if given.dropout_p > 0.0:
+        return routed.untouched("dropout_p")
+    call = call_of(given, given.attn_mask)
+    plan = dense_plan("forward", given, routed, call, routed.choice)
+    kept: Kept | None
+    if plan.is_native:
+        out, lse = routed.run_native(plan)
+        kept = Kept(None, plan.counters) if plan.is_checked else None
     else:
-        out, lse = plan.run(*contract(asked, asked.attn_mask, True, None))
+        inputs = inputs_of(given, call)
+        out, lse = plan.run(*inputs)
+        kept = None if out.dtype == torch.float64 else kept_dense(plan, given, call, inputs[:3])
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
-        out, lse = like(out.transpose(1, 2), asked.query), lse.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, lse if turn.pin is None else scope.restamp(lse, turn.pin)
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        out = with_strides_of(out.transpose(1, 2), given.query)
+    return (out, lse if routed.choice is None else scope.with_token(lse, routed.choice)), kept
 
 
-def _backward(asked: SdpaCpuBackward, turn: Turn) -> Any:
-    plan = plan_for("backward", asked, turn, turn.pin, asked.attn_mask, top_left=True)
-    if plan.original:
-        return turn.torch(plan)
-    grads = gradients(plan, contract(asked, asked.attn_mask, True, None), asked, asked.logsumexp)
+def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> Served:
+    call = call_of(given, given.attn_mask)
+    plan = dense_plan("backward", given, routed, call, routed.choice)
+    if plan.is_native:
+        return routed.run_native(plan), Kept(None, plan.counters) if plan.is_checked else None
+    inputs = inputs_of(given, call)
+    grads = gradients(plan, inputs, given, given.logsumexp)
+    tensors = given.grad_out.transpose(1, 2), *inputs[:3], given.out.transpose(1, 2), given.logsumexp
+    kept = None if given.query.dtype == torch.float64 else kept_dense(plan, given, call, tensors)
     # Torch lays these out by (B, S, H, D), whatever the layout of the inputs; torch.compile asserts it.
-    return tuple(grad.contiguous().transpose(1, 2) for grad in grads)
+    return tuple(grad.contiguous().transpose(1, 2) for grad in grads), kept
 
 
 ROUTES = (
-    Route(OP, ("CPU",), SdpaCpuForward, _forward, CPU, quick=Quick(0, slice(3, 5))),
-    Route(OP + "_backward", ("CPU",), SdpaCpuBackward, _backward, CPU, "logsumexp", Quick(1, slice(6, 8), 5)),
+    Route(
+        OP, ("CPU",), SdpaCpuForward, _forward, CPU, Layout(query=0, token_result=1, bhsd=True, lse_bsh=True)
+    ),
+    Route(
+        OP + "_backward",
+        ("CPU",),
+        SdpaCpuBackward,
+        _backward,
+        CPU,
+        Layout(query=1, token_argument=5, bhsd=True, gradients_bshd=True),
+        token="logsumexp",
+    ),
 )

@@ -36,7 +36,7 @@ __all__ = [
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Have nothing asked for, neither by variables nor by files; afterwards all is as it was."""
-    routers, kept_out, active = aten.installed(), aten._kept_out, policy.activate(False)
+    routers, active = aten.installed(), policy.activate(False)
     put_back = policy.set_aside()
     try:
         yield
@@ -44,7 +44,6 @@ def untouched() -> Iterator[None]:
         put_back()
         policy.activate(active)
         (aten.ensure if routers else aten.restore)()
-        aten._kept_out = kept_out  # taking them out is a promise that they stay out: nobody asked for that
 
 
 @contextlib.contextmanager

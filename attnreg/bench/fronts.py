@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
-from attnreg.aten import compiled
 from attnreg.bench.contexts import led_by, untouched
 from attnreg.bench.inputs import Batch
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import Side, layers, layers_backward, misled
 from attnreg.bench.timing import host_per_call, interleaved
 from attnreg.contract.spec import Direction
+from attnreg.dispatch import call_cache
 from attnreg.dispatch.counters import reset_stats
 from attnreg.torchlib import captured
 from attnreg.tuning.failures import check_alive
@@ -43,7 +43,7 @@ def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS)
     """
     with untouched():
         found = list(_through_both(device, names, rounds)) if captured.compiled else []
-        with compiled.idle():
+        with call_cache.paused():
             return [*_through_both(device, names, rounds), *found]
 
 

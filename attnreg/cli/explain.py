@@ -141,7 +141,7 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     if not found:
         return explanation.explain(spec)
     source = f"{'--backend' if only else '--prefer'} {','.join(found)}"
-    token = scope.enter(scope.pin(Preference(source, found, exclusive=bool(only))))
+    token = scope.enter(scope.make_choice(Preference(source, found, exclusive=bool(only))))
     try:
         return explanation.explain(spec)
     finally:

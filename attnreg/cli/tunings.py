@@ -122,7 +122,7 @@ def measure_fronts(session: Session) -> None:
     """Measure what the host takes for calls on a GPU, of each backend whose table doesn't say so."""
     if session.device.type != "cuda":
         return
-    aten.usable()  # puts the routers in: then it is known whether they are compiled
+    aten.ensure()  # puts the routers in: then it is known whether they are compiled
     known = {front.backend for front in session.fronts if front.compiled or not captured.compiled}
     names = [entry.name for entry in session.entries if entry.name not in known]
     if not names:

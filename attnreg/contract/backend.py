@@ -20,6 +20,7 @@ both to one backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.contract.capabilities import Capabilities
@@ -87,6 +88,34 @@ class Call(NamedTuple):
     def varlen(self) -> bool:
         """Whether the tensors are packed."""
         return self.cu_seqlens_q is not None
+
+    def key(self) -> tuple[object, ...]:
+        """Return everything that a decision about this call may depend on; see `KEYED_BY`."""
+        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in _tensors_of(self)]
+        return self.scale > 0.0, *_values_of(self), *tensors
+
+
+# How each field of `Call` enters `Call.key`, under which a plan is kept: by value, by its sign, by the shape,
+# dtype and device of the tensor, or not at all (a random state is drawn after the decision). A field that is
+# missing here is an error at import: two calls that differ in it would share a plan.
+KEYED_BY = {
+    "scale": "sign",
+    "max_q": "value",
+    "max_k": "value",
+    "window": "value",
+    "cu_seqlens_q": "tensor",
+    "cu_seqlens_k": "tensor",
+    "seqused_k": "tensor",
+    "block_table": "tensor",
+    "attn_bias": "tensor",
+    "alibi_slopes": "tensor",
+    "dropout": "value",
+    "rng_state": "nothing",
+    "num_splits": "value",
+    "deterministic": "value",
+}
+_values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
+_tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))
 
 
 class Kernels(NamedTuple):

@@ -1,122 +1,200 @@
-"""From tensors to a kernel: what both fronts, aten's routers and `varlen_attn`, share.
+"""The plan: from the arguments of a call to the kernel that runs it, for both fronts and both directions.
 
-The hot path is one dictionary look-up: a tuple of everything that capabilities read, to the plan
-that runs the call. No host sync, no query of a device, no environment variable, no log line.
+`plan_for` makes the key of a call and looks up its plan; only a call without one is checked, described as a
+spec and decided about. No host sync, no query of a device, no environment variable, no log line on that way.
+What the compiled call cache needs to run further calls like this one without coming here is returned beside
+the results: `kept_for` makes it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg.contract.declines import served
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.planning import Native, Plan, make_plan, spec_of
-from attnreg.dispatch.state import state
+from attnreg.dispatch.planning import Native, make_plan, spec_of
+from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.contract.backend import Call
+    from attnreg.contract.launchers import Launcher
     from attnreg.contract.spec import Direction
-    from attnreg.dispatch import scope
+    from attnreg.dispatch.counters import Counter
+    from attnreg.dispatch.scope import ScopedChoice
 
 __all__ = [
-    "backward",
+    "Kept",
     "bounds",
-    "forward",
+    "every_dense_row_sees_a_key",
+    "kept_for",
     "keys_used",
-    "prepare",
+    "plan_for",
     "scale_of",
+    "to_bshd",
     "wants_deterministic",
     "wants_gradient",
 ]
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, pin: scope.Pin | None, needs_backward: bool
-) -> tuple[Tensor, Tensor]:
-    """Run the forward of a call on the backend that is chosen for it; `pin` leads the choice.
+log = logging.getLogger("attnreg")
 
-    Raises:
-        InvalidInputError: the call contradicts itself.
-        UnsupportedInputError: no backend can run it, or none may.
+FORWARD_TENSORS = 3  # query, key and value
+
+
+class Kept(NamedTuple):
+    """How the call cache is to run further calls like one that a plan has run.
+
+    Attributes:
+        launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
+        counters: what to add to at each.
+        is_final: whether the plan need not be asked for a better launcher from time to time.
+        auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
+            tensors, on the device "meta". Nobody reads the values of these.
+        offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
+            every row sees a key. The launcher is used only where that is known.
     """
 
-    def run() -> tuple[Tensor, Tensor]:
-        chosen = prepare("forward", query, key, value, call, pin, needs_backward=needs_backward)
-        result: tuple[Tensor, Tensor] = chosen.run(query, key, value, call)
-        return result
-
-    return served(run)
-
-
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    pin: scope.Pin | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of a call; `pin` is what its forward passed on."""
-
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        chosen = prepare("backward", query, key, value, call, pin)
-        grads: tuple[Tensor, Tensor, Tensor] = chosen.run(grad_out, query, key, value, out, lse, call)
-        return grads
-
-    return served(run)
+    launcher: Launcher | None
+    counters: tuple[Counter, ...]
+    is_final: bool = True
+    auxiliary: tuple[Any, ...] = ()
+    offsets: tuple[Tensor, Tensor, int, int] | None = None
 
 
-def prepare(
+def plan_for(
     direction: Direction,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     call: Call,
-    pin: scope.Pin | None,
+    choice: ScopedChoice | None,
     native: Native | None = None,
     needs_backward: bool = True,
+    bhsd: bool = False,
 ) -> Plan:
-    """Return the plan for a call in the contract's layout, after checking it."""
+    """Return the plan of a call.
+
+    Args:
+        direction: which kernel is wanted.
+        query, key, value: as in the contract, or (B, H, S, D) with `bhsd`.
+        call: the other arguments, as in the contract.
+        choice: what leads all other choices for this call.
+        native: the kernel that torch was about to run.
+        needs_backward: whether a forward's gradient will be wanted.
+        bhsd: how the tensors lie. Keys beyond `call.max_k` are seen by no query then.
+
+    Raises:
+        InvalidInputError: the call contradicts itself.
+        UnsupportedInputError: no backend can run it, or none may.
+    """
     now = state()
-    if direction == "backward" and pin is not None and pin.no_gradient:
-        raise UnsupportedInputError(pin.no_gradient)
-    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
-    look_up = (
-        direction, needs_backward, native, pin, call.deterministic,
+    if direction == "backward" and choice is not None and choice.no_gradient:
+        raise UnsupportedInputError(choice.no_gradient)
+    plan_key = (
+        direction, needs_backward, native, choice, bhsd,
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
-        call.max_q, call.max_k, call.window, call.dropout, call.num_splits, call.scale > 0.0,
-        None if offsets_q is None else (offsets_q.shape, offsets_q.dtype, offsets_q.device),
-        None if offsets_k is None else (offsets_k.shape, offsets_k.dtype, offsets_k.device),
-        call.seqused_k is not None and _kind(call.seqused_k),
-        call.block_table is not None and _kind(call.block_table),
-        call.attn_bias is not None and _kind(call.attn_bias),
-        call.alibi_slopes is not None and _kind(call.alibi_slopes),
+        *call.key(),
     )  # fmt: skip
-    found = now.plans.get(look_up)
-    if found is None:
+    plan = now.plans.get(plan_key)
+    if plan is None:
+        if bhsd:
+            query, key, value = to_bshd(query, key, value, call)
         check(query, key, value, call)
         spec = spec_of(query, key, value, call, needs_backward)
-        leading = pin.preference if pin is not None else None
-        found = make_plan(now, look_up, spec, direction, native, leading)
+        leading = choice.preference if choice is not None else None
+        plan = make_plan(now, plan_key, spec, direction, native, leading)
     if direction == "forward":
         check_scale(call.scale)
-        if offsets_q is not None and query.is_cpu:
+        if call.cu_seqlens_q is not None and query.is_cpu:
             check_values(query, key, call)
-    return found
+    return plan
 
 
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return what the checks and capabilities read of a further tensor."""
-    return tensor.shape, tensor.dtype, tensor.device
+def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (B, H, S, D) tensors as (B, S, H, D), without the keys that no query sees."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if key.shape[1] > call.max_k:
+        key, value = key[:, : call.max_k], value[:, : call.max_k]
+    return query, key, value
+
+
+def kept_for(
+    plan: Plan,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    auxiliary: tuple[Any, ...] = (),
+    offsets: tuple[Tensor, Tensor, int, int] | None = None,
+) -> Kept | None:
+    """Return how to run further calls like one that `plan` has just run, of which every row sees a key.
+
+    Args:
+        plan: what ran it.
+        tensors: what its kernel was given.
+        call: its other arguments, with both offsets of a packed call.
+        auxiliary, offsets: see `Kept`.
+
+    Returns:
+        None for what the call cache doesn't tell apart or a launcher isn't given: a bias, dropout, pages,
+        lengths in use, slopes; and for a first call, whose results were only just checked.
+    """
+    others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
+    if not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
+        return None
+    launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
+    if launcher is not None:
+        return Kept(launcher, plan.counters, True, auxiliary, offsets)
+    run = _unspecialized(plan, call)
+    return Kept(run, plan.counters, plan.specialize is None, auxiliary, offsets)
+
+
+def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+    try:
+        return plan.specialize(tensors, call) if plan.specialize is not None else None
+    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        return None
+
+
+def _unspecialized(plan: Plan, call: Call) -> Launcher:
+    """Return the backend's function as a launcher."""
+    kernel = plan.kernel
+    if call.cu_seqlens_q is None:
+
+        def run(*tensors: Tensor) -> Any:
+            try:
+                return kernel(*tensors, call)
+            except UnsupportedInputError:
+                return None  # a new plan finds out what runs the call
+
+        return run
+
+    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)  # the offsets of this call would be kept alive
+
+    def run_packed(*given: Tensor) -> Any:
+        *tensors, cu_seqlens_q, cu_seqlens_k = given
+        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
+            check_values(
+                tensors[0], tensors[1], call
+            )  # who shares their memory may have written to the offsets
+        try:
+            return kernel(*tensors, call)
+        except UnsupportedInputError:
+            return None
+
+    return run_packed
+
+
+def every_dense_row_sees_a_key(call: Call) -> bool:
+    """Whether every row of a dense call sees a key."""
+    return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 
 def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Tensor | None) -> Tensor | None:

@@ -26,9 +26,9 @@ __all__ = [
     "count",
     "count_also",
     "fallback_counter",
+    "not_yet_logged",
     "reset_stats",
     "stats",
-    "untold",
 ]
 
 # Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
@@ -45,7 +45,7 @@ class Counter:
     """A number that only `count` and `reset_stats` change.
 
     Attributes:
-        level: how severe the log line was that told of what is counted; 0 if none did.
+        level: the level of the log line about what is counted; 0 before there is one.
     """
 
     __slots__ = ("level", "value")
@@ -95,11 +95,11 @@ def fallback_counter(backend: str, reason: str) -> Counter:
         return _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
 
 
-def untold(counter: Counter, level: int) -> bool:
-    """Whether to log a fallback: once, and again if it gets more severe. It counts as told then."""
+def not_yet_logged(counter: Counter, level: int) -> bool:
+    """Whether to log a fallback: once, and again if it gets more severe. It counts as logged then."""
     with _lock:
-        told, counter.level = counter.level, max(counter.level, level)
-        return level > told
+        before, counter.level = counter.level, max(counter.level, level)
+        return level > before
 
 
 def count(counters: tuple[Counter, ...]) -> None:
@@ -110,7 +110,7 @@ def count(counters: tuple[Counter, ...]) -> None:
 
 
 def count_also(drain: Callable[[], list[tuple[Counter, int]]]) -> None:
-    """Have calls counted that don't come to `count`: `drain` returns those since it was asked last."""
+    """Count calls that don't come to `count` as well: `drain` returns those since it was last called."""
     _elsewhere.append(drain)
 
 

@@ -1,4 +1,4 @@
-"""Making a decision: the spec of a call, the checks that come before, and the plan that comes out."""
+"""Making a plan: the spec of a call, the decision about it, and the kernel that comes out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg.contract import declines
 from attnreg.contract.discovery import Entry
 from attnreg.contract.results import checked_against_contract
 from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import state
-from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.dispatch import counters, declined, trace
+from attnreg.dispatch.state import Plan
+from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, select
 from attnreg.selection.render import fallback_line, refuse
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Direction
     from attnreg.dispatch.state import State
 
-__all__ = ["Native", "Plan", "decide", "device_of", "make_plan", "spec_of", "standing_in"]
+__all__ = ["Native", "decide", "device_of", "entries_with_native", "make_plan", "spec_of"]
 
 log = logging.getLogger("attnreg")
 
@@ -40,7 +39,7 @@ class Native(NamedTuple):
 
     Attributes:
         name: the backend whose kernel it is; leads the default order.
-        judged: whether that backend's capabilities decide if it can run the call. If not, torch's
+        judged: whether that backend's capabilities decide if the kernel can run the call. If not, torch's
             own selector has decided so already, and what it decided stands.
     """
 
@@ -48,54 +47,15 @@ class Native(NamedTuple):
     judged: bool = False
 
 
-class Plan(NamedTuple):
-    """What a decision comes down to.
-
-    Attributes:
-        backend: the name of the backend that runs the call.
-        kernel: its function.
-        original: whether that is torch's own kernel of the op; then `kernel` isn't to be called.
-        counters: what to add to once it ran.
-        proven: whether its results were found to keep the contract; if not, `kernel` looks at them.
-        again: the backend's `Kernels.specialize` for this direction; None if it has none.
-        look_up: what it is looked up by.
-    """
-
-    backend: str
-    kernel: Callable[..., Any]
-    original: bool
-    counters: tuple[counters.Counter, ...]
-    proven: bool = True
-    again: Callable[[tuple[Tensor, ...], Call], Callable[..., Any] | None] | None = None
-    look_up: tuple[object, ...] = ()
-
-    def run(self, *inputs: Any) -> Any:
-        """Run the kernel and count the call.
-
-        Raises:
-            DeclinedError: it says that it can't run this call; the plan is forgotten, so that calls like it
-                are decided anew.
-        """
-        try:
-            results = self.kernel(*inputs)
-        except UnsupportedInputError as error:
-            state().plans.pop(self.look_up, None)
-            # The refusal of a call within the kernel has a table under its headline.
-            reason = str(error).partition("\n")[0] if error.rejected else str(error)
-            raise declines.DeclinedError(declines.Told(self.look_up, self.backend, reason)) from error
-        counters.count(self.counters)
-        return results
-
-
 def make_plan(
     now: State,
-    look_up: tuple[object, ...],
+    key: tuple[object, ...],
     spec: AttentionSpec,
     direction: Direction,
     native: Native | None = None,
     leading: Preference | None = None,
 ) -> Plan:
-    """Decide about a spec, load the kernel, and keep the plan under `look_up` once it has proved itself.
+    """Decide about a spec and load the kernel; keeps the plan once its first results were checked.
 
     Raises:
         UnsupportedInputError: no backend can run it, or none may.
@@ -104,34 +64,33 @@ def make_plan(
     """
     policy = now.policy.led_by(leading)
     ranks.agree(now.policy, now.entries, spec.device)
-    entries = standing_in(native, now.entries)
+    entries = now.entries
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients nobody can compute.
         _settle(spec, "backward", entries, policy, native)
-    for name, reason in declines.reasons(look_up).items():
+    for name, reason in declined.reasons(key).items():
         if entry := entries.get(name.casefold()):
-            entries = {**entries, name.casefold(): _Declined(entry, reason)}
+            entries = {**entries, name.casefold(): _DeclinedEntry(entry, reason)}
     decision, kernel = _settle(spec, direction, entries, policy, native)
-    counted, tell = _counters(decision)
+    counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, look_up=look_up)
-    if made.original:
-        tell()
-        if spec.capturing:  # maybe for want of another backend's first run: see below
-            return made._replace(proven=False)
-        now.keep(look_up, made)
+    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, key=key)
+    if made.is_native:
+        log_fallbacks()
+        if spec.capturing:  # maybe another backend only lacks its first run: see below
+            return made._replace(is_checked=False)
+        now.keep(made)
         return made
-    made = made._replace(again=entries[made.backend.casefold()].specializer(direction))
+    made = made._replace(specialize=entries[made.backend.casefold()].specializer(direction))
 
     def passed() -> None:
-        tell()
+        log_fallbacks()
         # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
         if not spec.capturing:
-            now.keep(look_up, made)
+            now.keep(made)
 
-    return made._replace(
-        kernel=checked_against_contract(made.kernel, direction, made.backend, passed), proven=False
-    )
+    checked = checked_against_contract(made.kernel, direction, made.backend, passed)
+    return made._replace(kernel=checked, is_checked=False)
 
 
 def decide(
@@ -157,11 +116,11 @@ def decide(
     return select(spec, direction, entries, policy, native, prediction)
 
 
-def standing_in(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return the backends with torch's own kernel in place of the one whose name it goes by."""
+def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the backends with torch's own kernel in place of the backend of its name."""
     if native is None or (native.judged and native.name.casefold() in entries):
         return entries
-    return {**entries, native.name.casefold(): _Original(native.name)}
+    return {**entries, native.name.casefold(): _NativeEntry(native.name)}
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
@@ -208,8 +167,8 @@ def _not_to_be_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("this plan is torch's own kernel; the router calls that")
 
 
-class _Original(Entry):
-    """Torch's own kernel of an op, standing in for the backend whose name it goes by."""
+class _NativeEntry(Entry):
+    """Torch's own kernel of an op, in place of the backend of its name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "torch")
@@ -223,7 +182,7 @@ class _Original(Entry):
         return ""
 
 
-class _Declined(Entry):
+class _DeclinedEntry(Entry):
     """A backend whose kernel has declined the call that is being decided."""
 
     def __init__(self, entry: Entry, reason: str) -> None:
@@ -246,17 +205,30 @@ def _settle(
     policy: Policy,
     native: Native | None,
 ) -> tuple[Decision, Callable[..., Any] | None]:
-    """Decide until the chosen backend's package really loads."""
+    """Decide until the chosen backend's package really loads; no kernel means torch's own."""
+    offered = entries_with_native(native, entries)
     while True:
-        decision = decide(spec, direction, entries, policy, native.name if native else "")
+        decision = decide(spec, direction, offered, policy, native.name if native else "")
         if decision.backend is None:
             refuse(spec, decision)
         if native is not None and decision.backend == native.name:
-            return decision, None
+            return decision, _faster_than_native(spec, direction, entries.get(native.name.casefold()))
         try:
-            return decision, entries[decision.backend.casefold()].kernel(direction)
+            return decision, offered[decision.backend.casefold()].kernel(direction)
         except BackendUnavailableError:
             continue  # its probe was too hopeful; from now on it is rejected with the cause
+
+
+def _faster_than_native(
+    spec: AttentionSpec, direction: Direction, entry: Entry | None
+) -> Callable[..., Any] | None:
+    """Return the function of the backend of that name, if it runs such a call faster than torch's kernel."""
+    if entry is None or spec.varlen or entry.unavailable():
+        return None
+    replaces = entry.kernels().replaces_native
+    if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
+        return None
+    return entry.kernel(direction)
 
 
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
@@ -278,11 +250,11 @@ def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callabl
         found.append(counters.fallback_counter(passed, reason))
         fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
 
-    def tell() -> None:
+    def log_fallbacks() -> None:
         for counter, level, line in fallbacks:
-            if counters.untold(counter, level):
+            if counters.not_yet_logged(counter, level):
                 # A program's handler that raises must not cost it its attention.
                 with contextlib.suppress(Exception):
                     log.log(level, "%s", line)
 
-    return tuple(found), tell
+    return tuple(found), log_fallbacks

@@ -1,16 +1,18 @@
-"""Choices that hold for some calls only, and how a forward tells them to its backward.
+"""Choices that hold for some calls only, and how a forward passes its choice on to its backward.
 
-A `Pin` is such a choice. Each gets a small number, because the only way from an aten op's forward
-to its backward is a saved tensor: `stamp` hides the number in where a tensor begins in its storage,
-which costs no kernel, no host sync, and survives autograd, CUDA graphs and, for scalars, torch.compile;
-a larger tensor Inductor may lay out anew.
+`use_backend(...)` and `backend=` make a `ScopedChoice`. The backward of a call often runs outside the `with`
+block, on another thread, and all that an aten op's backward gets of its forward are saved tensors. So a
+forward returns a *choice token*: one of the op's auxiliary outputs, in a storage in which it begins at an
+offset that is the choice's number. That takes no kernel and no host sync, and it survives autograd, CUDA
+graphs and, for scalars, torch.compile (Inductor may give a larger tensor a storage of its own; then the
+backward is decided without the choice).
 """
 
 from __future__ import annotations
 
 import threading
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,31 +26,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "KNOWN",
-    "NOTHING",
-    "OWN",
-    "UNKNOWN",
-    "Own",
-    "Pin",
+    "ScopedChoice",
+    "by_number",
+    "choice_token",
     "current",
     "enter",
     "exclusive",
     "leave",
+    "make_choice",
     "on_first_choice",
-    "pin",
-    "read_stamp",
-    "restamp",
-    "stamp",
+    "read_token",
     "variable",
+    "with_token",
 ]
 
 
-class Pin:
-    """A choice that leads all others for the calls it is given to.
+class ScopedChoice:
+    """A choice of backends that leads all others for the calls it is given to.
 
     Attributes:
-        preference: the backends it puts first; None if it only says that attnreg serves the call.
-        number: its place in the list of all pins.
+        preference: the backends that it puts first; None if it only forbids a gradient.
+        number: its place in the list of all choices, from 1.
         no_gradient: why a backward of this call would be wrong; empty if it is right.
     """
 
@@ -60,76 +58,54 @@ class Pin:
         self.no_gradient = no_gradient
 
     def __repr__(self) -> str:
-        return f"Pin({self.number}, {self.preference!r}, {self.no_gradient!r})"
+        return f"ScopedChoice({self.number}, {self.preference!r}, {self.no_gradient!r})"
 
 
 _lock = open_after_fork(threading.Lock())
-_pins: list[Pin] = []
-_known: dict[tuple[Preference | None, str], Pin] = {}
-_told: list[Callable[[ContextVar[Pin | None]], object]] = []
+_choices: list[ScopedChoice] = []
+_by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
+_waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
 
 
-def pin(preference: Preference | None, no_gradient: str = "") -> Pin:
-    """Return the one pin for that choice."""
-    found = _known.get((preference, no_gradient))
+def make_choice(preference: Preference | None, no_gradient: str = "") -> ScopedChoice:
+    """Return the one choice of that content."""
+    found = _by_content.get((preference, no_gradient))
     if found is None:
         with _lock:
-            found = _known.get((preference, no_gradient))
+            found = _by_content.get((preference, no_gradient))
             if found is None:
-                found = Pin(len(_pins) + 1, preference, no_gradient)
-                _pins.append(found)
+                found = ScopedChoice(len(_choices) + 1, preference, no_gradient)
+                _choices.append(found)
                 if preference is not None:
-                    _tell()  # before another thread can find it
-                _known[preference, no_gradient] = found
+                    _call_waiting()  # before another thread can find the choice and enter it
+                _by_content[preference, no_gradient] = found
     return found
 
 
-def on_first_choice(tell: Callable[[ContextVar[Pin | None]], object]) -> None:
-    """Have a function told of the context variable before it can hold a choice of backends."""
+def by_number(number: int) -> ScopedChoice | None:
+    """Return the choice of that number; None for 0."""
+    return _choices[number - 1] if number else None
+
+
+def on_first_choice(callback: Callable[[ContextVar[ScopedChoice | None]], object]) -> None:
+    """Have a function called with the context variable before that can hold a choice of backends."""
     with _lock:
-        _told.append(tell)
-        if any(pin.preference is not None for pin in _pins):
-            _tell()
+        _waiting.append(callback)
+        if any(choice.preference is not None for choice in _choices):
+            _call_waiting()
 
 
-def _tell() -> None:
-    while _told:
-        _told.pop()(variable)
+def _call_waiting() -> None:
+    while _waiting:
+        _waiting.pop()(variable)
 
 
-# Announced to compiled routers: a call of attnreg's own front that may have come before, one that has not,
-# or that none is about to come.
-KNOWN, UNKNOWN, NOTHING = 1, -1, 0
-
-# attnreg's own front serves its calls also where nothing is registered and torch's are left alone.
-OWN = pin(None)
-
-
-class Own(Pin):
-    """`OWN` for one call: with how that is known again, and what it came down to the last time.
-
-    Attributes:
-        known_as: everything that decides, first what tells tensors apart.
-        rest, options: what the front gives the op after the tensors, and by keyword.
-        express: what it came down to; None before that is known. See `aten.express`.
-    """
-
-    __slots__ = ("express", "known_as", "options", "rest")
-
-    def __init__(self, known_as: tuple[object, ...]) -> None:
-        super().__init__(OWN.number, None)
-        self.known_as = known_as
-        self.rest: tuple[Any, ...] = ()
-        self.options: dict[str, Any] = {}
-        self.express: Any = None
-
-
-variable: ContextVar[Pin | None] = ContextVar("attnreg_pin", default=None)
+variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default=None)
 current = variable.get
 
 
-def exclusive(name: str, source: str = "") -> Pin:
-    """Return the pin that obeys or refuses: `backend=` on a call.
+def exclusive(name: str, source: str = "") -> ScopedChoice:
+    """Return the choice for `backend=` on a call: that backend, or a refusal.
 
     Raises:
         UnknownBackendError: no backend has that name.
@@ -137,47 +113,50 @@ def exclusive(name: str, source: str = "") -> Pin:
     """
     entry = _registry.find(name)
     entry.kernels()
-    return pin(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
+    return make_choice(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
 
 
-def enter(pin: Pin | None) -> Token[Pin | None]:
-    """Make a pin hold in this thread or task until `leave`."""
-    return variable.set(pin)
+def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
+    """Make a choice hold in this thread or task until `leave`."""
+    return variable.set(choice)
 
 
-def leave(token: Token[Pin | None]) -> None:
+def leave(token: Token[ScopedChoice | None]) -> None:
     """End what `enter` began."""
     variable.reset(token)
 
 
-# A stamped tensor begins `ALIGNED * number` elements into its storage and is followed by `GUARD`
-# elements: sixteen bytes for kernels that want their pointers aligned, and a length that no slice
-# of an ordinary tensor is likely to have.
+# A token begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen bytes, and is
+# followed by `GUARD` elements: a length that no slice of an ordinary tensor is likely to have.
+# `csrc/tokens.h` has the same two numbers.
 ALIGNED, GUARD = 4, 13
 
 
-def stamp(pin: Pin | None, beside: Tensor) -> Tensor:
-    """Return a uint64 scalar that carries a pin, for the aten op outputs that are free to."""
-    if pin is None:
-        return beside.new_empty((), dtype=torch.uint64)
-    base = beside.new_empty(ALIGNED * pin.number + 1 + GUARD, dtype=torch.uint64)
-    return base.as_strided((), (), ALIGNED * pin.number)
+def choice_token(choice: ScopedChoice | None, like: Tensor) -> Tensor:
+    """Return a uint64 scalar on the device of `like` that carries a choice."""
+    if choice is None:
+        return like.new_empty((), dtype=torch.uint64)
+    base = like.new_empty(ALIGNED * choice.number + 1 + GUARD, dtype=torch.uint64)
+    return base.as_strided((), (), ALIGNED * choice.number)
 
 
-def restamp(tensor: Tensor, pin: Pin) -> Tensor:
-    """Return a copy of a tensor that carries a pin; same shape, strides and values."""
-    # The span of the strides, not the element count: the copy keeps the layout that torch expects.
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = ALIGNED * pin.number
-    base = tensor.new_empty(start + max(extent, 0) + GUARD)
+def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
+    """Return a copy of a tensor that carries a choice; same shape, strides and values."""
+    start = ALIGNED * choice.number
+    base = tensor.new_empty(start + _extent(tensor) + GUARD)
     return base.as_strided(tensor.shape, tensor.stride(), start).copy_(tensor)
 
 
-def read_stamp(tensor: Tensor) -> Pin | None:
-    """Return the pin that a tensor carries, or None; looks at no element."""
+def read_token(tensor: Tensor) -> ScopedChoice | None:
+    """Return the choice that a tensor carries, or None; reads no element."""
     start = tensor.storage_offset()
-    if start == 0 or start % ALIGNED or start // ALIGNED > len(_pins):
+    if start == 0 or start % ALIGNED or start // ALIGNED > len(_choices):
         return None
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return _pins[start // ALIGNED - 1] if stored == start + max(extent, 0) + GUARD else None
+    return _choices[start // ALIGNED - 1] if stored == start + _extent(tensor) + GUARD else None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements of its storage a tensor spans: strides count, not elements."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return max(1 + sum((size - 1) * step for size, step in steps), 0)

@@ -3,25 +3,67 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg import _registry
-from attnreg.dispatch import trace
-from attnreg.errors import AttnregError
+from attnreg.dispatch import counters, trace
+from attnreg.dispatch.declined import Declined, DeclinedError
+from attnreg.errors import AttnregError, UnsupportedInputError
 from attnreg.selection import policy
 from attnreg.selection.decision import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
     from attnreg.contract.discovery import Entry
-    from attnreg.dispatch.counters import Counter
-    from attnreg.dispatch.scope import Own
+    from attnreg.contract.launchers import Launcher
 
-__all__ = ["State", "state"]
+__all__ = ["Plan", "State", "state"]
 
-# Training on ragged batches meets new lengths at every step; past this many the plans start anew.
+# Training on ragged batches meets new lengths at every step; past this many plans all are made anew.
 MOST_PLANS = 4096
+
+
+class Plan(NamedTuple):
+    """What a decision comes down to.
+
+    Attributes:
+        backend: the name of the backend that runs the call.
+        kernel: its function.
+        is_native: whether that is torch's own kernel of the op; then the router calls that, and not `kernel`.
+        counters: what to add to once it has run.
+        is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
+        specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
+        key: what the plan is kept under.
+    """
+
+    backend: str
+    kernel: Callable[..., Any]
+    is_native: bool
+    counters: tuple[counters.Counter, ...]
+    is_checked: bool = True
+    specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
+    key: tuple[object, ...] = ()
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the kernel and count the call.
+
+        Raises:
+            DeclinedError: the kernel can't run this call. The plan is dropped, so that calls like it are
+                decided anew.
+        """
+        try:
+            results = self.kernel(*inputs)
+        except UnsupportedInputError as error:
+            state().plans.pop(self.key, None)
+            # The refusal of a call that the kernel itself makes has a table under its headline.
+            reason = str(error).partition("\n")[0] if error.rejected else str(error)
+            raise DeclinedError(Declined(self.key, self.backend, reason)) from error
+        counters.count(self.counters)
+        return results
 
 
 class State:
@@ -30,27 +72,16 @@ class State:
     Attributes:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
-        plans: the decisions made so far; they go with the state, so none outlives a change.
-        known: what answers dense calls that came before, by a shorter key, and the counters of that.
-        express: what packed calls of attnreg's own front came down to, by their arguments.
-        backwards: what their backwards came down to, by theirs.
-        returns: the same by the tensors that the forwards send them.
+        plans: the plans made so far; they go with the state, so none outlives a change.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
     """
 
-    __slots__ = (
-        "_error", "_policy", "active", "backwards", "entries", "express", "generation", "known", "plans",
-        "returns",
-    )  # fmt: skip
+    __slots__ = ("_error", "_policy", "active", "entries", "generation", "plans")
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
-        self.plans: dict[tuple[object, ...], Any] = {}
-        self.known: dict[tuple[object, ...], tuple[Any, tuple[Counter, ...]]] = {}
-        self.express: dict[tuple[object, ...], Own] = {}
-        self.backwards: dict[tuple[object, ...], Any] = {}
-        self.returns: dict[int, Any] = {}
+        self.plans: dict[tuple[object, ...], Plan] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -60,38 +91,19 @@ class State:
         except AttnregError as error:
             self._error = copy(error)
 
-    def keep(self, look_up: tuple[object, ...], plan: Any) -> None:
-        """Keep a plan under what its call is looked up by."""
+    def keep(self, plan: Plan) -> None:
+        """Keep a plan under its key."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
-        self.plans[look_up] = plan
-
-    def remember(self, known_as: tuple[object, ...], answer: Any, counters: tuple[Counter, ...]) -> None:
-        """Keep what answers a dense call under its shorter key."""
-        if len(self.known) >= MOST_PLANS:
-            self.known.clear()
-        self.known[known_as] = answer, counters
-
-    def recognise(self, known_as: tuple[object, ...], own: Own) -> None:
-        """Keep what a packed call came down to under its arguments."""
-        if len(self.express) >= MOST_PLANS:
-            self.express.clear()
-            self.returns.clear()
-        self.express[known_as] = own
-
-    def recognise_backward(self, known_as: tuple[object, ...], express: object) -> None:
-        """Keep what the backward of a packed call came down to under its arguments."""
-        if len(self.backwards) >= MOST_PLANS:
-            self.backwards.clear()
-        self.backwards[known_as] = express
+        self.plans[plan.key] = plan
 
     @property
     def policy(self) -> Policy:
         """What was asked for.
 
         Raises:
-            ConfigError: the environment or a settings file can't be read: an error of every call
-                that they would have governed, until they are mended and read again.
+            ConfigError: the environment or a settings file can't be read: an error of every call that it
+                would have had a say in, until it is mended and read again.
         """
         if self._error is not None:
             raise copy(self._error)  # what is raised holds the tensors of its frames

@@ -12,10 +12,10 @@ from attnreg import _registry, aten
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.spec import AttentionSpec
 from attnreg.dispatch import scope
-from attnreg.dispatch.planning import decide, standing_in
+from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.explanation.call_spec import Asked, dense, packed
+from attnreg.explanation.call_spec import CallSpec, dense, packed
 from attnreg.selection.decision import Decision, Preference, select, tied_to
 from attnreg.selection.render import decision_table
 from attnreg.tuning.kinds import kind_of
@@ -115,7 +115,7 @@ def explain(
     """
     leading = _leading(backend)
     if isinstance(query, AttentionSpec):
-        return _explained(Asked(query), leading)
+        return _explained(CallSpec(query), leading)
     if key is None or value is None:
         raise InvalidInputError(
             "explain: got a query alone, expected query, key and value, or an AttentionSpec"
@@ -126,11 +126,11 @@ def explain(
                 "explain: got attn_mask or dropout_p with cu_seq_q, expected neither: varlen_attn "
                 "has no such argument"
             )
-        asked = packed(
+        described = packed(
             query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), is_causal, window_size, scale,
             seqused_k, block_table, num_splits, enable_gqa,
         )  # fmt: skip
-        return _explained(asked, leading)
+        return _explained(described, leading)
     further = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
         "seqused_k": seqused_k is not None,
@@ -142,8 +142,8 @@ def explain(
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
         )
-    asked = dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _explained(asked, leading)
+    described = dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(described, leading)
 
 
 def _leading(backend: str | None) -> Preference | None:
@@ -155,14 +155,14 @@ def _leading(backend: str | None) -> Preference | None:
     return pin.preference if pin is not None else None
 
 
-def _explained(asked: Asked, leading: Preference | None) -> Explanation:
-    now, spec = state(), asked.spec
-    if asked.elsewhere:
-        backward = _elsewhere(asked, "backward", now.entries) if spec.needs_backward else None
-        return Explanation(spec, _elsewhere(asked, "forward", now.entries), backward, _front_notes())
-    entries = standing_in(asked.native, now.entries)
+def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
+    now, spec = state(), described.spec
+    if described.elsewhere:
+        backward = _elsewhere(described, "backward", now.entries) if spec.needs_backward else None
+        return Explanation(spec, _elsewhere(described, "forward", now.entries), backward, _front_notes())
+    entries = entries_with_native(described.native, now.entries)
     policy = now.policy.led_by(leading)
-    native = asked.native.name if asked.native is not None else ""
+    native = described.native.name if described.native is not None else ""
     forward, backward = _decision(spec, "forward", entries, policy, native), None
     if spec.needs_backward:
         if spec.dropout > 0.0 and forward.backend is not None:
@@ -183,21 +183,21 @@ def _unmeasured(spec: AttentionSpec, policy: Policy, decisions: tuple[Decision |
     for decision in decisions:
         if decision is None:
             continue
-        asked = spec.of(decision.direction)
-        if policy.tables.predict(asked, decision.direction) is None:
-            yield f"{table} has nothing of this kind: {kind_of(asked, decision.direction)}"
+        wanted = spec.of(decision.direction)
+        if policy.tables.predict(wanted, decision.direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(wanted, decision.direction)}"
 
 
-def _elsewhere(asked: Asked, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
+def _elsewhere(described: CallSpec, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
     """Return what torch's own selector decided before attnreg could."""
-    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {asked.elsewhere}"
+    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {described.elsewhere}"
     names = tuple(entry.name for entry in entries.values())
     return Decision(
         direction,
-        asked.elsewhere,
+        described.elsewhere,
         "torch's own selector",
         rejected=dict.fromkeys(names, (reason,)),
-        order=(asked.elsewhere, *names),
+        order=(described.elsewhere, *names),
     )
 
 

@@ -8,14 +8,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, flash
-from attnreg.aten.heads_first import contract
+from attnreg.aten.bhsd import call_of as dense_call_of
+from attnreg.aten.bhsd import inputs_of
 from attnreg.aten.schemas import SdpaCpuForward
-from attnreg.contract.backend import Call
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.calls import bounds, keys_used, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
-from attnreg.varlen.arguments import autocast, heads_differ, window
+from attnreg.varlen.arguments import autocast, call_of, check_heads, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["Asked", "dense", "packed"]
+__all__ = ["CallSpec", "dense", "packed"]
 
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {
@@ -34,7 +34,7 @@ ROUTED = {
 }
 
 
-class Asked(NamedTuple):
+class CallSpec(NamedTuple):
     """A call as selection sees it.
 
     Attributes:
@@ -58,7 +58,7 @@ def dense(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Asked:
+) -> CallSpec:
     """Return what `F.scaled_dot_product_attention` asks with these arguments, (B, H, S, D).
 
     Raises:
@@ -71,8 +71,8 @@ def dense(
                 "or (tokens, heads, head_dim) with cu_seq_q"
             )
     query, key, value = autocast(query, key, value)
-    asked = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    inputs = contract(asked, attn_mask, True, None)
+    given = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    inputs = inputs_of(given, dense_call_of(given, attn_mask))
     check(*inputs)
     check_scale(inputs.call.scale)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
@@ -81,7 +81,7 @@ def dense(
     elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
     # The flash op of CUDA isn't told whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
-    return Asked(spec_of(*inputs, needs_backward), native, elsewhere)
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere)
 
 
 def packed(
@@ -97,22 +97,19 @@ def packed(
     block_table: Tensor | None,
     num_splits: int | None,
     enable_gqa: bool,
-) -> Asked:
+) -> CallSpec:
     """Return what `varlen_attn` asks with these arguments, (T, H, D) with offsets.
 
     Raises:
         InvalidInputError: they contradict each other.
     """
-    if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
-        raise heads_differ(query, key)
+    if not enable_gqa:
+        check_heads(query, key, value, *offsets, *longest)
     query, key, value = autocast(query, key, value)
-    call = Call(
-        scale_of(query, scale), *longest, bounds(window(window_size, is_causal), False, *longest), *offsets,
-        keys_used(seqused_k, offsets[1], block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(),
-    )  # fmt: skip
+    bound = window(window_size, is_causal)
+    call = call_of(query, key, value, *offsets, *longest, scale, bound, seqused_k, block_table, num_splits)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:
         check_values(query, key, call)
-    return Asked(spec_of(query, key, value, call, wants_gradient(query, key, value)))
+    return CallSpec(spec_of(query, key, value, call, wants_gradient(query, key, value)))

@@ -44,7 +44,7 @@ __all__ = [
     "target",
 ]
 
-MODULE = "attnreg_routers"
+MODULE = "attnreg_call_cache"
 COMPILERS = ("c++", "g++", "clang++")
 MOST_SAID = 2000  # characters of what a compiler says
 
@@ -95,7 +95,7 @@ ROUTERS = Library(
     MODULE,
     "routers",
     "the routers",
-    Path(__file__).parents[1] / "aten" / "routers" / "module.cpp",
+    Path(__file__).parents[1] / "dispatch" / "csrc" / "module.cpp",
     ("-O2",),
     ("c10", "torch_cpu", "torch_python"),
     TRY_MODULE,

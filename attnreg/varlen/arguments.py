@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import UNBOUNDED
+from attnreg.contract.validation import check
+from attnreg.dispatch.calls import bounds, keys_used, scale_of, wants_deterministic
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["autocast", "heads_differ", "window"]
+__all__ = ["autocast", "call_of", "check_heads", "window"]
 
 # Asked here, once: the torch.compile of torch 2.11 can't trace the question.
 _AUTOCASTS = frozenset(
@@ -21,12 +25,27 @@ _AUTOCASTS = frozenset(
 )
 
 
-def heads_differ(query: Tensor, key: Tensor) -> InvalidInputError:
-    """Return the error of fewer key than query heads where that wasn't allowed."""
-    return InvalidInputError(
-        f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
-        "expected as many (or enable_gqa=True)"
-    )
+def check_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+) -> None:
+    """Check that there are as many key as query heads, for calls without `enable_gqa`.
+
+    Raises:
+        InvalidInputError: there aren't, or something else is wrong with the call.
+    """
+    if query.shape[1:2] != key.shape[-2:-1]:
+        # What is wrong otherwise is the better message: a key of other dimensions has no heads to compare.
+        check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
+        raise InvalidInputError(
+            f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
+            "expected as many (or enable_gqa=True)"
+        )
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,3 +74,25 @@ def _pair(window_size: Sequence[int]) -> tuple[int, int]:
             f"window_size: got {tuple(window_size)}, expected (left, right), each -1 or more"
         )
     return window_size[0], window_size[1]
+
+
+def call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    bound: tuple[int, int],
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Call:
+    """Return the arguments beside query, key and value in the contract's terms; `bound` is a `window`."""
+    return Call(
+        scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
+        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
+        wants_deterministic(),
+    )  # fmt: skip

@@ -16,7 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 from attnreg.contract.backend import Call
 from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
-from attnreg.dispatch import calls, scope
+from attnreg.dispatch import scope
+from attnreg.varlen.arguments import call_of
+from attnreg.varlen.plans import run_backward, run_forward
 
 __all__ = ["backward", "forward"]
 
@@ -39,14 +41,14 @@ def forward(
     needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
-    # The backward is told of `backend` by an argument of its own, of a scope by a stamp.
+    # The backward gets `backend` as an argument of its own, the choice of a scope by a token.
     scoped = None if backend else scope.current()
-    call = _call(
-        query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, num_splits
-    )
-    chosen = scope.exclusive(backend) if backend else scoped
-    out, lse = calls.forward(query, key, value, call, chosen, needs_backward)
-    return out.contiguous(), lse.float().contiguous(), scope.stamp(scoped, query).zero_()
+    bound = (window_size[0], window_size[1])
+    numbers = max_q, max_k, scale, bound
+    call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, num_splits)
+    choice = scope.exclusive(backend) if backend else scoped
+    (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward)
+    return out.contiguous(), lse.float().contiguous(), scope.choice_token(scoped, query).zero_()
 
 
 @forward.register_fake
@@ -80,7 +82,7 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    pin: Tensor,
+    token: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
     max_q: int,
@@ -93,9 +95,10 @@ def backward(
     needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes."""
-    call = _call(query, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, seqused_k, block_table, None)
-    chosen = scope.exclusive(backend) if backend else scope.read_stamp(pin)
-    grads = calls.backward(grad_out, query, key, value, out, lse, call, chosen)
+    numbers = max_q, max_k, scale, (window_size[0], window_size[1])
+    call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, None)
+    choice = scope.exclusive(backend) if backend else scope.read_token(token)
+    grads, _ = run_backward((grad_out, query, key, value, out, lse), call, choice)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
@@ -104,32 +107,6 @@ def _backward_fake(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _call(
-    query: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    window_size: list[int],
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-) -> Call:
-    return Call(
-        calls.scale_of(query, scale),
-        max_q,
-        max_k,
-        calls.bounds((window_size[0], window_size[1]), False, max_q, max_k),
-        cu_seq_q,
-        cu_seq_k,
-        calls.keys_used(seqused_k, cu_seq_k, block_table),
-        block_table,
-        num_splits=num_splits or None,
-        deterministic=calls.wants_deterministic(),
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -161,7 +138,7 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    _out, _lse, _pin, cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k = rest[:10]
+    _out, _lse, _token, cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k = rest[:10]
     scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
     # The scores once more and the gradients of query and key; that of the weights and of the value.
     return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])

@@ -1,8 +1,9 @@
 """Front 2: `varlen_attn`, attention over packed sequences without padding, on any device.
 
-In eager it goes through `aten::_flash_attention_forward`, whose autograd is C++ and costs a fifth of
-a Python custom op's; under torch.compile, export and AOTInductor, and for what aten's op or its
-backward can't be told, through `attnreg::_varlen_attn`.
+In eager a call goes to the compiled call cache, which has an autograd node of its own in C++ and asks the
+plan (`plans.py`) for what it doesn't keep; where there is no compiled part, to the same plan through a
+`torch.autograd.Function`. Under torch.compile, export and AOTInductor, and wherever modes, subclasses or
+function transforms are to see an op, the call is `attnreg::_varlen_attn` (`custom_op.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from attnreg import aten
-from attnreg.aten import compiled, express
-from attnreg.contract.backend import Call
 from attnreg.contract.offsets import GRAPH_TREES
-from attnreg.contract.spec import UNBOUNDED
-from attnreg.contract.validation import check
-from attnreg.dispatch import scope
+from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
-from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError
-from attnreg.varlen import custom_op as op
-from attnreg.varlen.arguments import autocast, heads_differ, window
+from attnreg.varlen import custom_op
+from attnreg.varlen.arguments import autocast, call_of, check_heads, window
+from attnreg.varlen.plans import run_backward, run_forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from attnreg.dispatch.scope import ScopedChoice
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -40,10 +39,6 @@ class AuxRequest(NamedTuple):
     """
 
     lse: bool = False
-
-
-_flash_forward = torch.ops.aten._flash_attention_forward.default
-_FLASH_ARGUMENTS = frozenset(argument.name for argument in _flash_forward._schema.arguments)
 
 
 def varlen_attn(
@@ -99,98 +94,62 @@ def varlen_attn(
         UnknownBackendError: there is no such `backend`.
         BackendUnavailableError: that `backend` can't load here.
     """
-    own = None
-    if (
-        not torch.compiler.is_compiling()
-        and seqused_k is None
-        and block_table is None
-        and num_splits is None
-        and backend is None
-        and type(query) is Tensor
-        and (query.is_cuda or query.is_cpu)
-    ):
-        # Most calls came before, and all that follows came out the same.
-        tensors = query, key, value, cu_seq_q, cu_seq_k
-        rest = max_q, max_k, is_causal, window_size, scale, enable_gqa
-        sent = _sent(*tensors, *rest) if query.is_cuda else None
-        if type(sent) is tuple:
-            return _returned(*sent, return_aux)
+    compiling = torch.compiler.is_compiling()
+    choice = None
+    if not compiling:
+        choice = scope.current() if backend is None else scope.exclusive(backend)
+        cache = call_cache.active if call_cache.is_loaded else call_cache.load()
+        # What is known of offsets isn't to be relied on beside graph trees: see `offsets.of_a_graph`.
         if (
-            type(key) is type(value) is type(cu_seq_q) is type(cu_seq_k) is Tensor
-            and type(max_q) is type(max_k) is int
-            and (scale is None or type(scale) is float)
-            and type(window_size) is tuple
-            and scope.current() is None
-            and not torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu")
+            cache is not None
+            and seqused_k is None
+            and block_table is None
+            and num_splits is None
+            and GRAPH_TREES not in sys.modules
         ):
-            known_as = express.known_as(*tensors, *rest)
-            own = state().express.get(known_as)
-            if own is not None and aten.usable() and not (query.is_cuda and aten.shadowed_by()):
-                return _returned(*_known(own, sent, *tensors), return_aux)
-            own = scope.Own(known_as)
-    if not enable_gqa and query.shape[1:2] != key.shape[-2:-1]:
-        check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
-        raise heads_differ(query, key)
-    if backend == "":
+            results = cache.varlen(
+                query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
+                enable_gqa, 0 if choice is None else choice.number,
+            )  # fmt: skip
+            if results is not None:
+                return _returned(results[0], results[1], return_aux)
+    elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
+    if not enable_gqa:
+        check_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
     out: Tensor
     lse: Tensor
-    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    if torch.compiler.is_compiling() or _beyond_aten(query, key, value, seqused_k, block_table, num_splits):
-        out, lse, _ = op.forward(
-            *arguments, scale, list(bound), seqused_k, block_table, num_splits, backend or "",
+    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
+    if compiling or not _is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
+        out, lse, _ = custom_op.forward(
+            *arguments, list(bound), seqused_k, block_table, num_splits, backend or "",
             wants_gradient(query, key, value),
         )  # fmt: skip
+    elif wants_gradient(query, key, value):
+        rest = bound, seqused_k, block_table, num_splits, choice
+        out, lse = _VarlenAttention.apply(*arguments, *rest)  # type: ignore[no-untyped-call]
     else:
-        optional = {} if seqused_k is None else {"seqused_k": seqused_k}
-        if block_table is not None:
-            optional["block_table"] = block_table
-        if num_splits is not None:
-            optional["num_splits"] = num_splits  # type: ignore[assignment]
-        out, lse = _eager(arguments, scale, bound, optional, backend, own)
+        call = call_of(query, key, value, *arguments[3:], bound, seqused_k, block_table, num_splits)
+        (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward=False)
     return _returned(out, lse, return_aux)
 
 
-def _sent(*arguments: Any) -> tuple[Tensor, Tensor] | bytes | None:
-    """Return output and LSE of a call that compiled routers know; else what they know it by, if they can."""
-    # What is known of offsets isn't to be relied on beside such graphs: see `packed.of_a_graph`.
-    if compiled.extension is None or GRAPH_TREES in sys.modules or aten.shadowed_by():
-        return None
-    return compiled.extension.varlen(*arguments)  # type: ignore[no-any-return]
-
-
-def _known(
-    own: scope.Own, known_by: tuple[Tensor, Tensor] | bytes | None, query: Tensor, *others: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Run a call that came before; the router takes from the scope what it came down to.
-
-    `known_by` is what compiled routers know it by, to be sent without all this from now on.
-    """
-    with_compiled = compiled.extension
-    token = scope.enter(own)
-    try:
-        if with_compiled is not None:
-            # Of offsets on a CPU they keep nothing either.
-            keep = query.is_cuda and GRAPH_TREES not in sys.modules
-            with_compiled.announce(scope.KNOWN if keep else scope.UNKNOWN)
-        out, lse, *_ = _flash_forward(query, *others, *own.rest, **own.options)
-    finally:
-        scope.leave(token)
-        if with_compiled is not None:
-            with_compiled.announce(scope.NOTHING)  # in case something kept the call from the routers
-    if with_compiled is not None and type(known_by) is bytes:
-        with_compiled.accept_sending(known_by, own, own.rest, own.options)
-    return out, lse
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._is_torch_function_mode_enabled():
+        return False
+    given = [x for x in tensors if x is not None]
+    return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) for x in given)
 
 
 def _returned(out: Tensor, lse: Tensor, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, Tensor]:
     if return_aux is None or not return_aux.lse:
         return out
-    # Aten's op gives a row without a key the LSE of torch's own kernel, +inf.
-    lse = lse.detach()
-    return out, torch.where(lse == torch.inf, -torch.inf, lse).contiguous()
+    return out, lse.detach().float().contiguous()
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:
@@ -215,59 +174,43 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     return (out, result[1]) if isinstance(result, tuple) else out
 
 
-def _beyond_aten(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-) -> bool:
-    """Whether aten's op can't take the call, so that it costs the custom op's Python autograd."""
-    if (seqused_k is not None or block_table is not None) and wants_gradient(query, key, value):
-        return True  # aten's backward receives neither
-    if (block_table is not None or num_splits is not None) and "block_table" not in _FLASH_ARGUMENTS:
-        return True  # torch 2.11
-    if value.shape[-1] != query.shape[-1] and (query.is_meta or type(query) is not Tensor):
-        return True  # nothing will run, and up to torch 2.14 aten says that the output is like the query
-    return not aten.usable() or (query.is_cuda and bool(aten.shadowed_by()))
+class _VarlenAttention(torch.autograd.Function):
+    """The autograd of eager calls where there is no compiled part."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        scale: float | None,
+        bound: tuple[int, int],
+        seqused_k: Tensor | None,
+        block_table: Tensor | None,
+        num_splits: int | None,
+        choice: ScopedChoice | None,
+    ) -> tuple[Tensor, Tensor]:
+        numbers = max_q, max_k, scale, bound
+        call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, num_splits)
+        (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward=True)
+        ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table)
+        ctx.numbers, ctx.choice = numbers, choice
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
 
-def _eager(
-    arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int],
-    scale: float | None,
-    window: tuple[int, int],
-    optional: dict[str, Any],
-    backend: str | None,
-    own: scope.Own | None,
-) -> tuple[Tensor, Tensor]:
-    token = None
-    if backend is not None:
-        token = scope.enter(scope.exclusive(backend))
-    elif scope.current() is None and (arguments[0].is_cuda or own is not None or not state().active):
-        token = scope.enter(own or scope.OWN)
-    # What is as it would be anyway isn't named: taking a keyword apart costs torch a microsecond.
-    if scale is not None:
-        optional["scale"] = scale
-    causal = window == (-1, 0)
-    if not causal and window != (-1, -1):
-        optional["window_size_left"], optional["window_size_right"] = window
-    if own is not None:
-        own.rest, own.options = (*arguments[5:], 0.0, causal, False), optional
-    with_compiled = compiled.extension if token is not None else None
-    try:
-        if with_compiled is not None:
-            with_compiled.announce(scope.UNKNOWN)
-        result = _flash_forward(*arguments, 0.0, causal, False, **optional)
-    finally:
-        if token is not None:
-            scope.leave(token)
-        if with_compiled is not None:
-            with_compiled.announce(scope.NOTHING)
-    out, lse, rng_state, *_ = result
-    if rng_state.is_meta and type(rng_state) is Tensor and not arguments[0].is_meta:
-        # One tensor on "meta" has sent the call to torch's kernel that computes nothing.
-        max_q, max_k = arguments[5:]
-        more = optional.get("seqused_k"), optional.get("block_table")
-        check(*arguments[:3], Call(1.0, max_q, max_k, UNBOUNDED, *arguments[3:5], *more))
-    return out, lse
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return (None,) * 13
+        query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+        max_q, max_k, scale, bound = ctx.numbers
+        numbers = max_q, max_k, scale, bound
+        call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table)
+        grads, _ = run_backward((grad_out, query, key, value, out, lse), call, ctx.choice)
+        return (*grads, *(None,) * 10)

@@ -1,0 +1,133 @@
+"""The compiled call cache (`csrc/`): the fast path of both fronts, where it was built.
+
+Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
+Each describes a call by everything but the values of its tensors, and runs the launcher that is kept for that
+description. A call that isn't kept goes to the plan in Python, which returns its results together with what
+is to be kept (`dispatch.calls.Kept`), or with nothing. Whatever changes in the registry or the settings drops
+everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from attnreg import _registry
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.dispatch import counters, scope
+from attnreg.errors import AttnregError, BuildError
+from attnreg.settings import environment
+from attnreg.torchlib import building, captured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attnreg.dispatch.calls import Kept
+
+__all__ = ["active", "described", "load", "paused", "remove_routers", "set_plans"]
+
+log = logging.getLogger("attnreg")
+
+# The module, while it answers calls; None while it is paused or there is none. `load` sets it.
+active: Any = None
+is_loaded = False  # whether `load` has looked for it
+
+_module: Any = None  # what was loaded stays loaded: torch may have its code in use
+_plans: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+_pauses = 0
+
+
+def load() -> Any:
+    """Return the module, loaded once for as long as the settings are these; None where there is none."""
+    global _module, active, is_loaded
+    with _registry.lock:
+        if not is_loaded:
+            if _module is None and _wanted() != "python":
+                _module = _load()
+            is_loaded = True
+            active = None if _pauses or _wanted() == "python" else _module
+        return active
+
+
+def forget() -> None:
+    """Look for the module anew when it is next needed: the settings may have changed."""
+    global active, is_loaded
+    with _registry.lock:
+        active, is_loaded = None, False
+
+
+def set_plans(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Say which functions plan the calls of `varlen_attn` that aren't kept."""
+    global _plans
+    _plans = forward, backward
+    if _module is not None:
+        _module.set_plans(forward, backward)
+
+
+def described(kept: Kept | bool | None) -> Any:
+    """Return what is to be kept as plain tuples, as the module reads it."""
+    if kept is None or isinstance(kept, bool):
+        return kept
+    launcher = kept.launcher
+    if isinstance(launcher, OpLauncher):
+        found: Any = ("op", launcher, *launcher.described())
+    elif isinstance(launcher, AddressLauncher):
+        found = ("addresses", launcher, *launcher.described())
+    else:
+        found = launcher
+    return found, kept.counters, kept.is_final, kept.auxiliary, kept.offsets
+
+
+def remove_routers() -> None:
+    """Take the compiled routers out; no change if they aren't in."""
+    if _module is not None:
+        _module.remove_routers()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Have every call planned in Python for a while, in every thread."""
+    _pause(1)
+    try:
+        yield
+    finally:
+        _pause(-1)
+
+
+def _pause(more: int) -> None:
+    global _pauses, active
+    with _registry.lock:
+        _pauses += more
+        if _module is not None:
+            _module.enable(not _pauses)
+            active = None if _pauses or not is_loaded or _wanted() == "python" else _module
+            captured.compiled = None if captured.compiled is None else not _pauses
+        _registry.changed()
+
+
+def _load() -> Any:
+    try:
+        module = building.loaded()
+    except BuildError as error:
+        # Where the variable asks for it this is an error of the settings as well.
+        level = logging.WARNING if building.built() else logging.DEBUG
+        log.log(level, "calls are planned in Python: %s", error)
+        return None
+    _registry.on_change(module.drop)
+    counters.count_also(module.drain)
+    scope.on_first_choice(module.watch)
+    if _plans is not None:
+        module.set_plans(*_plans)
+    module.enable(not _pauses)
+    # Torch's dispatcher outlives Python: routers that lead to Python have to be gone before.
+    atexit.register(remove_routers)
+    return module
+
+
+def _wanted() -> str:
+    try:
+        return environment.read().routers
+    except AttnregError:
+        return ""  # what is wrong there is an error of the calls that it would have a say in

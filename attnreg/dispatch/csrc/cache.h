@@ -1,0 +1,349 @@
+// The call cache: by the key of a call, the launcher that runs it.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "launchers.h"
+
+namespace attnreg {
+
+constexpr size_t kMostEntries = 4096;  // as `dispatch.state` has; then all are kept anew
+constexpr size_t kMostOffsets = 64;    // as `contract.offsets` has
+
+// ---- What is counted: a counter of Python's, and how often it went up since `drain` looked last.
+
+struct Tally {
+  PyObject* counter;  // held until `drain` finds that nothing counts there any more
+  std::atomic<int64_t> times{0};
+};
+
+using Tallies = std::vector<std::shared_ptr<Tally>>;
+
+inline auto& all_tallies = *new std::unordered_map<PyObject*, std::shared_ptr<Tally>>;  // under the interpreter's lock
+
+inline Tallies tallies_of(PyObject* counters) {
+  Tallies found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counters); i++) {
+    PyObject* counter = PyTuple_GET_ITEM(counters, i);
+    auto& tally = all_tallies[counter];
+    if (!tally) {
+      Py_INCREF(counter);
+      tally = std::make_shared<Tally>(counter);
+    }
+    found.push_back(tally);
+  }
+  return found;
+}
+
+// ---- What is kept
+
+struct Entry {  // how a call is run: by one of the three, or by torch's own kernel of the op
+  Object python;
+  std::shared_ptr<const OpLauncher> op;
+  std::shared_ptr<const AddressLauncher> addresses;
+  Tallies tallies;
+  bool is_final = true;
+  bool needs_offsets = false;            // only with offsets of which it is known that every row sees a key
+  std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
+  mutable std::atomic<uint32_t> uses{0};
+
+  bool is_native() const {
+    return !python && !op && !addresses;
+  }
+
+  // Whether the plan is to be asked for a better launcher: after the first, second, fourth use and so on.
+  bool is_due() const {
+    const uint32_t used = is_final ? 0 : uses.fetch_add(1, std::memory_order_relaxed) + 1;
+    return used && (used & (used - 1)) == 0;
+  }
+
+  void count() const {
+    for (const auto& tally : tallies) {
+      tally->times.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+};
+
+struct Offsets {  // a pair of which it is known that every row sees a key
+  Weak queries, keys;
+  Version queries_version, keys_version;
+  int64_t tokens_q, tokens_k;
+  c10::Stream stream;  // another one doesn't wait for what was written on this one
+};
+
+struct Cache {
+  uint64_t generation = 0;
+  std::unordered_map<Key, std::shared_ptr<const Entry>, KeyHash> entries;
+  std::vector<Offsets> offsets;
+  size_t oldest_offsets = 0;
+};
+
+// None of it is ever destroyed: calls may come while the process ends.
+inline std::shared_mutex& guard = *new std::shared_mutex;
+inline Cache& cache = *new Cache;
+inline std::atomic<bool> enabled{true};
+inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
+inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it can hold a choice
+
+inline void open_after_fork() {
+  new (&guard) std::shared_mutex;  // the thread that held it is not in this process
+}
+
+struct LookedUp {
+  uint64_t generation = 0;  // what the plan returns is kept only if nothing has changed meanwhile
+  std::shared_ptr<const Entry> entry{};
+};
+
+// Whether it is known of a pair of offsets that every row sees a key, and they are as they were; under the lock.
+inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
+  if (!counts_versions(queries) || !counts_versions(keys)) {
+    return false;
+  }
+  const c10::Stream stream = stream_of(queries);
+  for (const Offsets& one : cache.offsets) {
+    if (one.queries._unsafe_get_target() == queries.unsafeGetTensorImpl() && !one.queries.expired() &&
+        one.keys._unsafe_get_target() == keys.unsafeGetTensorImpl() && !one.keys.expired() &&
+        one.queries_version == queries._version() && one.keys_version == keys._version() &&
+        one.tokens_q == tokens_q && one.tokens_k == tokens_k && one.stream == stream) {
+      return true;
+    }
+  }
+  return false;
+}
+
+inline LookedUp look_up(const Key& key) {
+  const std::shared_lock lock(guard);
+  const auto found = key.empty() ? cache.entries.end() : cache.entries.find(key);
+  return {cache.generation, found == cache.entries.end() ? nullptr : found->second};
+}
+
+inline void erase(const Key& key) {
+  std::shared_ptr<const Entry> dropped;  // goes after the lock: what it holds may do anything then
+  const std::unique_lock lock(guard);
+  if (const auto found = cache.entries.find(key); found != cache.entries.end()) {
+    dropped = std::move(found->second);
+    cache.entries.erase(found);
+  }
+}
+
+inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entry> entry) {
+  decltype(cache.entries) dropped;
+  const std::unique_lock lock(guard);
+  if (generation == cache.generation && !key.empty()) {
+    if (cache.entries.size() >= kMostEntries) {
+      std::swap(cache.entries, dropped);
+    }
+    std::swap(cache.entries[key], entry);
+  }
+}
+
+inline void keep_offsets(uint64_t generation, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
+  const std::unique_lock lock(guard);
+  if (generation != cache.generation || !counts_versions(queries) || !counts_versions(keys) ||
+      every_row_sees_a_key(queries, keys, tokens_q, tokens_k)) {
+    return;
+  }
+  Offsets found{Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries._version(), keys._version(),
+                tokens_q, tokens_k, stream_of(queries)};
+  if (cache.offsets.size() < kMostOffsets) {
+    cache.offsets.push_back(std::move(found));
+  } else {
+    cache.offsets[cache.oldest_offsets++ % kMostOffsets] = std::move(found);
+  }
+}
+
+inline void drop_all() {
+  Cache old;  // goes when nobody waits for the lock any more
+  const std::unique_lock lock(guard);
+  passing = false;
+  std::swap(old, cache);
+  cache.generation = old.generation + 1;
+}
+
+// The number of the choice that holds for this thread or task, 0 for none; -1 where Python has to find out.
+inline int64_t scoped_choice() {
+  PyObject* variable = choices.load(std::memory_order_acquire);
+  if (!variable) {
+    return 0;
+  }
+  const WithGil gil;
+  PyObject* value = nullptr;
+  if (PyContextVar_Get(variable, Py_None, &value) != 0) {
+    PyErr_Clear();
+    return -1;
+  }
+  const Object choice = owned(value);
+  if (value == Py_None) {
+    return 0;
+  }
+  const Object number = owned(PyObject_GetAttrString(value, "number"));
+  const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
+  PyErr_Clear();
+  return found;
+}
+
+// ---- What the plan returns to be kept, as `call_cache.described` has it
+
+// Torch's own kernels, captured before a router covers them; they stay for as long as the process lives.
+inline auto& native_kernels = *new std::unordered_map<std::string, std::pair<c10::OperatorHandle, c10::SafeKernelFunction>>;
+
+// Capture torch's kernel of an aten op below a key; null where there is none. Holding the interpreter's lock.
+inline const std::pair<c10::OperatorHandle, c10::SafeKernelFunction>* capture(const std::string& op, const std::string& key) {
+  const auto known = native_kernels.find(key + op);
+  if (known != native_kernels.end()) {
+    return &known->second;
+  }
+  const auto handle = c10::Dispatcher::singleton().findSchema({"aten::" + op, ""});
+  const auto where = c10::parseDispatchKey(key);
+  if (!handle || !handle->hasKernelForDispatchKey(where)) {
+    return nullptr;
+  }
+  const auto kernel = handle->getComputedKernelForDispatchKey(where);
+  return &native_kernels.emplace(key + op, std::make_pair(*handle, kernel)).first->second;
+}
+
+// An op's arguments behind some tensors: some by place, some by name, the others as they are by default.
+inline std::vector<c10::IValue> arguments_behind(
+    const c10::FunctionSchema& schema, size_t tensors, PyObject* rest, PyObject* options) {
+  std::vector<c10::IValue> found;
+  const auto& arguments = schema.arguments();
+  Py_ssize_t by_name = 0;
+  for (size_t i = tensors; i < arguments.size(); i++) {
+    const auto place = static_cast<Py_ssize_t>(i - tensors);
+    PyObject* given = place < PyTuple_GET_SIZE(rest) ? PyTuple_GET_ITEM(rest, place)
+                                                      : PyDict_GetItemString(options, arguments[i].name().c_str());
+    by_name += given && place >= PyTuple_GET_SIZE(rest);
+    TORCH_CHECK(given || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());
+    found.push_back(given ? from_python(given, arguments[i].type()) : *arguments[i].default_value());
+  }
+  const bool all = tensors + PyTuple_GET_SIZE(rest) <= arguments.size() && by_name == PyDict_GET_SIZE(options);
+  TORCH_CHECK(all, "attnreg: ", schema.name(), " got arguments that it doesn't take");
+  return found;
+}
+
+// `tensors` is how many a launcher is given.
+inline void read_op_launcher(PyObject* described, size_t tensors, Entry& entry) {
+  const char *op = nullptr, *key = nullptr, *kind = nullptr;
+  PyObject *launcher = nullptr, *rest = nullptr, *options = nullptr;
+  Py_ssize_t results = 0;
+  if (!PyArg_ParseTuple(described, "sOssO!O!n", &kind, &launcher, &op, &key, &PyTuple_Type, &rest, &PyDict_Type,
+                        &options, &results)) {
+    throw_error_of_python();
+  }
+  const auto* captured = capture(op, key);
+  if (!captured) {
+    entry.python = held(launcher);  // which has a kernel of its own
+    return;
+  }
+  entry.op = std::make_shared<const OpLauncher>(
+      captured->first, captured->second, arguments_behind(captured->first.schema(), tensors, rest, options),
+      static_cast<size_t>(results));
+}
+
+inline void read_address_launcher(PyObject* described, Entry& entry) {
+  const char* kind = nullptr;
+  PyObject *launcher = nullptr, *launch = nullptr, *operands = nullptr, *results = nullptr, *lse_strides = nullptr,
+           *derive = nullptr;
+  Py_ssize_t workspace = 0;
+  if (!PyArg_ParseTuple(described, "sOOO!O!nOO", &kind, &launcher, &launch, &PyTuple_Type, &operands, &PyTuple_Type,
+                        &results, &workspace, &lse_strides, &derive)) {
+    throw_error_of_python();
+  }
+  auto found = std::make_shared<AddressLauncher>();
+  found->launch = held(launch);
+  for (const int64_t number : numbers_of(operands)) {
+    found->operands.push_back(static_cast<size_t>(number));
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
+    PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "O!O!O!", &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
+                          &THPDtypeType, &dtype)) {
+      throw_error_of_python();
+    }
+    found->results.push_back({numbers_of(sizes), numbers_of(strides), reinterpret_cast<THPDtype*>(dtype)->scalar_type});
+  }
+  found->workspace = workspace;
+  if (lse_strides != Py_None) {
+    found->lse_strides = numbers_of(lse_strides);
+  }
+  if (derive != Py_None) {
+    found->derive = held(derive);
+  }
+  entry.addresses = std::move(found);
+}
+
+// Keep what the plan has returned for a call with this key; `schema` is the op's, null for `varlen_attn`.
+inline void keep_described(
+    const Key& key, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
+  if (!PyTuple_Check(described)) {
+    if (described == Py_True) {
+      const std::unique_lock lock(guard);
+      passing = passing || generation == cache.generation;
+    }
+    return;
+  }
+  PyObject *launcher = nullptr, *counters = nullptr, *auxiliary = nullptr, *offsets = nullptr;
+  int is_final = 0;
+  if (!PyArg_ParseTuple(described, "OO!pO!O", &launcher, &PyTuple_Type, &counters, &is_final, &PyTuple_Type, &auxiliary,
+                        &offsets)) {
+    throw_error_of_python();
+  }
+  auto entry = std::make_shared<Entry>();
+  entry->tallies = tallies_of(counters);
+  entry->is_final = is_final != 0;
+  if (PyTuple_Check(launcher)) {
+    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(launcher, 0), "op") == 0) {
+      read_op_launcher(launcher, tensors, *entry);
+    } else {
+      read_address_launcher(launcher, *entry);
+    }
+  } else if (launcher != Py_None) {
+    entry->python = held(launcher);
+  }
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary));
+  const size_t returned = schema ? schema->returns().size() : 0;
+  TORCH_CHECK(count <= returned, "attnreg: got ", count, " auxiliary outputs, expected at most ", returned);
+  for (size_t i = 0; i < count; i++) {
+    PyObject* one = PyTuple_GET_ITEM(auxiliary, static_cast<Py_ssize_t>(i));
+    entry->auxiliary.push_back(from_python(one, schema->returns()[returned - count + i].type()));
+  }
+  if (offsets != Py_None) {
+    entry->needs_offsets = true;
+    PyObject *queries = nullptr, *keys = nullptr;
+    Py_ssize_t tokens_q = 0, tokens_k = 0;
+    if (!PyArg_ParseTuple(offsets, "OOnn", &queries, &keys, &tokens_q, &tokens_k)) {
+      throw_error_of_python();
+    }
+    keep_offsets(generation, THPVariable_Unpack(queries), THPVariable_Unpack(keys), tokens_q, tokens_k);
+  }
+  keep(key, generation, std::move(entry));
+}
+
+// Run a kept call; false if its launcher can't any more, or wasn't given. `keys` are those of the op's dispatch.
+inline bool run(const Entry& entry, Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+  const auto device = given[0].device();
+  c10::OptionalDeviceGuard there;
+  if (device.is_cuda()) {
+    there.reset_device(device);
+  }
+  if (entry.op) {
+    launch(*entry.op, given, keys, results, spare);
+    return true;
+  }
+  return entry.addresses ? launch(*entry.addresses, given, results) : launch(entry.python.get(), given, results);
+}
+
+// Check what a launcher has returned against what the contract says of it.
+inline void check_result(const at::Tensor& got, at::IntArrayRef sizes, at::ScalarType dtype, const char* what) {
+  TORCH_CHECK(got.sizes() == sizes && got.scalar_type() == dtype, "attnreg: a launcher breaks the contract: got ", what,
+              " ", got.sizes(), " ", got.scalar_type(), ", expected ", sizes, " ", dtype);
+}
+
+}  // namespace attnreg

@@ -1,0 +1,208 @@
+// Launchers: what runs a call that is kept. See `attnreg/contract/launchers.py`.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/Dtype.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "key.h"
+#include "python.h"
+
+namespace attnreg {
+
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using Version = decltype(at::Tensor()._version());
+
+// Tensors that a kernel returned beyond its results: memory to spare.
+using Spare = c10::SmallVector<at::Tensor, 4>;
+
+struct OpLauncher {  // one of torch's own kernels, and the op's arguments behind the tensors
+  c10::OperatorHandle op;
+  c10::SafeKernelFunction kernel;
+  std::vector<c10::IValue> rest;
+  size_t results;  // how many of its results are returned
+};
+
+struct Allocation {
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
+struct Derived {  // what was derived of a pair of offsets; whoever derived it decides how long it lives
+  Weak queries, keys;
+  Version queries_version, keys_version;
+  c10::Stream stream;
+  std::vector<Weak> tensors;
+};
+
+struct AddressLauncher {  // a kernel that is given the addresses of its tensors
+  Object launch;
+  std::vector<size_t> operands;
+  std::vector<Allocation> results;
+  int64_t workspace;
+  std::optional<std::vector<int64_t>> lse_strides;
+  Object derive;                           // none of dense calls
+  mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
+};
+
+inline bool counts_versions(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference();
+}
+
+// A tensor with these strides; a copy unless it has them.
+inline at::Tensor with_strides(const at::Tensor& x, at::IntArrayRef strides) {
+  return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+}
+
+// Run one of torch's kernels.
+inline void launch(const OpLauncher& launcher, const Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+  torch::jit::Stack stack;
+  stack.reserve(given.size() + launcher.rest.size());
+  for (const at::Tensor& one : given) {
+    stack.emplace_back(one);
+  }
+  stack.insert(stack.end(), launcher.rest.begin(), launcher.rest.end());
+  launcher.kernel.callBoxed(launcher.op, keys, &stack);
+  for (size_t i = 0; i < stack.size(); i++) {
+    if (i < launcher.results) {
+      results.push_back(std::move(stack[i]).toTensor());
+    } else if (stack[i].isTensor() && stack[i].toTensor().defined()) {
+      spare.push_back(std::move(stack[i]).toTensor());
+    }
+  }
+}
+
+// What was derived of the offsets the last time, if they are as they were and somebody has kept it.
+inline std::optional<Tensors> kept_derived(
+    const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const auto& last = launcher.derived;
+  if (!last || last->queries._unsafe_get_target() != queries.unsafeGetTensorImpl() || last->queries.expired() ||
+      last->keys._unsafe_get_target() != keys.unsafeGetTensorImpl() || last->keys.expired() ||
+      last->queries_version != queries._version() || last->keys_version != keys._version() ||
+      last->stream != stream) {
+    return std::nullopt;
+  }
+  Tensors tensors;
+  for (const Weak& one : last->tensors) {
+    auto strong = one.lock();
+    if (!strong) {
+      return std::nullopt;
+    }
+    tensors.emplace_back(std::move(strong));
+  }
+  return tensors;
+}
+
+// What the kernel reads of the offsets; nothing if it can't run any more. Holding the interpreter's lock.
+inline std::optional<Tensors> derive(
+    const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const bool versioned = counts_versions(queries) && counts_versions(keys);
+  if (versioned) {
+    if (auto kept = kept_derived(launcher, queries, keys, stream)) {
+      return kept;
+    }
+  }
+  // Before Python looks at them: another thread may write to them meanwhile.
+  const Version queries_version = versioned ? queries._version() : 0, keys_version = versioned ? keys._version() : 0;
+  const Object found = call_python(
+      launcher.derive.get(), {owned(THPVariable_Wrap(queries)), owned(THPVariable_Wrap(keys))});
+  if (found.get() == Py_None) {
+    return std::nullopt;
+  }
+  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: AddressLauncher.derive returned a ",
+                   Py_TYPE(found.get())->tp_name, ", expected a list of tensors or None");
+  Tensors tensors;
+  std::vector<Weak> weak;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.get()); i++) {
+    PyObject* one = PyList_GET_ITEM(found.get(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: AddressLauncher.derive returned a list with a ",
+                     Py_TYPE(one)->tp_name, ", expected tensors");
+    tensors.push_back(THPVariable_Unpack(one));
+    weak.emplace_back(tensors.back().getIntrusivePtr());
+  }
+  if (versioned) {
+    launcher.derived.emplace(Derived{
+        Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries_version, keys_version, stream,
+        std::move(weak)});
+  }
+  return tensors;
+}
+
+// Run a kernel on addresses; false if it can't run any more. Offsets come last, if it reads any.
+inline bool launch(const AddressLauncher& launcher, Tensors& given, Tensors& results) {
+  const size_t count = given.size() - (launcher.derive ? 2 : 0);
+  const auto device = given[0].device();
+  const c10::Stream stream = stream_of(given[0]);
+  if (launcher.lse_strides) {
+    given[count - 1] = with_strides(given[count - 1], *launcher.lse_strides);
+  }
+  for (const Allocation& one : launcher.results) {
+    results.push_back(at::empty_strided(one.sizes, one.strides, at::TensorOptions().dtype(one.dtype).device(device)));
+  }
+  at::Tensor workspace;
+  if (launcher.workspace > 0) {
+    workspace = at::empty({launcher.workspace}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
+  const WithGil gil;
+  Tensors derived;
+  if (launcher.derive) {
+    auto found = derive(launcher, given[count], given[count + 1], stream);
+    if (!found) {
+      return false;
+    }
+    derived = std::move(*found);
+  }
+  c10::SmallVector<const void*, 32> addresses;
+  for (const size_t number : launcher.operands) {
+    const size_t result = number - count, further = result - launcher.results.size();
+    if (number < count) {
+      addresses.push_back(given[number].const_data_ptr());
+    } else if (result < launcher.results.size()) {
+      addresses.push_back(results[result].mutable_data_ptr());
+    } else {
+      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: AddressLauncher.operands has ", number,
+                        ", expected less than ", count + results.size() + derived.size());
+      addresses.push_back(derived[further].const_data_ptr());
+    }
+  }
+  const Object launched = call_python(
+      launcher.launch.get(),
+      {owned(PyLong_FromVoidPtr(addresses.data())),
+       owned(PyLong_FromVoidPtr(workspace.defined() ? workspace.mutable_data_ptr() : nullptr)),
+       owned(PyLong_FromVoidPtr(device.is_cuda() ? stream.native_handle() : nullptr))});
+  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: AddressLauncher.launch returned a ",
+                   Py_TYPE(launched.get())->tp_name, ", expected True or False");
+  return launched.get() == Py_True;
+}
+
+// Run a function of Python's; false if it can't run the call any more.
+inline bool launch(PyObject* function, const Tensors& given, Tensors& results) {
+  const WithGil gil;
+  std::vector<Object> arguments;
+  for (const at::Tensor& one : given) {
+    arguments.push_back(owned(THPVariable_Wrap(one)));
+  }
+  const Object returned = call_python(function, arguments);
+  if (returned.get() == Py_None) {
+    return false;
+  }
+  TORCH_CHECK_TYPE(PyTuple_Check(returned.get()), "attnreg: a launcher returned a ", Py_TYPE(returned.get())->tp_name,
+                   ", expected a tuple of tensors or None");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned.get()); i++) {
+    PyObject* one = PyTuple_GET_ITEM(returned.get(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: a launcher returned a tuple with a ", Py_TYPE(one)->tp_name,
+                     ", expected tensors");
+    results.push_back(THPVariable_Unpack(one));
+  }
+  return true;
+}
+
+}  // namespace attnreg

@@ -1,0 +1,183 @@
+// How the tensors of an aten op come into the contract's layout, (B, S, H, D), and its results out of it.
+
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "cache.h"
+
+namespace attnreg {
+
+struct Layout {  // as `aten.routing.Layout` has it
+  size_t query;
+  int64_t token_argument, token_result;
+  bool bhsd, lse_ends_in_one, lse_bsh, gradients_bshd;
+
+  bool is_backward() const {
+    return token_argument >= 0;
+  }
+  // How many of the op's arguments, all of them tensors, a launcher is given: query, key and value; in a backward
+  // the gradient before them, output and LSE behind.
+  size_t tensors() const {
+    return is_backward() ? 6 : query + 3;
+  }
+};
+
+using Lengths = c10::SmallVector<int64_t, 4>;
+
+// Another view of a tensor's memory. Below autograd, which is where routers are, that is all that an op for views
+// makes of it; the ops themselves take the host half a microsecond each.
+inline at::Tensor view_of(const at::Tensor& x, const Lengths& sizes, const Lengths& strides) {
+  auto view =
+      c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
+  view->set_sizes_and_strides(sizes, strides, x.storage_offset());
+  return at::Tensor(std::move(view));
+}
+
+// A tensor with its second and third dimension swapped.
+inline at::Tensor transposed(const at::Tensor& x) {
+  TORCH_CHECK(x.dim() == 4, "attnreg: got a tensor of ", x.dim(), " dimensions, expected 4");
+  Lengths sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
+  std::swap(sizes[1], sizes[2]);
+  std::swap(strides[1], strides[2]);
+  return view_of(x, sizes, strides);
+}
+
+inline at::Tensor without_last(const at::Tensor& lse) {
+  if (lse.dim() != 4 || lse.size(3) != 1) {
+    return lse;
+  }
+  const Lengths sizes(lse.sizes().begin(), lse.sizes().end() - 1);
+  return view_of(lse, sizes, Lengths(lse.strides().begin(), lse.strides().end() - 1));
+}
+
+inline at::Tensor with_last(const at::Tensor& lse) {
+  Lengths sizes(lse.sizes().begin(), lse.sizes().end()), strides(lse.strides().begin(), lse.strides().end());
+  sizes.push_back(1);
+  strides.push_back(1);
+  return view_of(lse, sizes, strides);
+}
+
+// A (B, H, S) tensor with the strides of (B, S, H).
+inline at::Tensor lse_as_bsh(const at::Tensor& lse) {
+  const int64_t heads = lse.size(1), rows = lse.size(2);
+  const Lengths strides{heads * rows, 1, heads};
+  return with_strides(lse, strides);
+}
+
+// A result with the strides that torch's own kernels give what is shaped like a model: torch.compile asserts them.
+inline at::Tensor laid_out_like(const at::Tensor& result, const at::Tensor& model) {
+  if (result.strides() == model.strides()) {
+    return result;
+  }
+  const at::Tensor expected = at::empty_like(model);
+  return expected.strides() == result.strides() ? result : expected.copy_(result);
+}
+
+// Bring what an op is given into the contract's layout.
+inline Tensors to_contract(const Layout& layout, Arguments arguments) {
+  Tensors given;
+  for (size_t i = 0; i < layout.tensors(); i++) {
+    const at::Tensor& x = arguments[i].toTensor();
+    const bool is_lse = layout.is_backward() && i + 1 == layout.tensors();
+    given.push_back(is_lse ? (layout.lse_ends_in_one ? without_last(x) : x) : (layout.bhsd ? transposed(x) : x));
+  }
+  return given;
+}
+
+// Bring a launcher's results into the op's layout, after checking them: output and LSE, or three gradients.
+inline void to_op(const Layout& layout, Arguments arguments, const Tensors& given, Tensors& results) {
+  const size_t expected = layout.is_backward() ? 3 : 2, first = layout.is_backward() ? 1 : 0;
+  TORCH_CHECK(results.size() == expected, "attnreg: a launcher breaks the contract: got ", results.size(),
+              " results, expected ", expected);
+  for (size_t i = 0; i < (layout.is_backward() ? 3 : 1); i++) {
+    const at::Tensor& model = given[first + i];
+    Lengths sizes(model.sizes().begin(), model.sizes().end());
+    sizes.back() = layout.is_backward() ? sizes.back() : given[2].sizes().back();
+    check_result(results[i], sizes, model.scalar_type(), layout.is_backward() ? "a gradient" : "the output");
+    if (layout.gradients_bshd) {
+      results[i] = transposed(results[i].contiguous());
+    } else {
+      // What `F.scaled_dot_product_attention` was given has (B, H, S, D) also where the op below it has not.
+      const at::Tensor& of_op = arguments[layout.query + i].toTensor();
+      const at::Tensor laid_out = laid_out_like(transposed(results[i]), layout.bhsd ? of_op : transposed(of_op));
+      results[i] = layout.bhsd ? laid_out : transposed(laid_out);
+    }
+  }
+  if (!layout.is_backward()) {
+    const at::Tensor& query = given[0];
+    check_result(results[1], Lengths{query.size(0), query.size(2), query.size(1)}, at::kFloat, "the LSE");
+    const at::Tensor lse = layout.lse_bsh ? lse_as_bsh(results[1]) : results[1].contiguous();
+    results[1] = layout.lse_ends_in_one ? with_last(lse) : lse;
+  }
+}
+
+// What the allocators of torch give at least, so that reusing it holds no more than a new tensor would.
+constexpr size_t kBlock = 512;
+
+// A new tensor like a model on "meta", of which nothing is written. It lies in memory to spare if there is enough of
+// that in one place: allocating a number takes the host as long as entering a router.
+inline at::Tensor auxiliary_like(const at::Tensor& model, c10::Device device, Spare& spare) {
+  const auto found = std::find_if(spare.begin(), spare.end(), [&](const at::Tensor& x) {
+    return x.defined() && x.device() == device && x.use_count() == 1 && x.has_storage() &&
+        x.storage().use_count() == 1 && x.storage().nbytes() >= model.nbytes() && x.storage().nbytes() <= kBlock;
+  });
+  if (found == spare.end()) {
+    // Not `empty_like`: of a tensor on "meta" that is written in Python.
+    return at::empty(model.sizes(), at::TensorOptions().dtype(model.dtype()).device(device));
+  }
+  const at::Tensor once = std::exchange(*found, at::Tensor());
+  auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(once.storage()), once.key_set(), model.dtype());
+  made->set_sizes_contiguous(model.sizes());
+  return at::Tensor(std::move(made));
+}
+
+// ---- Choice tokens: see `dispatch.scope`, which has the same two numbers
+
+constexpr int64_t kAligned = 4, kGuard = 13;
+
+inline int64_t extent_of(const at::Tensor& x) {
+  int64_t extent = 1;
+  for (int64_t i = 0; i < x.dim(); i++) {
+    extent += (x.size(i) - 1) * x.stride(i);
+  }
+  return std::max<int64_t>(extent, 0);
+}
+
+// The number of the choice that a tensor carries; 0 for none.
+inline int64_t choice_of(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().has_storage()) {
+    return 0;
+  }
+  const at::Tensor& x = value.toTensor();
+  const int64_t start = x.storage_offset();
+  if (start == 0 || start % kAligned != 0) {
+    return 0;
+  }
+  const auto stored = static_cast<int64_t>(x.storage().nbytes() / x.element_size());
+  return stored == start + extent_of(x) + kGuard ? start / kAligned : 0;
+}
+
+// A tensor like a model that carries a choice, with the values of the model where somebody reads them.
+inline at::Tensor with_choice(const at::Tensor& model, c10::Device device, int64_t choice, bool has_values) {
+  const int64_t start = kAligned * choice;
+  const at::Tensor base =
+      at::empty({start + extent_of(model) + kGuard}, at::TensorOptions().dtype(model.dtype()).device(device));
+  const Lengths sizes(model.sizes().begin(), model.sizes().end()), strides(model.strides().begin(), model.strides().end());
+  auto view = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
+  view->set_sizes_and_strides(sizes, strides, start);
+  at::Tensor token(std::move(view));
+  if (has_values && device.is_cpu()) {
+    // What lies between the elements is copied as well: less work than an op's.
+    std::memcpy(token.mutable_data_ptr(), model.const_data_ptr(), extent_of(model) * model.element_size());
+    return token;
+  }
+  return has_values ? token.copy_(model) : token;
+}
+
+}  // namespace attnreg

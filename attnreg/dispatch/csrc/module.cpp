@@ -1,0 +1,129 @@
+// The compiled call cache: the fast path of attnreg.
+//
+// A router written in Python takes the interpreter's lock and turns every argument into an object, which costs the
+// host more than the decision. Here a call is described by everything but the values of its tensors (`key.h`). If it
+// is kept (`cache.h`), its launcher runs it (`launchers.h`): one of torch's own kernels, a kernel on addresses, or a
+// function of Python's. If not, the plan in Python runs it, and returns with the results what is to be kept, or
+// nothing. Whatever changes in settings, registrations or tables drops all of it.
+//
+// There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
+// node of its own (`varlen.h`). Below are the functions that Python calls, always holding the interpreter's lock.
+
+#include <Python.h>
+#include <pthread.h>
+
+#include "router.h"
+#include "varlen.h"
+
+namespace attnreg {
+namespace {
+
+auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>;
+
+PyObject* add_router(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *op = nullptr, *key = nullptr;
+  PyObject* plan = nullptr;
+  Py_ssize_t query = 0, token_argument = 0, token_result = 0;
+  int bhsd = 0, lse_ends_in_one = 0, lse_bsh = 0, gradients_bshd = 0;
+  if (!PyArg_ParseTuple(args, "ss(nnnpppp)O", &op, &key, &query, &token_argument, &token_result, &bhsd,
+                        &lse_ends_in_one, &lse_bsh, &gradients_bshd, &plan)) {
+    return nullptr;
+  }
+  const auto* native = capture(op, key);
+  const Layout layout{static_cast<size_t>(query), token_argument, token_result, bhsd != 0,
+                      lse_ends_in_one != 0, lse_bsh != 0, gradients_bshd != 0};
+  auto router = std::make_unique<Router>(
+      static_cast<int64_t>(libraries.size()), layout, native ? &native->second : nullptr, held(plan));
+  auto library = std::make_unique<torch::Library>(
+      torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__);
+  library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(router)));
+  libraries.push_back(std::move(library));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* remove_routers(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  libraries.clear();
+  drop_all();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* enable(PyObject*, PyObject* on) {
+  enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
+PyObject* drop(PyObject*, PyObject*) {
+  drop_all();
+  Py_RETURN_NONE;
+}
+
+PyObject* watch(PyObject*, PyObject* variable) {
+  Py_INCREF(variable);
+  choices = variable;
+  Py_RETURN_NONE;
+}
+
+PyObject* set_plans(PyObject*, PyObject* args) {
+  PyObject *forward = nullptr, *backward = nullptr;
+  if (!PyArg_ParseTuple(args, "OO", &forward, &backward)) {
+    return nullptr;
+  }
+  Py_INCREF(forward);
+  Py_INCREF(backward);
+  plan_backward = backward;
+  plan_forward = forward;
+  Py_RETURN_NONE;
+}
+
+PyObject* drain(PyObject*, PyObject*) {
+  // First without Python, which may run anything while it makes objects.
+  std::vector<std::pair<PyObject*, int64_t>> counted;
+  for (auto at = all_tallies.begin(); at != all_tallies.end();) {
+    const auto& [counter, tally] = *at;
+    const bool in_use = tally.use_count() > 1;
+    const int64_t times = tally->times.exchange(0, std::memory_order_relaxed);
+    counted.emplace_back(counter, times);
+    if (in_use) {
+      Py_INCREF(counter);
+      ++at;
+    } else {
+      at = all_tallies.erase(at);
+    }
+  }
+  PyObject* found = PyList_New(0);
+  for (const auto& [counter, times] : counted) {
+    PyObject* row = found && times != 0 ? Py_BuildValue("(OL)", counter, static_cast<long long>(times)) : nullptr;
+    if (row && PyList_Append(found, row) != 0) {
+      Py_CLEAR(found);
+    }
+    Py_XDECREF(row);
+    Py_DECREF(counter);
+  }
+  return PyErr_Occurred() ? nullptr : found;
+}
+
+PyMethodDef functions[] = {
+    {"add_router", add_router, METH_VARARGS, "Put a router over torch's kernel of an aten op below a key; how its tensors lie; the router in Python."},
+    {"remove_routers", remove_routers, METH_NOARGS, "Take all routers out."},
+    {"enable", enable, METH_O, "Look calls up, or leave every call to the plan."},
+    {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
+    {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
+    {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
+    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where it has to take another way to autograd."},
+    {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "attnreg_call_cache", nullptr, -1, functions};
+
+}  // namespace
+}  // namespace attnreg
+
+PyMODINIT_FUNC PyInit_attnreg_call_cache() {
+  pthread_atfork(nullptr, nullptr, attnreg::open_after_fork);
+  return PyModule_Create(&attnreg::definition);
+}

@@ -1,0 +1,160 @@
+// A router over one of torch's ops: looks a call up, and runs what is kept, or asks the plan.
+
+#pragma once
+
+#include <torch/library.h>
+
+#include "layouts.h"
+
+namespace attnreg {
+
+class Router final : public c10::OperatorKernel {
+ public:
+  // `native` is torch's own kernel, null where it has none; `plan` the router in Python.
+  Router(int64_t site, Layout layout, const c10::SafeKernelFunction* native, Object plan)
+      : site_(site), layout_(layout), native_(native), plan_(std::move(plan)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    Key key;
+    LookedUp found;
+    if (enabled.load(std::memory_order_relaxed)) {
+      const int64_t choice = layout_.is_backward() ? choice_of(arguments[layout_.token_argument]) : scoped_choice();
+      if (choice == 0 && native_ && passing.load(std::memory_order_acquire)) {
+        native_->callBoxed(op, keys, stack);
+        return;
+      }
+      key = choice < 0 ? Key{} : key_of(site_, choice, arguments, layout_.tensors(), layout_.query);
+      found = look_up(key);
+      if (found.entry && !found.entry->is_due()) {
+        if (run_kept(*found.entry, choice, arguments, op, keys, stack)) {
+          found.entry->count();
+          return;
+        }
+        erase(key);
+      }
+    }
+    ask_plan(key, found.generation, arguments, op, stack);
+  }
+
+ private:
+  // Whether a forward's choice will be wanted. The flash op of SDPA is given tensors that were transposed below
+  // autograd, which no longer say whether they need a gradient.
+  bool may_have_backward(Arguments arguments) const {
+    return c10::GradMode::is_enabled() && (!layout_.lse_bsh || needs_gradient(arguments));
+  }
+
+  bool needs_gradient(Arguments arguments) const {
+    const auto operands = arguments.slice(layout_.query, 3);
+    return std::any_of(operands.begin(), operands.end(), [](const auto& one) { return one.toTensor().requires_grad(); });
+  }
+
+  bool run_kept(
+      const Entry& entry, int64_t choice, Arguments arguments, const c10::OperatorHandle& op,
+      c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    const auto device = arguments[layout_.query].toTensor().device();
+    const int64_t token = choice != 0 && may_have_backward(arguments) ? layout_.token_result : -1;
+    if (entry.is_native()) {
+      native_->callBoxed(op, keys, stack);
+      if (token >= 0) {
+        // The LSE of the CPU's op is read; a random state isn't where nothing is dropped.
+        c10::IValue& value = (*stack)[stack->size() - op.schema().returns().size() + token];
+        value = with_choice(value.toTensor(), device, choice, token == 1);
+      }
+      return true;
+    }
+    Tensors given = to_contract(layout_, arguments), results;
+    Spare spare;
+    if (!run(entry, given, keys, results, spare)) {
+      return false;
+    }
+    to_op(layout_, arguments, given, results);
+    std::vector<c10::IValue> returned(results.begin(), results.end());
+    for (const c10::IValue& model : entry.auxiliary) {
+      const bool is_tensor = model.isTensor() && model.toTensor().defined();
+      const bool is_token = static_cast<int64_t>(returned.size()) == token;
+      // New ones each time: what Inductor compiles may write to an op's outputs.
+      returned.push_back(
+          is_token ? c10::IValue(with_choice(model.toTensor(), device, choice, false))
+                   : is_tensor ? c10::IValue(auxiliary_like(model.toTensor(), device, spare)) : model);
+    }
+    if (token == 1) {
+      returned[1] = with_choice(returned[1].toTensor(), device, choice, true);
+    }
+    torch::jit::drop(*stack, arguments.size());
+    stack->insert(stack->end(), returned.begin(), returned.end());
+    return true;
+  }
+
+  void ask_plan(
+      const Key& key, uint64_t generation, Arguments arguments, const c10::OperatorHandle& op,
+      torch::jit::Stack* stack) const {
+    const auto& schema = op.schema();
+    const WithGil gil;
+    std::vector<Object> given;
+    size_t positional = 0;
+    while (positional < arguments.size() && !schema.arguments()[positional].kwarg_only()) {
+      given.push_back(owned(to_python(arguments[positional++])));
+    }
+    // Options that are as they would be anyway aren't named.
+    const Object options = owned(PyDict_New());
+    for (size_t i = positional; i < arguments.size(); i++) {
+      const auto& declared = schema.arguments()[i];
+      if (declared.default_value() && same(*declared.default_value(), arguments[i])) {
+        continue;
+      }
+      const Object value = owned(to_python(arguments[i]));
+      if (!value || PyDict_SetItemString(options.get(), declared.name().c_str(), value.get()) != 0) {
+        throw_error_of_python();
+      }
+    }
+    const Object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(given.size())));
+    for (size_t i = 0; i < given.size(); i++) {
+      if (!given[i]) {
+        throw_error_of_python();
+      }
+      Py_INCREF(given[i].get());
+      PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), given[i].get());
+    }
+    const Object returned = owned(PyObject_Call(plan_.get(), tuple.get(), options.get()));
+    PyObject *results = nullptr, *described = nullptr;
+    if (!returned || !PyArg_ParseTuple(returned.get(), "OO", &results, &described)) {
+      throw_error_of_python();
+    }
+    const auto values = read_results(results, schema);
+    keep_described(key, generation, described, layout_.tensors(), &schema);
+    torch::jit::drop(*stack, arguments.size());
+    stack->insert(stack->end(), values.begin(), values.end());
+  }
+
+  static bool same(const c10::IValue& one, const c10::IValue& other) {
+    if (one.isNone() || other.isNone()) {
+      return one.isNone() && other.isNone();
+    }
+    return one.isScalar() && other.isScalar() && one.tagKind() == other.tagKind() &&
+        (one.isDouble() ? one.toDouble() == other.toDouble()
+                        : one.isInt() ? one.toInt() == other.toInt() : one.isBool() && one.toBool() == other.toBool());
+  }
+
+  static std::vector<c10::IValue> read_results(PyObject* results, const c10::FunctionSchema& schema) {
+    const auto& types = schema.returns();
+    std::vector<c10::IValue> values;
+    if (types.size() == 1 && !PyTuple_Check(results)) {
+      values.push_back(from_python(results, types[0].type()));
+      return values;
+    }
+    const auto count = PyTuple_Check(results) ? static_cast<size_t>(PyTuple_GET_SIZE(results)) : 0;
+    TORCH_CHECK(count == types.size(), "attnreg: ", schema.name(), " got ", count, " results, expected ", types.size());
+    for (size_t i = 0; i < count; i++) {
+      values.push_back(from_python(PyTuple_GET_ITEM(results, static_cast<Py_ssize_t>(i)), types[i].type()));
+    }
+    return values;
+  }
+
+  int64_t site_;
+  Layout layout_;
+  const c10::SafeKernelFunction* native_;
+  Object plan_;
+};
+
+}  // namespace attnreg
