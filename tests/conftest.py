@@ -249,7 +249,7 @@ def routers():
     yield
     if not was_installed:
         aten.restore()
-    
+
 
 @dataclass
 class Recorder:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.offsets import facts_of, of_a_graph
 from attnreg.dispatch import call_cache, scope
-from attnreg.dispatch.calls import Kept, kept_for, plan_for
+from attnreg.dispatch.call_cache import Kept, kept_for
+from attnreg.dispatch.calls import plan_for
 from attnreg.dispatch.declined import retry_on_decline
 from attnreg.torchlib.layout import stream_of
 from attnreg.varlen.arguments import call_of, check_heads, window

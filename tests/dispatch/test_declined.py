@@ -14,9 +14,9 @@ import torch.nn.functional as F
 import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
-from attnreg.contract.declines import served
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.planning import Native, make_plan
 from attnreg.dispatch.state import state
 from attnreg.measure import Case, verify
@@ -290,7 +290,7 @@ def test_what_a_capture_was_declined_for_holds_for_no_further_one(native):
                 plan.run(*inputs, attnreg.Call(1.0, 3, 3))
             return plan.backend
 
-        return served(run)
+        return retry_on_decline(run)
 
     with attnreg.register_backend(dataclasses.replace(choosy.backend, forward=limits)):
         assert capture() != "choosy"
