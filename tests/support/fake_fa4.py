@@ -12,10 +12,11 @@ import types
 from typing import NamedTuple
 
 import torch
+from support import truth
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnreg import Call
-from attnreg.backends.fa4 import compiled_kinds
+from attnreg import Call, Device
+from attnreg.backends.fa4 import BACKEND, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
 
 FORWARD = fa4_package.KEYWORDS["_flash_attn_fwd"]
@@ -394,12 +395,14 @@ class Package:
         )
 
 
-def install(monkeypatch, package, version="4.0.0b36", **replaced):
-    """Put a fake package in place of flash-attn-4."""
+def install(monkeypatch, package=None, version="4.0.0b36", **replaced):
+    """Put a fake package in place of flash-attn-4 and return it."""
+    package = package or Package()
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package.module(**replaced))
     monkeypatch.setattr(fa4_package, "version", lambda name: version)
+    return package
 
 
 def forget(monkeypatch):
@@ -409,6 +412,14 @@ def forget(monkeypatch):
 
 
 # Calls
+
+
+def offered(case):
+    """Return what the backend's own limits leave of a case: nothing, the forward, or both."""
+    asked = case.spec(Device("cuda", (9, 0)))
+    if BACKEND.forward.unsupported(asked) or BACKEND.refuses(asked):
+        return ()
+    return ("forward",) if BACKEND.backward.unsupported(asked) else ("forward", "backward")
 
 
 def dense(
@@ -425,7 +436,49 @@ def call_of(query, key, scale=0.25, **options):
     return Call(scale, query.shape[1], key.shape[1], **options)
 
 
+def packed(lengths, lengths_k=None, seed=0, **options):
+    """Return query, key, value, gradient and call of a packed batch; equal lengths share their offsets."""
+    lengths_k = lengths_k or lengths
+    tensors = [x[0] for x in dense(sum(lengths), sum(lengths_k), batch=1, seed=seed)]
+    cu_seqlens_q = torch.tensor([0, *lengths]).cumsum(0).int()
+    cu_seqlens_k = cu_seqlens_q if lengths_k is lengths else torch.tensor([0, *lengths_k]).cumsum(0).int()
+    return *tensors, Call(0.25, 64, 64, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+
+
 def both(kernels, query, key, value, grad, call):
     """Run forward and backward; return output, LSE and the three gradients."""
     out, lse = kernels.forward(query, key, value, call)
     return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)
+
+
+def true_results(query, key, value, grad, call):
+    """Return output, LSE and the three gradients in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    options = {"window": call.window, "scale": call.scale}
+    with torch.enable_grad():
+        if call.varlen:
+            out, lse = truth.varlen(*leaves, call.cu_seqlens_q, call.cu_seqlens_k, **options)
+        else:
+            parts = [truth.attention(*each, **options) for each in zip(*leaves, strict=True)]
+            out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
+        return out, lse, *torch.autograd.grad(out, leaves, grad.double())
+
+
+def entered(kernels, package, query, key, value, grad, call):
+    """Run both directions, compare with float64, and return which of them entered the package's Python."""
+    package.calls.clear()
+    package.launched.clear()
+    got = both(kernels, query, key, value, grad, call)
+    for one, true in zip(got, true_results(query, key, value, grad, call), strict=True):
+        truth.assert_near(one, true, torch.bfloat16)
+    return list(dict.fromkeys(name for name, _ in package.calls))
+
+
+def entered_by_round(kernels, package, rounds, **options):
+    """Return `entered` of calls of one description, each with other tensors."""
+    shape = {name: options.pop(name) for name in list(options) if name not in Call._fields}
+    found = []
+    for seed in range(rounds):
+        tensors = dense(**shape, seed=seed)
+        found.append(entered(kernels, package, *tensors, call_of(*tensors[:2], **options)))
+    return found
