@@ -5,6 +5,7 @@ tensor, shows in the values. A recipe is proven at the third call of its descrip
 """
 
 import functools
+import itertools
 import logging
 import sys
 import types
@@ -109,6 +110,12 @@ def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_bef
         replayed.append((recipe, list(slots), results))
         return results
 
+    def uninitialized(size, stride, *rest):
+        assert type(size) is type(stride) is tuple  # on a GPU nothing else is taken
+        return replay_uninitialized(size, stride, *rest)
+
+    replay_uninitialized = replay.uninitialized
+    monkeypatch.setattr(replay, "uninitialized", uninitialized)
     monkeypatch.setattr(replay, "record", recorded)
     monkeypatch.setattr(recording.Recipe, "launch", launched)
     given = query, key, *_ = packed((5, 28, 7), (9, 21, 30))
@@ -129,6 +136,14 @@ def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_bef
     assert out[:21].isfinite().all()
     assert grads[1][:31].isfinite().all()
     assert entered(kernels, package, *given) == NEITHER
+
+
+def test_in_the_last_halves_of_sequences_each_query_sees_those_of_its_keys_that_are_left():
+    lengths = [(n, m) for n in (1, 2, 5, 8) for m in (1, 2, 5, 8)]
+    for (len_q, len_k), left, right in itertools.product(lengths, (None, 0, 3), (None, 0, 2)):
+        half_q, half_k = (len_q + 1) // 2, (len_k + 1) // 2
+        of_halves = fake_fa4.visible(half_q, half_k, False, left, right)
+        assert torch.equal(fake_fa4.visible(len_q, len_k, False, left, right)[-half_q:, -half_k:], of_halves)
 
 
 @pytest.mark.parametrize("hidden", ["_bwd_preprocess", "_bwd_postprocess_convert"])
@@ -238,6 +253,13 @@ def test_until_the_device_has_reported_calls_go_through_the_package(rounds, monk
     reports[2].fill_(replay.REFUTED)
     reports[3].fill_(replay.PROVEN)
     assert rounds(2, len_q=34) == [["forward"]] * 2
+
+
+def test_where_there_are_many_descriptions_a_proof_waits_for_more_calls(rounds, monkeypatch):
+    monkeypatch.setattr(replay, "FEW", 2)
+    assert rounds(4) == PROVEN_SOON
+    assert rounds(replay.WAIT + 3, len_q=7, len_k=5) == [*[BOTH] * (replay.WAIT + 2), NEITHER]
+    assert rounds(1) == [NEITHER]
 
 
 @pytest.mark.parametrize("hidden", [set(), {"_bwd_preprocess"}])

@@ -223,6 +223,14 @@ def test_offsets_that_are_strided_or_not_aligned_have_no_description(index):
         assert describe(call, query, key, value) is None
 
 
+def test_a_call_that_keeps_a_gpu_busy_for_milliseconds_has_no_description():
+    query, key, value, _ = dense()
+    call = call_of(query, key)
+    longest = recording.LARGEST // query.numel()
+    assert describe(call._replace(max_k=longest), query, key, value) is not None
+    assert describe(call._replace(max_k=longest + 1), query, key, value) is None
+
+
 def test_how_many_sequences_there_are_on_either_side_is_in_the_description():
     query, key, value, _, call = packed((5, 28), (20, 13))
     more = torch.tensor([0, 5, 20, 33], dtype=torch.int32)

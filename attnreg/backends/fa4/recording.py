@@ -34,6 +34,10 @@ EMPTY |= {"aten::empty.memory_format"}
 ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
 PLAIN = (type(None), bool, int, float, str)
 
+# The size of a call (elements of the query times the longest keys) above which a GPU is busy for far longer
+# than the package's Python takes on the host: a replay would gain nothing, and its proof take memory.
+LARGEST = 2**39
+
 Description = tuple[object, ...]
 # Slot, size, strides and dtype.
 Allocation = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -52,6 +56,7 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
         or call.attn_bias is not None
         or call.alibi_slopes is not None
         or call.dropout
+        or tensors[0].numel() * call.max_k > LARGEST
     ):
         return None
     description = [call.scale, call.max_q, call.max_k, call.window, call.deterministic]
@@ -131,7 +136,7 @@ def record(call: PackageCall) -> tuple[tuple[Tensor, ...], Recorded | str]:
 
 
 def all_distinct(tensors: Iterable[Tensor]) -> bool:
-    """Whether no two tensors are the same memory seen the same way, so that a launch's arguments are clear."""
+    """Whether each tensor can be told from the others by its address, shape, strides and dtype."""
     places = [_place(x) for x in tensors]
     return len(set(places)) == len(places)
 
@@ -144,7 +149,7 @@ def pick(slots: Sequence[int]) -> Callable[[Any], Any]:
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
-    """Return what tells a tensor from others that exist; a detached one is the same."""
+    """Return what identifies a tensor among those that exist; a detached one is the same."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 

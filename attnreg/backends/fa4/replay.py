@@ -38,6 +38,9 @@ __all__ = ["Replays"]
 
 # Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
 MOST = 4096
+# With more than so many, batches come in ever new sizes, and a description may come once for each layer and
+# never again. Its proof, two more calls, then waits for as many later calls as make up for it.
+FEW, WAIT = 256, 32
 
 # What the device reports of a proof; 2 is `readback.PENDING`. Values of which none is finite show nothing,
 # as gradients of a loss that was scaled too far.
@@ -115,6 +118,7 @@ class Replays:
         # At the first, second, fourth call and so on: a proof that is inconclusive or finds no memory is
         # repeated without doubling the cost of each call.
         due = not entry.later_calls & (entry.later_calls - 1)
+        due = due and (len(self._entries) <= FEW or entry.later_calls >= WAIT)
         if due and entry.proof is None and not entry.proven and entry.recorded is not None:
             _prove(entry, entry.recorded, call, results)
         return results
@@ -245,13 +249,13 @@ def _rearranged(x: Tensor, dims: int, half: _Halves | None) -> Tensor:
 def _copied(x: Tensor, like: Tensor, address: int) -> Tensor:
     """Return a copy of `x` with the strides of `like`, at another address than this one."""
     # An expanded dimension has one element in memory.
-    size = [length if step else 1 for length, step in zip(like.shape, like.stride(), strict=True)]
+    size = tuple(length if step else 1 for length, step in zip(like.shape, like.stride(), strict=True))
     copy = _elsewhere(size, like.stride(), like.dtype, like.device, address)
     return copy.copy_(x[tuple(map(slice, size))]).expand(like.shape)
 
 
 def _elsewhere(
-    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, address: int
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, address: int
 ) -> Tensor:
     """Return a new tensor at another address than this one."""
     tensor = uninitialized(size, stride, dtype, device)
