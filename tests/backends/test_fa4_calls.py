@@ -70,7 +70,7 @@ def test_every_case_that_it_takes_is_right(kernels, package):
 
 
 @pytest.mark.parametrize(("extra", "extra_backward"), [(0, 0), (2, 0), (3, 1)])
-def test_however_many_values_come_back_the_first_ones_count(install, extra, extra_backward):
+def test_results_beyond_the_first_ones_are_ignored(install, extra, extra_backward):
     install(Package(extra, extra_backward))
     query, key, value, grad = dense(heads=4, heads_k=2)
     call = call_of(query, key, window=(-1, 0))
@@ -85,7 +85,7 @@ def test_however_many_values_come_back_the_first_ones_count(install, extra, extr
         torch.testing.assert_close(got.double(), leaf.grad, rtol=0.02, atol=0.03)
 
 
-def test_rows_past_the_last_offset_are_empty_and_what_stands_in_them_is_left_alone(kernels):
+def test_rows_past_the_last_offset_are_zero_in_the_results_and_unchanged_in_the_inputs(kernels):
     query, key, value, grad = (x[0] for x in dense(40, 40))
     offsets = torch.tensor([0, 13, 13, 30], dtype=torch.int32)
     for tensor in (query, key, value, grad):
@@ -125,7 +125,7 @@ def test_a_dense_call_copies_and_fills_nothing(package, kernels):
         ([], [], [0, 1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_the_keys_that_no_query_may_see_are_found(lengths, used, unseen):
+def test_the_rows_that_no_sequence_counts_are_found(lengths, used, unseen):
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     used = None if used is None else torch.tensor(used, dtype=torch.int32)
     call = Call(1.0, 7, 7, cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=used)
@@ -148,21 +148,21 @@ def test_layers_that_share_their_offsets_share_what_is_derived_from_them():
     assert unused_rows.find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
 
 
-def test_a_batch_that_is_known_to_be_whole_is_neither_copied_nor_filled(package, kernels, monkeypatch):
+def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kernels, monkeypatch):
     query, key, value, grad = (x[0] for x in dense(40, 40))
     offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
     call = Call(0.25, 27, 27, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     careful = both(kernels, query, key, value, grad, call)
-    asked = []
+    queried = []
 
     def facts(*arguments):
-        asked.append(arguments)
+        queried.append(arguments)
         return types.SimpleNamespace(no_unused_rows=True)
 
     monkeypatch.setattr(unused_rows, "facts", facts)
     package.calls.clear()
     assert all(map(torch.equal, both(kernels, query, key, value, grad, call), careful))
-    assert asked == [(call, 40, 40, 0)] * 2
+    assert queried == [(call, 40, 40, 0)] * 2
     (_, forward), (_, backward) = package.calls
     assert (forward["out"], forward["lse"], forward["v"] is value) == (None, None, True)
     assert [backward[name] for name in ("dq", "dk", "dv")] == [None] * 3
@@ -181,12 +181,12 @@ def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, co
     assert all(error.passed for error in measure(kernels, case).values())
     query, key, value, grad, call = inputs(case)
     out, lse = kernels.forward(query, key, value, call)
-    apart = torch.cat((out.new_zeros(1), out.flatten()))[1:].view(out.shape)
-    kernels.backward(grad, query, key, value, apart, lse, call)
+    unaligned = torch.cat((out.new_zeros(1), out.flatten()))[1:].view(out.shape)
+    kernels.backward(grad, query, key, value, unaligned, lse, call)
     given = {(direction, name): given[name] for direction, given in package.calls for name in ("q", "k", "v")}
     given["backward", "out"] = package.calls[-1][1]["out"]
     if copies_itself:
-        assert given["backward", "out"] is apart
+        assert given["backward", "out"] is unaligned
         assert given["forward", "q"] is query
     else:
         assert all(map(aligned, given.values()))
@@ -237,11 +237,11 @@ def test_the_rest_is_passed_on_by_keyword(package, kernels, deterministic):
     assert backward["dout"] is grad
 
 
-def test_integers_with_gaps_between_them_are_closed_up(package, kernels):
+def test_strided_integers_are_copied(package, kernels):
     query, key, value, grad = (x[0] for x in dense(32, 32))
-    apart = torch.tensor([[0, 9], [20, 9], [32, 9]], dtype=torch.int32)[:, 0]
+    strided = torch.tensor([[0, 9], [20, 9], [32, 9]], dtype=torch.int32)[:, 0]
     used = torch.tensor([[7, 9], [12, 9]], dtype=torch.int32)[:, 0]
-    call = Call(0.25, 20, 20, cu_seqlens_q=apart, cu_seqlens_k=apart, seqused_k=used)
+    call = Call(0.25, 20, 20, cu_seqlens_q=strided, cu_seqlens_k=strided, seqused_k=used)
     got = both(kernels, query, key, value, grad, call)
     closed = {
         name: getattr(call, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -299,11 +299,11 @@ def run_in_threads(kernels, package):
     query, key, value, grad = dense()
     call = call_of(query, key)
     out, lse = kernels.forward(query, key, value, call)
-    meet = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def pause():
         with contextlib.suppress(threading.BrokenBarrierError):
-            meet.wait(0.2)
+            barrier.wait(0.2)
 
     package.pause = pause
     threads = [
@@ -328,10 +328,10 @@ def test_without_the_lock_two_threads_would_be(package, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ptxas"), torch.OutOfMemoryError("full"), AssertionError()])
-def test_an_error_is_the_packages_own_with_a_word_on_what_was_tried(package, kernels, error):
+def test_an_error_of_the_package_is_raised_as_it_is_with_a_note_on_what_was_tried(package, kernels, error):
     query, key, value, _ = dense()
     package.fails = error
-    for _ in range(2):  # a failed kind is no known kind
+    for _ in range(2):  # a kind that failed has not run
         with pytest.raises(type(error)) as caught:
             kernels.forward(query, key, value, call_of(query, key))
         assert caught.value is error

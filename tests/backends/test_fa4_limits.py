@@ -35,13 +35,13 @@ def kernels(package):
     return BACKEND.load()
 
 
-def spec(**asked):
+def spec(**fields):
     usual = {"device": Device("cuda", (9, 0)), "dtype": "bfloat16", "batch": 2, "max_q": 64, "max_k": 64}
-    return AttentionSpec(**usual | {"heads_q": 4, "heads_k": 4, "head_dim": 64, "head_dim_v": 64} | asked)
+    return AttentionSpec(**usual | {"heads_q": 4, "heads_k": 4, "head_dim": 64, "head_dim_v": 64} | fields)
 
 
-def reasons(direction, **asked):
-    return Entry("FA4", "a test", BACKEND).reasons(spec(**asked), direction)
+def reasons(direction, **fields):
+    return Entry("FA4", "a test", BACKEND).reasons(spec(**fields), direction)
 
 
 @pytest.fixture
@@ -57,23 +57,27 @@ def here(monkeypatch):
 def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels, here):
     query, key, value, grad = dense(64, 64, dim=64)
     cold = ("this kind of call has to run once before it can be recorded in a CUDA graph",)
-    asked = {"capturing": True}
-    assert (reasons("forward"), reasons("forward", **asked), reasons("backward", **asked)) == ((), cold, cold)
+    fields = {"capturing": True}
+    assert (reasons("forward"), reasons("forward", **fields), reasons("backward", **fields)) == (
+        (),
+        cold,
+        cold,
+    )
     out, lse = kernels.forward(query, key, value, call_of(query, key))
-    assert (reasons("forward", **asked), reasons("backward", **asked)) == ((), cold)
+    assert (reasons("forward", **fields), reasons("backward", **fields)) == ((), cold)
     kernels.backward(grad, query, key, value, out, lse, call_of(query, key))
-    assert (reasons("forward", **asked), reasons("backward", **asked)) == ((), ())
+    assert (reasons("forward", **fields), reasons("backward", **fields)) == ((), ())
     for other in (
         *({"dtype": "float16"}, {"head_dim": 72}, {"head_dim_v": 128}, {"heads_k": 2}, {"varlen": True}),
         *({"window": (-1, 0)}, {"window": (8, -1)}, {"window": (8, 8)}, {"seqused_k": True}, {"max_k": 65}),
         {"device": Device("cuda", (9, 0), index=1)},
     ):
-        assert reasons("forward", **asked, **other) == cold, other
-    assert reasons("forward", **asked, max_q=50, max_k=60, heads_q=12, heads_k=12, batch=7) == ()
-    assert reasons("forward", **asked, deterministic=True) == ()
-    assert reasons("backward", **asked, deterministic=True) == cold
+        assert reasons("forward", **fields, **other) == cold, other
+    assert reasons("forward", **fields, max_q=50, max_k=60, heads_q=12, heads_k=12, batch=7) == ()
+    assert reasons("forward", **fields, deterministic=True) == ()
+    assert reasons("backward", **fields, deterministic=True) == cold
     simulated = Device("cuda", (9, 0), simulated=True)
-    assert reasons("forward", **asked, device=simulated, dtype="float16") == ()
+    assert reasons("forward", **fields, device=simulated, dtype="float16") == ()
 
 
 def test_a_kind_that_slips_through_is_an_error_in_a_cuda_graph_and_not_compiled(
@@ -96,7 +100,7 @@ def test_a_kind_that_slips_through_is_an_error_in_a_cuda_graph_and_not_compiled(
     assert [name for name, _ in package.calls] == ["forward", "forward"]
 
 
-def test_a_spec_and_its_tensors_are_of_one_kind():
+def test_a_spec_and_its_tensors_give_the_same_kind():
     for case in QUICK:
         if case.dtype == "bfloat16" and offered(case):
             query, key, value, _, call = inputs(case)
@@ -115,7 +119,7 @@ def test_lengths_make_a_bounded_number_of_kinds():
 
 
 @pytest.mark.parametrize(
-    ("asked", "forward", "backward"),
+    ("fields", "forward", "backward"),
     [
         ({}, "", ""),
         ({"num_splits": 1}, "", ""),
@@ -163,13 +167,13 @@ def test_lengths_make_a_bounded_number_of_kinds():
         ({"deterministic": True}, "", ""),
     ],
 )
-def test_a_limit_is_told_for_the_direction_that_has_it(here, asked, forward, backward):
-    assert reasons("forward", **asked) == ((forward,) if forward else ())
-    assert reasons("backward", **asked) == ((backward,) if backward else ())
+def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(here, fields, forward, backward):
+    assert reasons("forward", **fields) == ((forward,) if forward else ())
+    assert reasons("backward", **fields) == ((backward,) if backward else ())
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("fields", "reason"),
     [
         ({"page_size": 16}, ""),
         ({"page_size": 128}, "page size must not be that of a key tile, got 128"),
@@ -208,7 +212,7 @@ def test_a_limit_is_told_for_the_direction_that_has_it(here, asked, forward, bac
         ),
     ],
 )
-def test_pages_are_read_forward_where_nothing_unwritten_is_read_with_them(here, asked, told):
-    paged = {"varlen": True, "seqused_k": True, **asked}
-    assert reasons("forward", **paged) == ((told,) if told else ())
+def test_pages_are_served_forward_unless_unwritten_keys_would_be_loaded_with_them(here, fields, reason):
+    paged = {"varlen": True, "seqused_k": True, **fields}
+    assert reasons("forward", **paged) == ((reason,) if reason else ())
     assert reasons("backward", **paged)[0] == "block_table must be None: no paged key-value cache"

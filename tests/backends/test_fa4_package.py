@@ -57,20 +57,22 @@ def here(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_a_renamed_keyword_is_told_when_the_package_is_loaded(install, name, here):
+def test_a_renamed_keyword_is_reported_at_load(install, name, here):
     install(version="4.0.0b99", **{name: lambda q, k, v, scale, with_lse: None})
     entry = Entry("FA4", "a test", BACKEND)
     with pytest.raises(BackendUnavailableError) as error:
         entry.kernels()
-    told = str(error.value.__cause__)
+    message = str(error.value.__cause__)
     missing = ", ".join(
         repr(keyword) for keyword in fa4_package.KEYWORDS[name] if keyword not in ("q", "k", "v")
     )
-    assert told == (f"flash-attn-4 4.0.0b99: {name} takes no {missing}; attnreg knows 4.0.0b19 to 4.0.0b36")
+    assert message == (
+        f"flash-attn-4 4.0.0b99: {name} takes no {missing}; attnreg knows 4.0.0b19 to 4.0.0b36"
+    )
 
 
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_a_parameter_that_it_has_to_be_given_and_attnreg_does_not_know_is_told_then_too(install, name, here):
+def test_an_unknown_parameter_without_a_default_is_reported_at_load(install, name, here):
     package = install(version="4.0.0b99")
     as_known = inspect.signature(getattr(package.module(), name))
     layout = inspect.Parameter("layout", inspect.Parameter.KEYWORD_ONLY)
@@ -88,7 +90,7 @@ def test_a_parameter_that_it_has_to_be_given_and_attnreg_does_not_know_is_told_t
     )
 
 
-def test_a_function_that_is_gone_is_told_when_the_package_is_loaded(install):
+def test_a_missing_function_is_reported_at_load(install):
     package = install(version="5.0")
     module = package.module()
     del module._flash_attn_bwd
@@ -111,7 +113,7 @@ def test_a_function_that_is_gone_is_told_when_the_package_is_loaded(install):
         ((torch.ones(1), None, torch.ones(1)), "Tensor, NoneType, Tensor"),
     ],
 )
-def test_results_of_another_form_are_told_with_package_and_version(install, results, got):
+def test_results_of_another_form_are_reported_with_package_and_version(install, results, got):
     package = Package()
     function, *_ = package.functions()
 
@@ -153,14 +155,14 @@ def test_without_a_cache_folder_of_the_user_it_is_the_one_in_the_home(package, m
 
 
 @pytest.mark.parametrize("switch", ["0", "off"])
-def test_a_user_who_has_settled_it_is_left_alone(package, monkeypatch, cache, switch):
+def test_a_users_own_setting_is_kept(package, monkeypatch, cache, switch):
     monkeypatch.setenv(SWITCH, switch)
     BACKEND.load()
     assert settings() == (switch, None)
     assert not cache.exists()
 
 
-def test_a_folder_of_the_users_is_taken(package, monkeypatch, cache, tmp_path):
+def test_a_folder_that_the_user_names_is_used(package, monkeypatch, cache, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
     BACKEND.load()
     assert settings() == ("1", str(tmp_path / "mine"))
@@ -181,7 +183,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(packag
     )
 
 
-def test_a_folder_without_locks_is_not_taken(package, cache, monkeypatch, caplog):
+def test_a_folder_without_locks_is_not_used(package, cache, monkeypatch, caplog):
     def refuse(file, how):
         raise OSError("no locks here")
 
@@ -227,14 +229,14 @@ NO_CUTLASS = "flash-attn-4 4.0.0b36 needs nvidia-cutlass-dsl, and there is no mo
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [
         ({}, None),
         ({"version": None}, "flash-attn-4 isn't installed"),
         (
             {"cute": False},
             "flash-attn-4 4.0.0b36 lacks flash_attn/cute/cache_utils.py, as when flash-attn is installed "
-            "over it or removed beside it; reinstall it with: "
+            "over it or removed afterwards; reinstall it with: "
             "pip install --force-reinstall --no-deps flash-attn-4",
         ),
         ({"cutlass": False}, NO_CUTLASS),
@@ -242,10 +244,10 @@ NO_CUTLASS = "flash-attn-4 4.0.0b36 needs nvidia-cutlass-dsl, and there is no mo
         ({"gpus": ()}, "torch finds no CUDA GPU here"),
     ],
 )
-def test_what_is_missing_is_said_in_a_sentence_and_nothing_is_imported(machine, missing, told):
+def test_what_is_missing_is_one_sentence_and_nothing_is_imported(machine, missing, message):
     machine(**missing)
     before = set(sys.modules)
-    assert BACKEND.unavailable() == told
+    assert BACKEND.unavailable() == message
     assert {name.partition(".")[0] for name in set(sys.modules) - before} <= set(sys.stdlib_module_names)
 
 

@@ -215,8 +215,8 @@ def test_a_description_holds_each_field_of_a_call_or_there_is_none():
 @pytest.mark.parametrize("index", [0, 1], ids=["queries", "keys"])
 def test_offsets_that_are_strided_or_not_aligned_have_no_description(index):
     query, key, value, _ = dense()
-    aligned, apart = torch.ones(3).int(), torch.ones(3, 2, dtype=torch.int32)[:, 0]
-    for other in (apart, torch.ones(4, dtype=torch.int32)[1:]):
+    aligned, strided = torch.ones(3).int(), torch.ones(3, 2, dtype=torch.int32)[:, 0]
+    for other in (strided, torch.ones(4, dtype=torch.int32)[1:]):
         ends = [aligned, aligned]
         ends[index] = other
         call = call_of(query, key)._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
@@ -311,10 +311,10 @@ def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     replays = replay.Replays(True)
     for number in range(20):
-        assert not replays.met((number,))
-        assert replays.met((number,))
+        assert not replays.came_before((number,))
+        assert replays.came_before((number,))
         assert len(replays._entries) <= 3
-    assert not replays.met((0,))
+    assert not replays.came_before((0,))
     # Two directions at a time are replayed all the same.
     for length in (10, 20, 30, 10):
         assert rounds(5, len_q=length)[-1] == NEITHER
@@ -326,19 +326,19 @@ def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
 def test_replays_run_in_threads_without_waiting_for_each_other(kernels, package, rounds):
     assert rounds(4) == PROVEN_SOON
     given = [dense(seed=seed) for seed in range(2)]
-    got, meet = {}, threading.Barrier(2)
+    got, barrier = {}, threading.Barrier(2)
 
     def forward(index):
         query, key, value, _ = given[index]
         got[index] = kernels.forward(query, key, value, call_of(query, key))
 
-    package.on_launch = lambda name: meet.wait(10)
+    package.on_launch = lambda name: barrier.wait(10)
     threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not meet.broken
+    assert not barrier.broken
     for index, tensors in enumerate(given):
         true = true_results(*tensors, call_of(*tensors[:2]))
         for one, of_it in zip(got[index], true, strict=False):

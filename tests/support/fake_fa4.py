@@ -34,23 +34,23 @@ def visible(len_q, len_k, causal, left, right):
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
     distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
-    seen = torch.ones(len_q, len_k, dtype=torch.bool)
+    mask = torch.ones(len_q, len_k, dtype=torch.bool)
     if causal:
         right = 0
     if left is not None:
-        seen &= distance >= -left
+        mask &= distance >= -left
     if right is not None:
-        seen &= distance <= right
-    return seen
+        mask &= distance <= right
+    return mask
 
 
-def attention(query, key, value, scale, seen):
+def attention(query, key, value, scale, mask):
     """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
     group = query.shape[1] // key.shape[1]
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.where(seen, -torch.inf)
+    scores = scores.where(mask, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
     # A tile also loads the rows behind its sequence, at a weight of 0: NaN spreads.
@@ -140,8 +140,8 @@ def forward_kernel(causal):
             query = q[rows_q]
             value = loaded(v, rows_k, length)
             key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-            seen = visible(len(query), length, causal, left, right)
-            part, part_lse, _ = attention(query, key[:length], value, scale, seen)
+            mask = visible(len(query), length, causal, left, right)
+            part, part_lse, _ = attention(query, key[:length], value, scale, mask)
             out[rows_q] = part.to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
@@ -168,11 +168,11 @@ def backward_kernel(causal, shared):
             key, value = (loaded(x, rows_k, length).double() for x in (k, v))
             heads, heads_k = query.shape[1], key.shape[1]
             keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-            seen = visible(len(query), length, causal, left, right)
+            mask = visible(len(query), length, causal, left, right)
             part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
             scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
             weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None])
-            weights = weights.where(seen, 0.0)
+            weights = weights.where(mask, 0.0)
             delta = dpsum[rows_q].double().mT
             grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
             dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
@@ -416,10 +416,10 @@ def forget(monkeypatch):
 
 def offered(case):
     """Return what the backend's own limits leave of a case: nothing, the forward, or both."""
-    asked = case.spec(Device("cuda", (9, 0)))
-    if BACKEND.forward.unsupported(asked) or BACKEND.refuses(asked):
+    spec = case.spec(Device("cuda", (9, 0)))
+    if BACKEND.forward.unsupported(spec) or BACKEND.refuses(spec):
         return ()
-    return ("forward",) if BACKEND.backward.unsupported(asked) else ("forward", "backward")
+    return ("forward",) if BACKEND.backward.unsupported(spec) else ("forward", "backward")
 
 
 def dense(

@@ -135,7 +135,7 @@ def unavailable() -> str | None:
     if not any((Path(place) / "cute" / "cache_utils.py").is_file() for place in _places("flash_attn")):
         return (
             f"{release()} lacks flash_attn/cute/cache_utils.py, as when flash-attn is installed over it "
-            f"or removed beside it; reinstall it with: pip install --force-reinstall --no-deps {PACKAGE}"
+            f"or removed afterwards; reinstall it with: pip install --force-reinstall --no-deps {PACKAGE}"
         )
     if not _places("cutlass"):
         return f"{release()} needs nvidia-cutlass-dsl, and there is no module cutlass"

@@ -9,7 +9,7 @@ a number that depends on addresses or lengths would be repeated. Hence a recipe 
 2. So does the second, which is recorded.
 3. A later one runs through the package, too; then the recipe is replayed on rearranged copies of its
    tensors, at other addresses than the recorded ones, with other lengths, in memory full of NaN. The device
-   compares with what the package makes of the same, and the host doesn't wait for it.
+   compares with the package on the same copies, and the host doesn't wait for it.
 4. Once the device has found them equal, calls of this description are replayed.
 
 Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in a CUDA graph's capture.
@@ -74,7 +74,7 @@ class _Entry:
 
 
 class Replays:
-    """The call descriptions that a loaded backend has met, and their recipes.
+    """The call descriptions that have come up, and their recipes.
 
     `find` may be called by any thread, the rest by one at a time.
     """
@@ -95,7 +95,7 @@ class Replays:
         recorded = entry.recorded
         return recorded.recipe if entry.proven and recorded is not None else None
 
-    def met(self, description: Description) -> bool:
+    def came_before(self, description: Description) -> bool:
         """Whether a call of this description came before, of a release that may be replayed at all."""
         if description in self._entries:
             return True
