@@ -70,9 +70,11 @@ class _Adapter(NamedTuple):
         if _nothing_to_do(query, key):
             return empty_results(query, value, call)
         call = _with_dense_integers(call)
+        # 0 would let the package choose, and fail on Hopper where it chooses more than one.
         options = _options(call, None) | {"num_splits": 1, "return_lse": True}
         if not none_unused(query, key, call):
             description = None
+            # Weights of unused keys are zero, whatever the keys hold, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
             options["out"], options["lse"] = empty_results(query, value, call)
             (value,) = blanked(unused_keys, options["out"], value)
@@ -94,7 +96,7 @@ class _Adapter(NamedTuple):
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value. See `Kernels`."""
-        lse = lse.contiguous()
+        lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         description = describe(call, *inputs)
         recipe = self.replays.find(description)
@@ -108,6 +110,7 @@ class _Adapter(NamedTuple):
         options = _options(call, 0.0) | {"deterministic": call.deterministic}
         if not none_unused(query, key, call):
             description = None
+            # Here each row is a factor of a sum over a whole tile: all four have to be finite.
             unused_queries, unused_keys = find_unused(query, key, call)
             options |= {"dq": zero_gradient(query), "dk": zero_gradient(key), "dv": zero_gradient(value)}
             query, grad_out = blanked(unused_queries, options["dq"], query, grad_out)
@@ -165,6 +168,7 @@ def _run(
     direction, _, tensors, _ = package_call
     query = tensors["q"]
     kind = compiled_kinds.kind_of(direction, query, tensors["k"], tensors["v"], call)
+    # The limits see the kind only: a spec doesn't say which tensors are expanded.
     exact = (kind, compiled_kinds.repeated_dims(*tensors.values()))
     new, capturing = exact not in compiled_kinds.have_run, _capturing(query)
     if new and capturing:

@@ -168,7 +168,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def functions_with_caches() -> list[Any]:
     """Return the package's functions that launch kernels, each through its `compile_cache`."""
     interface = import_module("flash_attn.cute.interface")
-    named = list(vars(interface).values())
+    named = list(vars(interface).values())  # some are there under two names
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 

@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = func.name()
             if name in EMPTY or name in ZEROS:
                 self._allocated(result, name in ZEROS)
-            elif name != "aten::detach":
+            elif name != "aten::detach":  # the package detaches what it passes on
                 self._note(f"it calls {name}")
         return result
 
@@ -221,6 +221,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._slots) - 1
 
     def _allocated(self, tensor: Tensor, zeros: bool) -> None:
+        # `uninitialized` allocates on the current device only, and strided tensors only.
         if tensor.device != self._device or tensor.layout is not torch.strided:
             self._note(f"it allocates a {tensor.layout} tensor on {tensor.device}")
         slot = self._slot_of[_place(tensor)] = self._added(tensor)
@@ -237,6 +238,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return slot or 0
         if _constant(argument):
             return self._added(argument)
+        # Named tuples have `_make`; subclasses of tuple without it, such as torch.Size, can't be made again.
         make = type(argument) if type(argument) is tuple else getattr(type(argument), "_make", None)
         if make is None:
             self._note(f"a launch is given a {type(argument).__name__}")
@@ -271,6 +273,7 @@ class _RecordingCache:
 
     def __getitem__(self, key: object) -> Any:
         function = self._cache[key]
+        # The program may use the package itself in another thread, without the lock.
         mine = threading.get_ident() == self._recorder.thread
         return self._recorder.launching(function) if mine else function
 

@@ -109,7 +109,7 @@ class Replays:
         """Run a call of a kind that has run before; record it or prove its recipe in passing."""
         entry = self._entries[description]
         if entry.closed or entry.proven:
-            return call()
+            return call()  # proven: the device has reported since the caller looked
         if entry.recorded is None:
             return _record(entry, call) if _distinct(call.tensors) else call()
         results = call()
@@ -208,8 +208,10 @@ def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]
             if call.options[f"max_seqlen_{side}"] > 1:
                 conclusive &= ~half.used.all()  # sequences of one token are their own half
     copies = _copies(recorded, tensors, halves)
+    # Keys and values take the side of the keys, as do their gradients.
     sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k")
     if halves:
+        # Same shapes, strides and longest lengths: nothing is compiled. The caller holds the compile lock.
         expected = call._replace(tensors=copies)()
     else:
         expected = tuple(_rearranged(x, tensors["q"].dim(), None) for x in results)
