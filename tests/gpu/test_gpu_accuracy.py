@@ -139,7 +139,7 @@ def test_head_dims_in_steps_of_8(named, dim):
         ragged(*RAGGED, dims=(dim, dim), dtype="float16"),
     ]
     outcomes = hold(named, cases, may_refuse=["FA4"])
-    wrong = named == "FA4" and dim in limits.WRONG
+    wrong = named == "FA4" and dim in limits.WRONG_GRADIENTS
     assert [bool(outcome.reasons) for outcome in outcomes] == [wrong] * 3
 
 

@@ -14,7 +14,7 @@ from attnreg import _registry
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import described
 from attnreg.backends.fa2 import native
-from attnreg.backends.fa4 import kinds
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.readback import AsyncReadback
@@ -150,8 +150,8 @@ def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
 @pytest.mark.only_for("FA4", "cuDNN")
 def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
     given = gpu.packed().detached()
-    seen = set(kinds.seen)
-    kinds.seen.clear()
+    have_run = set(compiled_kinds.have_run)
+    compiled_kinds.have_run.clear()
     cudnn.Plans.cache_clear()
     try:
         with (
@@ -160,7 +160,7 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
         ):
             on(named)(*given)
     finally:
-        kinds.seen.update(seen)
+        compiled_kinds.have_run.update(have_run)
     assert ran() == {}
     gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
 

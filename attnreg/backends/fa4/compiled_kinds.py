@@ -1,8 +1,8 @@
-"""Kinds of calls: each is compiled once, and this process remembers which it has run.
+"""Kinds of calls: FA4 compiles each once, and this process remembers which it has run.
 
-A kind holds everything that the package's compile keys read (`compile_key` in its interface.py) and
-that differs between calls of attnreg's, most of it as it is, lengths as numbers of tiles. Calls of
-one kind never compile twice; two kinds may share what was compiled.
+A kind holds what the package's compile keys read (`compile_key` in its interface.py) and what differs
+between attnreg's calls; lengths enter as numbers of tiles. Calls of one kind never compile twice; two kinds
+may share what was compiled.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["Kind", "kind_of", "kind_of_spec", "repeated", "seen"]
+__all__ = ["Kind", "have_run", "kind_of", "kind_of_spec", "repeated_dims"]
 
 Kind = tuple[Any, ...]
 
-# Tile edges are multiples of 16, none beyond 256; above 256 sequences a further kernel looks them up.
+# Tile edges are multiples of 16, none beyond 256; above 256 sequences one more kernel looks them up.
 TILE, LONGEST, MANY = 16, 256, 256
 
-# What has run in this process: kinds, and kinds with the `repeated` dimensions of their tensors.
-seen: set[Kind] = set()
+# What has run in this process: kinds, and pairs of a kind and the `repeated_dims` of its tensors.
+have_run: set[Kind] = set()
 
 
 def kind_of(direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Kind:
@@ -48,8 +48,8 @@ def kind_of_spec(direction: str, spec: AttentionSpec) -> Kind:
     )  # fmt: skip
 
 
-def repeated(*tensors: Tensor) -> Kind:
-    """Return the dimensions in which tensors stand still, as expanded ones do: compiled in as well."""
+def repeated_dims(*tensors: Tensor) -> Kind:
+    """Return which dimensions of each tensor have stride 0, as expanded ones do: that is compiled in."""
     return tuple(
         tuple(step == 0 for step in strides) if 0 in strides else None
         for strides in (tensor.stride() for tensor in tensors)
