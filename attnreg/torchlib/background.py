@@ -57,7 +57,7 @@ class Status(NamedTuple):
     """How a library is.
 
     Attributes:
-        state: "built", "building", "failed", "off" or "missing".
+        state: "built", "building", "failed", "off" or "not built".
         file: where it is, if it is built.
         reason: why it isn't, and what to do.
     """
@@ -85,7 +85,7 @@ def ensure_built() -> None:
             # A daemon: a program that ends doesn't wait for it.
             threading.Thread(target=_start, name="attnreg-build", daemon=True).start()
     except Exception as error:  # noqa: BLE001 - calls are served without it
-        log.debug("nothing is compiled: %s", error)
+        log.info("attnreg runs without its compiled part: %s", error)
 
 
 def wait_built() -> None:
@@ -100,33 +100,40 @@ def wait_built() -> None:
         if not _waited:
             try:
                 if _missing():
+                    compiler.find()
                     _check_places()
                     log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
                     with _locked():
                         build_missing(logging.WARNING)
-            except (AttnregError, OSError) as error:
-                log.warning("nothing is compiled: %s", error)
+            except Exception as error:  # noqa: BLE001 - calls are served without it
+                log.warning("attnreg runs without its compiled part: %s", error)
             _waited = True
 
 
-def build(library: Library) -> Path:
-    """Compile a library now, whatever is there or has failed before; waits for others that compile.
+def build(library: Library, only_missing: bool = False) -> Path:
+    """Compile a library now and return its file; waits for others that compile.
+
+    Args:
+        library: what to compile, even if that has failed before.
+        only_missing: leave one alone that is there.
 
     Raises:
         BuildError: it can't be compiled; says why.
     """
     try:
         with _locked():
-            return _build(library)
-    except OSError as error:
-        raise BuildError(f"{library.title} can't be compiled into {target(library)}: {error}") from error
+            return (existing(library) if only_missing else None) or _build(library)
+    except BuildError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
 def build_missing(level: int = logging.DEBUG) -> None:
     """Compile what is missing and hasn't failed before; for whoever holds the lock."""
     for library in _missing():
         if failure := _failure(library):
-            log.log(level, "%s isn't compiled: %s", library.title, failure)
+            log.log(level, "%s", failure)
             continue
         try:
             _build(library)
@@ -152,15 +159,16 @@ def status(library: Library) -> Status:
             return Status("building", reason=f"process {process} is compiling now")
         if failure := _failure(library):
             return Status("failed", reason=failure)
+        _check_writable(file.parent)
         compiler.find()
     except (BuildError, OSError, RuntimeError) as error:
-        return Status("missing", reason=str(error))
+        return Status("not built", reason=str(error))
     if is_left_out():
         return Status("off", reason="ATTNREG_ROUTERS=python leaves it out")
     if (mode := _mode()) == "off":
         return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"
-    return Status("missing", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
+    return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
 
 
 def _mode() -> str:
@@ -181,12 +189,11 @@ def _start() -> None:
         failures = [_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
+        found = compiler.find()
         _check_places()
-        _detach(compiler.find())
-    except (AttnregError, OSError, RuntimeError) as error:
+        _detach(found)
+    except Exception as error:  # noqa: BLE001 - the program goes on in any case
         log.info("attnreg runs without its compiled part: %s", error)
-    except Exception as error:  # noqa: BLE001 - a thread has nobody to tell
-        log.debug("nothing is compiled: %s: %s", type(error).__name__, error)
 
 
 def _check_places() -> None:
@@ -200,8 +207,14 @@ def _check_places() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if problem := caches.unsafe(folder):
             raise BuildError(problem)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise BuildError(f"{folder} can't be written to")
+        _check_writable(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that this user can make files in a folder, or make the folder; makes neither."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise BuildError(f"{there} can't be written to, and {folder} is where compiled libraries go")
 
 
 def _detach(found: list[str]) -> None:
@@ -271,7 +284,7 @@ def _record(library: Library) -> Path:
 def _remember(record: Path, message: str) -> None:
     if any(text in message for text in DISK_FULL):
         return
-    now = datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes")
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = json.dumps({"compiler": compiler.identity(compiler.find()), "when": now, "message": message})
     temporary = record.with_suffix(f".{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
@@ -286,6 +299,6 @@ def _failure(library: Library) -> str:
             return ""
         first, *rest = str(found["message"]).splitlines()
         said = "".join(f" {line.strip()}" for line in rest[:1])
-        return f"on {found['when']} {first}{said}; `attnreg build` tries again"
+        return f"{first}{said} (tried at {found['when']}; `attnreg build` tries again)"
     except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
         return ""

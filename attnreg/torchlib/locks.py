@@ -53,14 +53,14 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
 
 def holder(path: Path) -> str:
     """Return what the holder of a file's lock has written there, its process id; empty if nobody holds it."""
-    import fcntl
-
     try:
+        import fcntl
+
         with path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return file.read(100).decode("ascii", "replace") or "unknown"
-    except OSError:
-        pass  # there is none, or it can't be read
+    except (OSError, ImportError):
+        pass  # there is none, or it can't be read, or this system has no such locks
     return ""
