@@ -25,8 +25,9 @@ from attnreg.backends.cudnn import sharing
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import counters, scope, trace
 from attnreg.dispatch.state import state
+from attnreg.errors import BuildError
 from attnreg.selection import policy
-from attnreg.torchlib import building, caches
+from attnreg.torchlib import building, caches, compiler
 from attnreg.tuning import tables
 
 
@@ -156,8 +157,10 @@ BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 @contextlib.contextmanager
 def compiled_here(library):
     """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip(f"compiling {library.title} takes a C++ compiler")
+    try:
+        compiler.find()
+    except BuildError as error:
+        pytest.skip(f"{library.title} can't be compiled: {error}")
     BUILT.mkdir(parents=True, exist_ok=True)
     BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:

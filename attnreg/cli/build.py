@@ -34,15 +34,17 @@ def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
     began = time.perf_counter()
     made: dict[str, str] = {}
     failures: list[str] = []
-    for name, library in (("file", building.CALL_CACHE), ("cpu_kernel", building.CPU_KERNEL)):
-        found = building.status(library)
-        if found.state == "building":
-            typer.echo(f"attnreg: {found.reason}, waiting for it", err=True)
+    libraries = {"file": building.CALL_CACHE, "cpu_kernel": building.CPU_KERNEL}
+    found = {name: building.status(library) for name, library in libraries.items()}
+    others = {status.reason for status in found.values() if status.state == "building"}
+    for reason in others:
+        typer.echo(f"attnreg: {reason}, waiting for it", err=True)
+    for name, library in libraries.items():
         try:
-            if missing and found.state == "failed":
-                raise BuildError(found.reason)
+            if missing and found[name].state == "failed":
+                raise BuildError(found[name].reason)
             with console(stderr=True).status(f"compiling {library.title}"):
-                made[name] = str(building.build(library, missing or found.state == "building"))
+                made[name] = str(building.build(library, missing or bool(others)))
         except BuildError as error:
             failures.append(str(error))
             typer.echo(f"attnreg: {_first_lines(str(error)) if missing else error}", err=True)
