@@ -121,6 +121,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
         BuildError: it can't be compiled; says why.
     """
     try:
+        _check_places()
         with _locked():
             return (existing(library) if only_missing else None) or _build(library)
     except BuildError:
@@ -200,13 +201,12 @@ def _check_places() -> None:
     """Check that what would be compiled could be loaded from where it would lie.
 
     Raises:
-        BuildError: others can write there.
-        OSError: this user can't.
+        OSError: this user can't write there, or others can.
     """
     for folder in (_lock_path().parent, *(target(library).parent for library in LIBRARIES)):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if problem := caches.unsafe(folder):
-            raise BuildError(problem)
+            raise PermissionError(problem)
         _check_writable(folder)
 
 
@@ -214,7 +214,7 @@ def _check_writable(folder: Path) -> None:
     """Check that this user can make files in a folder, or make the folder; makes neither."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise BuildError(f"{there} can't be written to, and {folder} is where compiled libraries go")
+        raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
 
 
 def _detach(found: list[str]) -> None:
@@ -228,6 +228,8 @@ def _detach(found: list[str]) -> None:
         log.debug("another process compiles already")
         return
     try:
+        if not (missing := _missing()):
+            return  # another process has just ended
         process = subprocess.Popen(
             compiler.python(DETACHED, str(lock)),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -236,15 +238,14 @@ def _detach(found: list[str]) -> None:
         )  # fmt: skip
         if process.wait():
             raise BuildError(f"the process that compiles ended with status {process.returncode}")
-        titles = " and ".join(library.title for library in _missing())
         log.info(
             "compiling %s in the background (process %s, low priority): programs that start after it use "
             "them; ATTNREG_BUILD=off forbids it",
-            titles,
+            " and ".join(library.title for library in missing),
             os.pread(lock, 100, 0).decode(),
         )
     finally:
-        os.close(lock)
+        locks.release(lock)
 
 
 def _lock_path() -> Path:
@@ -253,14 +254,12 @@ def _lock_path() -> Path:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    path = _lock_path()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = locks.lock_file(path, wait=True)
+    lock = locks.lock_file(_lock_path(), wait=True)
     try:
         yield
     finally:
         if lock is not None:
-            os.close(lock)
+            locks.release(lock)
 
 
 def _build(library: Library) -> Path:

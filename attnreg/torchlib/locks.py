@@ -1,4 +1,4 @@
-"""Locks: one between threads that a fork leaves open, and one between processes, on a file."""
+"""Locks that a fork doesn't leave closed: between threads, and between processes on a file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from threading import Lock
 
-__all__ = ["holder", "lock_file", "open_after_fork"]
+__all__ = ["holder", "lock_file", "open_after_fork", "release"]
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
+
+# Descriptors of locked files. A worker that is forked meanwhile must not keep them for as long as it lives.
+_held: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
@@ -26,7 +29,8 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
     """Lock a file for this process and those that inherit it; None where another process holds it.
 
     The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
-    there are no stale locks, and the file stays where it is.
+    there are no stale locks, and the file stays where it is. A process inherits it if it is started with
+    `pass_fds`, a fork doesn't.
 
     Args:
         path: the file; made if it isn't there.
@@ -46,9 +50,16 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
     except BaseException:
         os.close(descriptor)
         raise
+    _held.add(descriptor)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
+
+
+def release(descriptor: int) -> None:
+    """Open the lock of a file, or leave it to the processes that have inherited it."""
+    _held.discard(descriptor)
+    os.close(descriptor)
 
 
 def holder(path: Path) -> str:
@@ -64,3 +75,13 @@ def holder(path: Path) -> str:
     except (OSError, ImportError):
         pass  # there is none, or it can't be read, or this system has no such locks
     return ""
+
+
+def _forget_held() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_held)

@@ -178,6 +178,7 @@ def test_several_processes_that_start_together_compile_once(cache, fake):
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     until(is_idle)
+    assert building.status(building.CPU_KERNEL).state == "failed"
     assert sorted(name for name, *_ in fake.runs()) == sorted(
         building.target(library).name for library in LIBRARIES
     )
@@ -255,7 +256,7 @@ def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
     def finish():
         for library in LIBRARIES:
             building.target(library).touch()
-        os.close(held)
+        locks.release(held)
 
     for library in LIBRARIES:
         building.target(library).parent.mkdir(mode=0o700)
@@ -414,6 +415,22 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
     with pytest.raises(BuildError):
         building.build(building.CPU_KERNEL)
     assert fake.runs() and not left.exists()
+
+
+def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
+    held = locks.lock_file(tmp_path / "lock")
+    assert locks.lock_file(tmp_path / "lock") is None
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has looked
+        os._exit(0)
+    locks.release(held)
+    assert locks.holder(tmp_path / "lock") == ""
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.close(reader)
 
 
 def test_a_lock_that_cannot_be_looked_at_is_held_by_nobody(tmp_path):

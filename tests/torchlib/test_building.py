@@ -11,8 +11,9 @@ from support.processes import environment
 from typer.testing import CliRunner
 
 from attnreg.cli import app
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, ConfigError
 from attnreg.torchlib import background, building, compiler, libraries, locks
+from attnreg.tuning import traces
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -155,7 +156,7 @@ def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, c
     def finish(path, wait_for_it=False, **options):
         for library in building.LIBRARIES:
             building.target(library).touch()
-        os.close(held)
+        locks.release(held)
         monkeypatch.setattr(locks, "lock_file", wait)
         return wait(path, **options)
 
@@ -301,6 +302,16 @@ def test_a_home_folder_that_is_not_there_is_no_matter(tmp_path):
     done = served_with_home(Path(os.devnull) / "nonexistent", "not there")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "{'cpu': {'forward': 2, 'backward': 0}}"
+
+
+def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_settings(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigError, match="can't be written, expected a file in a folder that is there"):
+        traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
