@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -420,17 +421,10 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
 def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
     held = locks.lock_file(tmp_path / "lock")
     assert locks.lock_file(tmp_path / "lock") is None
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writer)
-        os.read(reader, 1)  # until the parent has looked
-        os._exit(0)
-    locks.release(held)
-    assert locks.holder(tmp_path / "lock") == ""
-    os.close(writer)
-    os.waitpid(child, 0)
-    os.close(reader)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(os.getpid)  # it is there
+        locks.release(held)
+        assert locks.holder(tmp_path / "lock") == ""
 
 
 def test_a_lock_that_cannot_be_looked_at_is_held_by_nobody(tmp_path):
