@@ -32,7 +32,7 @@ __all__ = ["Status", "build", "build_missing", "ensure_built", "is_left_out", "s
 
 log = logging.getLogger("attnreg")
 
-# The first of two processes ends at once, so that the second is nobody's child that has to be waited for.
+# The first of two processes ends at once: the program has no child left that it would have to wait for.
 # It inherits the lock, and with it the say over the file that names its holder.
 DETACHED = """
 import os, signal
@@ -70,7 +70,7 @@ class Status(NamedTuple):
 def ensure_built() -> None:
     """Have the libraries that are missing compiled in the background; for the first call of a program.
 
-    Only the first time in a process, and only where nobody else does it. Returns at once and never raises.
+    Only the first time in a process, and only if no other process compiles. Returns at once and never raises.
     With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it does nothing.
     """
     global _considered
@@ -131,7 +131,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
 
 
 def build_missing(level: int = logging.DEBUG) -> None:
-    """Compile what is missing and hasn't failed before; for whoever holds the lock."""
+    """Compile what is missing and hasn't failed before; the caller holds the lock."""
     for library in _missing():
         if failure := _failure(library):
             log.log(level, "%s", failure)
@@ -160,7 +160,7 @@ def status(library: Library) -> Status:
             return Status("building", reason=f"process {process} is compiling now")
         if failure := _failure(library):
             return Status("failed", reason=failure)
-        _check_writable(file.parent)
+        caches.check_writable(file.parent)
         compiler.find()
     except (BuildError, OSError, RuntimeError) as error:
         return Status("not built", reason=str(error))
@@ -207,14 +207,7 @@ def _check_places() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if problem := caches.unsafe(folder):
             raise PermissionError(problem)
-        _check_writable(folder)
-
-
-def _check_writable(folder: Path) -> None:
-    """Check that this user can make files in a folder, or make the folder; makes neither."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
+        caches.check_writable(folder)
 
 
 def _detach(found: list[str]) -> None:
@@ -264,7 +257,7 @@ def _locked() -> Iterator[None]:
 
 def _build(library: Library) -> Path:
     for left in target(library).parent.glob(f"{compiler.SCRATCH}*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed: nobody else has the lock
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
     record = _record(library)
     try:
         file = compiler.compile_library(library)

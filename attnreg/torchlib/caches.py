@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["folder", "unsafe"]
+__all__ = ["check_writable", "folder", "unsafe"]
 
 
 def folder(purpose: str) -> Path:
@@ -20,6 +20,17 @@ def folder(purpose: str) -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification has relative paths ignored.
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "attnreg" / purpose
+
+
+def check_writable(folder: Path) -> None:
+    """Check that this user can make files in a folder, or make the folder; makes neither.
+
+    Raises:
+        OSError: no; says where.
+    """
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
 
 
 def unsafe(*places: Path) -> str:

@@ -69,7 +69,7 @@ def find() -> list[str]:
 
 
 def identity(command: list[str]) -> str:
-    """Return what tells a compiler from another, or from its next version; runs nothing.
+    """Return a text that differs between compilers and their versions; runs nothing.
 
     Raises:
         OSError: it is gone.

@@ -107,7 +107,7 @@ def target(library: Library = CALL_CACHE) -> Path:
 
 
 def existing(library: Library) -> Path | None:
-    """Return the file of a library if it is there; None as well where nobody can look."""
+    """Return the file of a library if it is there; None as well where it can't be looked for."""
     try:
         file = target(library)
         return file if file.is_file() else None

@@ -34,7 +34,7 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
 
     Args:
         path: the file; made if it isn't there.
-        wait: wait for whoever holds it.
+        wait: wait for the process that holds it.
 
     Raises:
         OSError: the file can't be made or opened, or its file system has no locks.
@@ -63,7 +63,7 @@ def release(descriptor: int) -> None:
 
 
 def holder(path: Path) -> str:
-    """Return what the holder of a file's lock has written there, its process id; empty if nobody holds it."""
+    """Return what the holder of a file's lock has written there, its process id; empty if it is open."""
     try:
         import fcntl
 
