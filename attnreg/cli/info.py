@@ -33,6 +33,8 @@ def info(as_json: AsJson = False) -> None:
 
 
 def _print(place: "Console", found: dict[str, Any]) -> None:
+    versions = found["versions"]
+    compiled_for = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
     for title, headers, rows in (
         ("Versions", ("", ""), _versions(found["versions"])),
         ("Devices, and who serves them, the most preferred first", ("", ""), _devices(found)),
@@ -41,6 +43,7 @@ def _print(place: "Console", found: dict[str, Any]) -> None:
         ("Settings in force, the strongest first", ("", ""), _settings(found["settings"])),
         ("Measured tables", ("", ""), _tables(found["tables"])),
         ("PyTorch's entry points", ("", ""), _routers(found)),
+        (compiled_for, ("", ""), _libraries(found["compiled"])),
         ("What torch does by itself", ("", ""), _torch(found["torch"])),
     ):
         heading(place, title)
@@ -101,9 +104,9 @@ def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
     missed = routers["untouched_programs"]
     yield "routers", "installed" if routers["installed"] else "not installed"
     compiled = routers["compiled"]
-    yield "compiled", compiled["file"] or "no: `attnreg build` does it, for less host time per call"
+    yield "repeated calls", f"served by {'Python' if compiled['problem'] else 'the compiled call cache'}"
     if compiled["file"] and compiled["problem"]:
-        yield "", f"not used: {compiled['problem']}"
+        yield "", f"the compiled call cache is not used: {compiled['problem']}"
     yield "calls", "refused: see the problems above" if found["settings"]["problem"] else calls
     if routers["shadowed_by"]:
         yield "shadowed", f"torch.nn.attention has {routers['shadowed_by']!r} active above the routers"
@@ -111,6 +114,11 @@ def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
         "programs nobody touched",
         f"not served: {missed}" if missed else "served when a variable asks for it",
     )
+
+
+def _libraries(found: list[dict[str, Any]]) -> "Iterator[tuple[str, str]]":
+    for one in found:
+        yield one["library"], one["file"] or f"{one['state']}: {one['reason']}"
 
 
 def _torch(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":

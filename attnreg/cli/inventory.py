@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
+    from attnreg.torchlib.libraries import Library
 
 __all__ = ["inventory"]
 
@@ -52,6 +53,7 @@ def inventory() -> dict[str, Any]:
             "shadowed_by": aten.shadowed_by(),
             "untouched_programs": torch_facts.untouched_programs(),
         },
+        "compiled": [_library(library) for library in building.LIBRARIES],
         "torch": torch_facts.own_choice(),
     }
 
@@ -66,6 +68,17 @@ def _compiled() -> dict[str, str | None]:
     if os.environ.get("ATTNREG_ROUTERS", "").strip().casefold() == "python":
         problem = "ATTNREG_ROUTERS=python leaves them out"
     return {"file": str(file) if file else None, "problem": problem}
+
+
+def _library(library: Library) -> dict[str, str | None]:
+    """Return whether a library in C++ is compiled for the torch and the Python that run this."""
+    found = building.status(library)
+    return {
+        "library": library.title.removeprefix("the "),
+        "state": found.state,
+        "file": str(found.file) if found.file else None,
+        "reason": found.reason,
+    }
 
 
 def _policy() -> tuple[Policy, str]:

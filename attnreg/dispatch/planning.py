@@ -19,6 +19,7 @@ from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, select
 from attnreg.selection.render import fallback_line, refuse
 from attnreg.selection.replay import replayed
+from attnreg.torchlib import building
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,6 +63,7 @@ def make_plan(
         BackendUnavailableError: one that the settings ask for can't load here.
         RanksDifferError: another rank of the job chooses by another table.
     """
+    building.ensure_built()  # the program serves calls: its next start has the compiled part
     policy = now.policy.led_by(leading)
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries

@@ -200,7 +200,8 @@ def policy(now: Sources) -> tuple[str, str]:
 
 def watching(now: Sources) -> bool:
     """Whether settings ask for nothing, or only for calls to be recorded."""
-    return now == Sources(Environment(record=now.environment.record))
+    how = now.environment  # ATTNREG_ROUTERS and ATTNREG_BUILD say how calls are served, not by what
+    return now == Sources(Environment(record=how.record, routers=how.routers, build=how.build))
 
 
 def log_level(now: Sources) -> str:

@@ -79,9 +79,10 @@ def check_writable(path: Path) -> None:
     Raises:
         ConfigError: it can't be written, or has something else in it.
     """
-    if path.exists():
+    is_there = os.access(path, os.F_OK)  # `exists` raises in a folder that can't be read
+    if is_there:
         read(path)
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not os.access(path if is_there else path.absolute().parent, os.W_OK):
         raise ConfigError(f"{path}: can't be written, expected a file in a folder that is there")
 
 

@@ -404,8 +404,8 @@ BAD_ENVIRONMENTS = {
     "variable": (
         {"ATTNREG_BACKND": "one"},
         "ATTNREG_BACKND: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
-        "did you mean 'ATTNREG_BACKEND'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+        "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
     ),
     "file": (
         {"ATTNREG_CONFIG": "/no/such/file.toml"},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import processes
 from support.tuned import asked, point, table
 
 import attnreg
@@ -247,13 +247,11 @@ def test_two_processes_compare_over_the_jobs_own_store(tmp_path, monkeypatch):
         here = environment(CPU, _registry.entries())
         dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
         (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
-    environ |= {"ATTNREG_ROUTERS": "python"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(number), str(tmp_path / "store"), str(tmp_path / "shared.toml"),
              str(tmp_path / f"own{number}.toml")],
-            env=environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            env=processes.environment(ATTNREG_ROUTERS="python", OMP_NUM_THREADS=str(torch.get_num_threads())),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for number in (0, 1)

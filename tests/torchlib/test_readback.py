@@ -1,4 +1,4 @@
-"""What a device says, read without waiting for it; copies here arrive when they are told to."""
+"""Promises of asynchronous read-backs; here a copy from the device ends when the test says so."""
 
 import functools
 import gc
@@ -14,8 +14,8 @@ from attnreg.torchlib.readback import MANY, PENDING, AsyncReadback
 under_way = []
 
 
-class Far(torch.Tensor):
-    """A tensor of a device that is slow."""
+class SlowDeviceTensor(torch.Tensor):
+    """A tensor of a device whose copies take a while."""
 
     is_cpu = False
 
@@ -24,12 +24,12 @@ class Far(torch.Tensor):
         if function is not torch.Tensor.copy_:
             return super().__torch_function__(function, types, args, kwargs or {})
         assert kwargs == {"non_blocking": True}
-        place, said = args
-        under_way.append(functools.partial(place.copy_, said.as_subclass(torch.Tensor)))
+        place, result = args
+        under_way.append(functools.partial(place.copy_, result.as_subclass(torch.Tensor)))
         return place
 
 
-class Full(Far):
+class FullDeviceTensor(SlowDeviceTensor):
     """A tensor of a device that has no memory for a copy."""
 
     @classmethod
@@ -51,10 +51,10 @@ def blocks(monkeypatch):
 
     # Of the module alone, as torch keeps a list of the functions that a default device reaches.
     monkeypatch.setattr(readback, "torch", Torch(unpinned))
-    readback._left.clear()
+    readback._free.clear()
     yield allocated
     under_way.clear()
-    readback._left.clear()
+    readback._free.clear()
 
 
 class Torch:
@@ -67,107 +67,107 @@ class Torch:
         return getattr(torch, name)
 
 
-def far(*numbers, kind=Far):
+def on_device(*numbers, kind=SlowDeviceTensor):
     return torch.tensor(numbers, dtype=torch.uint8).as_subclass(kind)
 
 
-def arrive():
+def finish_copies():
     while under_way:
         under_way.pop(0)()
 
 
-def test_a_cpu_has_answered_at_once(blocks):
+def test_a_tensor_on_a_cpu_is_read_at_once(blocks):
     assert AsyncReadback(torch.tensor([True, False])).read() == [1, 0]
     assert AsyncReadback(torch.tensor(3)).read() == [3, 3]
     assert blocks == []
 
 
-def test_nothing_is_read_before_the_device_has_answered():
-    one, other = AsyncReadback(far(1, 0)), AsyncReadback(far(3))
+def test_nothing_is_read_before_its_copy_has_ended():
+    one, other = AsyncReadback(on_device(1, 0)), AsyncReadback(on_device(3))
     assert [one.read(), other.read()] == [None, None]
     under_way.pop()()
     assert [one.read(), other.read()] == [None, [3, 3]]
-    arrive()
+    finish_copies()
     assert one.read() == [1, 0]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_half_an_answer_is_none(first):
-    answer = AsyncReadback(far(1, 0))
-    answer._numbers[first] = 1
-    assert answer.read() is None
-    answer._numbers[1 - first] = 0
-    assert sorted(answer.read()) == [0, 1]
+def test_half_a_result_is_not_read(first):
+    pending = AsyncReadback(on_device(1, 0))
+    pending._numbers[first] = 1
+    assert pending.read() is None
+    pending._numbers[1 - first] = 0
+    assert sorted(pending.read()) == [0, 1]
 
 
-def test_a_place_is_taken_again_once_its_answer_is_there(blocks):
+def test_a_pinned_place_is_used_again_once_its_copy_has_ended(blocks):
     places = set()
     for number in range(3 * MANY):
-        answer = AsyncReadback(far(number % 2))
-        assert answer.read() is None
-        arrive()
-        assert answer.read() == [number % 2] * 2
-        places.add(answer._numbers.data_ptr())
+        pending = AsyncReadback(on_device(number % 2))
+        assert pending.read() is None
+        finish_copies()
+        assert pending.read() == [number % 2] * 2
+        places.add(pending._numbers.data_ptr())
     assert len(places) <= MANY
     assert len(blocks) == 1
 
 
-def test_a_place_that_a_copy_is_on_its_way_to_is_left_alone(blocks):
+def test_a_pinned_place_is_not_used_while_a_copy_to_it_is_under_way(blocks):
     for _ in range(MANY):
-        AsyncReadback(far(1))  # left at once
+        AsyncReadback(on_device(1))  # dropped at once
     assert len(blocks) == 1
-    answer = AsyncReadback(far(0))
+    pending = AsyncReadback(on_device(0))
     assert len(blocks) == 2
     *others, last = under_way
     for copy in others:
         copy()
-    assert answer.read() is None
+    assert pending.read() is None
     last()
-    assert answer.read() == [0, 0]
-    del answer
+    assert pending.read() == [0, 0]
+    del pending
     under_way.clear()
-    kept = [AsyncReadback(far(1)) for _ in range(2 * MANY)]
+    kept = [AsyncReadback(on_device(1)) for _ in range(2 * MANY)]
     assert len(blocks) == 2, "places were lost while they were looked at"
     assert len({one._numbers.data_ptr() for one in kept}) == 2 * MANY
 
 
-def test_a_place_that_could_not_be_copied_to_is_taken_again(blocks):
+def test_a_pinned_place_is_used_again_after_a_copy_that_failed(blocks):
     for _ in range(2 * MANY):
         with pytest.raises(torch.OutOfMemoryError):
-            AsyncReadback(far(1, kind=Full))
+            AsyncReadback(on_device(1, kind=FullDeviceTensor))
     assert len(blocks) == 1
-    assert len(readback._left) == MANY
+    assert len(readback._free) == MANY
 
 
 def test_pinned_memory_is_never_given_back(blocks):
-    AsyncReadback(far(1))
+    AsyncReadback(on_device(1))
     block = weakref.ref(blocks.pop())
     under_way.clear()
-    readback._left.clear()
+    readback._free.clear()
     gc.collect()
     assert block() is not None
 
 
-def test_places_outlast_inference_mode(blocks):
+def test_pinned_places_are_used_after_inference_mode_has_ended(blocks):
     with torch.inference_mode():
-        AsyncReadback(far(1))
-        arrive()
-    answer = AsyncReadback(far(0))
-    arrive()
-    assert answer.read() == [0, 0]
-    assert len(readback._left) == MANY - 1
+        AsyncReadback(on_device(1))
+        finish_copies()
+    pending = AsyncReadback(on_device(0))
+    finish_copies()
+    assert pending.read() == [0, 0]
+    assert len(readback._free) == MANY - 1
     assert len(blocks) == 1
 
 
-def test_places_lie_on_the_host_whatever_the_default_device_is():
-    said = far(1, 0)
+def test_pinned_places_are_on_the_host_whatever_the_default_device_is():
+    result = on_device(1, 0)
     with torch.device("meta"):
-        answer = AsyncReadback(said)
+        pending = AsyncReadback(result)
         assert torch.zeros(2).device.type == "meta"
-    assert answer.read() is None
-    arrive()
-    assert answer.read() == [1, 0]
+    assert pending.read() is None
+    finish_copies()
+    assert pending.read() == [1, 0]
 
 
-def test_what_is_unanswered_is_none_of_the_answers():
+def test_no_result_has_the_number_of_a_copy_under_way():
     assert PENDING not in AsyncReadback(torch.tensor([0, 3])).read()

@@ -1,4 +1,4 @@
-"""What packages leave behind holds on to no tensor of the call that they ran in."""
+"""Promises of isolation: errors that packages store keep no tensor of a call alive."""
 
 import gc
 import sys
@@ -26,7 +26,7 @@ from attnreg.torchlib.isolation import run_in_thread, strip_tracebacks
 
 @pytest.fixture(autouse=True)
 def no_collection():
-    """Leave garbage where it is: it is found when it is found."""
+    """Switch the garbage collector off: what a cycle holds stays alive."""
     gc.collect()
     gc.disable()
     yield
@@ -54,12 +54,12 @@ def call_with_tensors(run):
     return weakref.ref(tensor)
 
 
-def test_a_cycle_that_is_left_in_a_thread_holds_no_tensor_of_the_caller():
-    assert call_with_tensors(leave_a_cycle)() is not None  # without it, and it would have to be collected
+def test_a_reference_cycle_made_in_a_thread_holds_no_tensor_of_the_caller():
+    assert call_with_tensors(leave_a_cycle)() is not None  # without the thread it does
     assert call_with_tensors(lambda: run_in_thread(leave_a_cycle))() is None
 
 
-def test_what_comes_of_it_is_returned_or_raised():
+def test_the_result_is_returned_and_an_error_raised():
     assert run_in_thread(lambda: (threading.current_thread() is threading.main_thread(), 5)) == (False, 5)
     with pytest.raises(RuntimeError, match="no engine"):
         run_in_thread(fail)
@@ -67,7 +67,7 @@ def test_what_comes_of_it_is_returned_or_raised():
         run_in_thread(sys.exit)
 
 
-def test_it_has_ended_when_the_caller_goes_on_after_ctrl_c(monkeypatch):
+def test_the_function_has_ended_when_ctrl_c_reaches_the_caller(monkeypatch):
     ended, joined = threading.Event(), []
     join = threading.Thread.join
 
@@ -84,14 +84,14 @@ def test_it_has_ended_when_the_caller_goes_on_after_ctrl_c(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["finalizing", "no thread"])
-def test_where_no_thread_can_be_started_it_runs_right_here(monkeypatch, end):
+def test_where_no_thread_can_be_started_it_runs_in_the_callers(monkeypatch, end):
     if end == "finalizing":
         monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: fail())
     assert run_in_thread(threading.current_thread) is threading.current_thread()
 
 
-def test_an_error_that_goes_through_holds_no_tensor_once_it_is_handled():
+def test_an_error_that_is_raised_holds_no_tensor_once_it_is_handled():
     def caught():
         with suppress(RuntimeError):
             run_in_thread(fail)
@@ -99,7 +99,7 @@ def test_an_error_that_goes_through_holds_no_tensor_once_it_is_handled():
     assert call_with_tensors(caught)() is None
 
 
-def test_an_error_that_is_kept_says_where_it_came_from_and_holds_no_tensor():
+def test_a_stored_error_says_where_it_was_raised_and_holds_no_tensor():
     kept = []
 
     def keep():
@@ -121,7 +121,7 @@ def test_an_error_that_is_kept_says_where_it_came_from_and_holds_no_tensor():
     assert not hasattr(strip_tracebacks(ValueError("never raised")), "__notes__")
 
 
-def test_of_all_errors_behind_one_that_is_kept_none_holds_a_tensor():
+def test_no_cause_of_a_stored_error_holds_a_tensor():
     kept = []
 
     def keep():
@@ -140,7 +140,7 @@ def test_of_all_errors_behind_one_that_is_kept_none_holds_a_tensor():
     assert (inner.__traceback__, len(inner.__notes__)) == (None, 1)
 
 
-def test_a_backend_that_fails_to_load_in_a_call_keeps_nothing_of_it():
+def test_a_backend_that_fails_to_load_keeps_no_tensor_of_the_call():
     able = Capabilities(devices=("cpu",), dtypes=("float32",))
     entry = Entry("broken", "a test", Backend(name="broken", forward=able, backward=None, load=fail))
 
@@ -152,7 +152,7 @@ def test_a_backend_that_fails_to_load_in_a_call_keeps_nothing_of_it():
     assert str(entry.cause) == "no engine"
 
 
-def test_a_plugin_that_is_broken_keeps_nothing_of_the_call_that_looked_for_it():
+def test_a_broken_plugin_keeps_no_tensor_of_the_call_that_discovered_it():
     kept = []
 
     def looked_for():
@@ -162,7 +162,7 @@ def test_a_plugin_that_is_broken_keeps_nothing_of_the_call_that_looked_for_it():
     assert str(kept[0].cause) == "no engine"
 
 
-def test_settings_that_cannot_be_read_keep_nothing_of_the_call_that_needed_them(monkeypatch):
+def test_settings_that_cannot_be_read_keep_no_tensor_of_the_call(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "nobody's")
 
     def called():
@@ -174,7 +174,7 @@ def test_settings_that_cannot_be_read_keep_nothing_of_the_call_that_needed_them(
     assert call_with_tensors(called)() is None
 
 
-def test_a_package_that_fails_to_load_keeps_nothing_of_the_call(monkeypatch):
+def test_a_package_that_fails_to_load_keeps_no_tensor_of_the_call(monkeypatch):
     monkeypatch.setattr(fa2_package, "import_module", lambda name: fail())
     fa2_package._loaded.cache_clear()
     try:
@@ -185,7 +185,7 @@ def test_a_package_that_fails_to_load_keeps_nothing_of_the_call(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_importing_fa4_keeps_nothing_of_the_call_that_needed_it(monkeypatch, fails):
+def test_importing_fa4_keeps_no_tensor_of_the_call(monkeypatch, fails):
     def import_module(name):
         leave_a_cycle()
         if fails:
@@ -202,7 +202,7 @@ def test_importing_fa4_keeps_nothing_of_the_call_that_needed_it(monkeypatch, fai
     assert call_with_tensors(called)() is None
 
 
-def test_a_plan_of_cudnn_keeps_nothing_of_the_call_that_needed_it(monkeypatch):
+def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
