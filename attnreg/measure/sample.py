@@ -124,7 +124,7 @@ class Sample:
         named = (("q", given.q), ("k", given.k), ("v", given.v), ("q", given.grad_out))
         q, k, v, grad = (self._rows(part, name, x).detach().to(dtype) for name, x in named)
         k, v = k.requires_grad_(), v.requires_grad_()
-        # The gradients of key and value are sums over heads and rows, in float64 as matrix products have them.
+        # The gradients of key and value are sums over heads and rows; summing itself is to cost nothing.
         sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in (("dk", k), ("dv", v))}
         heads: dict[str, list[Tensor]] = {"out": [], "lse": [], "dq": []}
         at_once = max(SCORES // len(k), 1)

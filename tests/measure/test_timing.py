@@ -11,7 +11,7 @@ from attnreg.measure.timing import CpuTimer, CudaTimer, calls_for, interleaved, 
 
 
 class Gpu:
-    """A GPU and its host: as much of torch.cuda as `CudaTimer` uses, on a clock of its own, in microseconds."""
+    """As much of torch.cuda as `CudaTimer` uses, on a clock of its own in microseconds."""
 
     def __init__(self, gigahertz):
         self.host_at = self.busy_until = self.slept = 0.0
