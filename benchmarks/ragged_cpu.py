@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
 from attnreg.bench.report import save, show, show_machine
-from attnreg.bench.timing import interleaved, median_ratio, per_call
+from attnreg.measure.timing import interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,13 +13,13 @@ import functools
 from typing import TYPE_CHECKING, get_args
 
 from attnreg.aten import compiled
+from attnreg.bench.batches import Batch
 from attnreg.bench.contexts import led_by, untouched
-from attnreg.bench.inputs import Batch
 from attnreg.bench.shapes import dense, packed
-from attnreg.bench.sides import Side, layers, layers_backward, misled
-from attnreg.bench.timing import host_per_call, interleaved
+from attnreg.bench.sides import Side, layers, layers_backward, ran, wrong_backend
 from attnreg.contract.spec import Direction
 from attnreg.dispatch.counters import reset_stats
+from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning.failures import check_alive
 from attnreg.tuning.points import Front
@@ -67,13 +67,15 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:
     """Return the seconds that the host takes for one call of the graph, forward and backward."""
-    sets = side.sets
+    sets, timer = side.sets, timer_for(device)
     with side.within():
-        for _ in range(2):  # each of several calls: more than what a registration forgets takes
+        for _ in range(
+            2
+        ):  # each has several calls, more than it takes after a registration until all is cached
             layers_backward(layers(side.front, sets), sets)
         outs: list[Tensor] = []
-        forward = host_per_call(lambda: outs.extend(layers(side.front, sets)), 1, device)
-        backward = host_per_call(lambda: layers_backward(outs, sets), 1, device)
+        forward = timer.host(lambda: outs.extend(layers(side.front, sets)), 1)
+        backward = timer.host(lambda: layers_backward(outs, sets), 1)
     return forward / len(sets), backward / len(sets)
 
 
@@ -99,4 +101,4 @@ def _runs(name: str, side: Side, device: torch.device) -> bool:
     except Exception as error:  # noqa: BLE001 - as above
         check_alive(device, error)
         return False
-    return not misled(name)
+    return not wrong_backend(name, ran())

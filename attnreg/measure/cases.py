@@ -85,6 +85,12 @@ class Case:
         """How many keys of each sequence count."""
         return self.lens_k if self.seqused_k is None else self.seqused_k
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory query, key, value and the gradient of the output take."""
+        rows = sum(self.lens_q) * self.heads[0] + sum(self.lens_k) * self.heads[1]
+        return rows * sum(self.dims) * (DTYPES[self.dtype])
+
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return what the call asks of a backend."""
         return AttentionSpec(
@@ -111,7 +117,7 @@ class Case:
         )
 
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes
 
 
 def _dense(name: str, len_q: int, len_k: int, batch: int = 2, **options: Any) -> Case:

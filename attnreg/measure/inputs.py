@@ -73,13 +73,12 @@ def copies(case: Case, device: torch.device, count: int) -> list[Inputs]:
 
 def copies_beyond_the_cache(case: Case, device: torch.device, fewest: int = 1) -> int:
     """Return how many copies of a call's tensors are twice the device's last cache; at most 16."""
-    rows = sum(case.lens_q) * case.heads[0] + sum(case.lens_k) * case.heads[1]
-    size = rows * sum(case.dims) * getattr(torch, case.dtype).itemsize
-    wanted = max(min(-(-2 * _cache(device) // max(size, 1)), MOST_COPIES), fewest)
+    size = max(case.nbytes, 1)
+    wanted = max(min(-(-2 * _cache(device) // size), MOST_COPIES), fewest)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        wanted = min(wanted, max(free // (8 * max(size, 1)), 1))
-    return int(wanted)
+        wanted = min(wanted, max(free // (8 * size), 1))
+    return wanted
 
 
 def _cache(device: torch.device) -> int:

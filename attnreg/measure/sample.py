@@ -6,7 +6,7 @@ only where sequences are long, batches wide, or offsets large.
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
 
-__all__ = ["Sample"]
+__all__ = ["Sample", "Verdict"]
 
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26
@@ -42,6 +42,18 @@ class Part(NamedTuple):
         return f"sequence {self.sequence}, key head {self.head}"
 
 
+class Verdict(NamedTuple):
+    """Whether results are right.
+
+    Attributes:
+        error: the largest error, in units of the most that passes.
+        wrong: which result is wrong, where, and by how much; empty if none is.
+    """
+
+    error: float
+    wrong: str
+
+
 class Sample:
     """What some parts of a call should give: the longest sequence, the shortest, and the last one.
 
@@ -49,19 +61,18 @@ class Sample:
         case: the call.
         given: its tensors, in the contract's layout.
         backward: whether gradients are compared as well.
-        everything: whether all heads of all sequences are computed.
     """
 
-    def __init__(self, case: Case, given: Inputs, *, backward: bool = True, everything: bool = False) -> None:
+    def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:
         self._case, self._given, self._backward = case, given, backward
         self._starts = [tuple(accumulate(lens, initial=0)) for lens in (case.lens_q, case.lens_k)]
         self._exact = {
             part: (self._computed(part, torch.float64), self._computed(part, given.q.dtype))
-            for part in self._parts(everything)
+            for part in self._parts()
         }
 
     def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
-        """Return the error of each part of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
+        """Return the error of each result in each part."""
         found: dict[Part, dict[str, Error]] = {}
         for part, (truth, plain) in self._exact.items():
             found[part] = {}
@@ -76,28 +87,23 @@ class Sample:
                 found[part][name] = max(errors, key=lambda error: error.share)
         return found
 
-    def worst(self, results: Mapping[str, Tensor]) -> float:
-        """Return the largest error of any part, in units of the most that passes."""
-        errors = (error for part in self.errors(results).values() for error in part.values())
-        return max((error.share for error in errors), default=0.0)
-
-    def wrong(self, results: Mapping[str, Tensor]) -> str:
-        """Return which result is wrong, where, and by how much; empty if none is."""
+    def verdict(self, results: Mapping[str, Tensor]) -> Verdict:
+        """Return how wrong results are; of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
         for name, result in results.items():
             if name != "lse" and not bool(result.isfinite().all()):
-                return f"{name} has values that aren't finite"
-        for part, errors in self.errors(results).items():
-            for name, error in errors.items():
-                if not error.passed:
-                    return f"{name} of {part}: {error}"
-        return ""
+                return Verdict(torch.inf, f"{name} has values that aren't finite")
+        errors = [
+            (error, f"{name} of {part}: {error}")
+            for part, named in self.errors(results).items()
+            for name, error in named.items()
+        ]
+        wrong = next((text for error, text in errors if not error.passed), "")
+        return Verdict(max((error.share for error, _ in errors), default=0.0), wrong)
 
-    def _parts(self, everything: bool) -> list[Part]:
+    def _parts(self) -> list[Part]:
         lens = list(zip(self._case.lens_q, self._case.lens_k, strict=True))
         filled = [number for number, pair in enumerate(lens) if all(pair)]
         last = self._case.heads[1] - 1
-        if everything:
-            return [Part(*one) for one in product(filled, range(last + 1))]
         if not filled:
             return []
         longest = max(filled, key=lens.__getitem__)

@@ -73,7 +73,7 @@ class AtSize:
         try:
             if self._sample is None:
                 self._sample = Sample(self._case, self._given, backward=self._backward)
-            return self._sample.wrong(dict(zip(names, results, strict=True)))
+            return self._sample.verdict(dict(zip(names, results, strict=True))).wrong
         except torch.cuda.OutOfMemoryError:  # that of the check, not of the kernel
             return ""
 
