@@ -107,14 +107,14 @@ class _Prepared:
 
     def __init__(self, plans: Any, kernel: Callable[..., Any], *arguments: Any) -> None:
         kernel(*arguments)  # plans, if nothing has yet
-        kept = plans._plans
+        planned = plans._plans
         plans._plans = {
-            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in kept.items()
+            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in planned.items()
         }
         try:
             kernel(*arguments)
         finally:
-            spied, plans._plans = plans._plans, kept
+            spied, plans._plans = plans._plans, planned
         (self.plan,) = (plan for plan in spied.values() if plan.run.buffers)
         spy = self.plan.run
         self.fixed = spy.buffers[len(self.plan.tensors) :]
@@ -137,15 +137,15 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
         mock.patch.object(described, "rounded", lambda *sizes: sizes[:3]),
         mock.patch.object(plans, "planned", lambda problem: problem._replace(own=problem.packed)),
     ):
-        ahead = _Prepared(plans, kernels.forward, *inputs, call)
+        of_forward = _Prepared(plans, kernels.forward, *inputs, call)
         results = kernels.forward(*inputs, call)
-        back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
+        of_backward = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out = torch.empty_like(q)
         rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # (B, H, S), or (H, T)
         stats = q.new_empty(rows, dtype=torch.float32)
-        ahead.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
+        of_forward.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
         return out, stats
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         slots = (Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS, Slot.GRAD_OUT)
         given = dict(zip(slots, (q, k, v, out, stats, grad), strict=True))
-        back.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
+        of_backward.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
         return grads
 
     return Direct(forward, backward)

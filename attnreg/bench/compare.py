@@ -116,7 +116,7 @@ def timed(
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
     """Return the rows of one case and step as a table; ratios are to the side `against`."""
-    header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "error of allowed", "ran")
+    header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "of allowed", "ran")
     cells = [
         (
             row["side"], f"{row['milliseconds']:.3f}", f"{row['times_yardstick']:.2f}",

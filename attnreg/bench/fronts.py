@@ -1,10 +1,10 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
-Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host is all there is, and
-what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
+Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host's work is all there is,
+and what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
 
-The least of all rounds counts. A round is the mean of many calls; that one took up to twice as long as
-another, for seconds on end and with all backends alike, was the machine's doing.
+The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
+and with all backends alike, as the machine had slowed down.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
 def _guarded(
     measures: Mapping[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Measure in turn; without the backends that can't run so many calls at once."""
+    """Measure in rounds, without the backends that can't run so many calls at once."""
     able = {}
     for name, measure in measures.items():
         try:

@@ -27,7 +27,7 @@ from attnreg.bench.fronts import SHAPES
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BOTH, dense, packed
 from attnreg.bench.sides import Side, called_directly, forward, forward_backward, wrong_backend
-from attnreg.measure.timing import interleaved
+from attnreg.measure.timing import calls_for, interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
+    from attnreg.bench.sides import Step
     from attnreg.measure import Sample
 
     Front = Callable[..., Tensor]
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-# On a GPU few enough not to fill its queue.
-CALLS, CPU_CALLS, QUICK_CPU_CALLS = 30, 300, 20
+# Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
+CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
 CPU_SHAPES = (packed([2, 2], 2, 2, 8, False, "float32"), dense(1, 2, 1, 1, 8, False, "float32"))
 FRONTS = ("varlen_attn", "SDPA")
 
@@ -176,10 +177,16 @@ def _right(found: Mapping[str, Side], batch: Batch, job: Job) -> dict[str, Side]
 
 def _medians(found: Mapping[str, Side], job: Job) -> Medians:
     """Return the median microseconds of each side and step."""
-    calls = CALLS if job.device.type == "cuda" else QUICK_CPU_CALLS if job.quick else CPU_CALLS
+    total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
+
+    def calls(side: Side, run: Step) -> int:
+        return (
+            CALLS if job.device.type == "cuda" else calls_for(total, side.timed(run, 3, "host")(), most=500)
+        )
+
     medians: Medians = {name: {} for name in found}
     for step, run in STEPS.items():
-        measures = {name: side.timed(run, calls, "host") for name, side in found.items()}
+        measures = {name: side.timed(run, calls(side, run), "host") for name, side in found.items()}
         for name, taken in interleaved(measures, job.rounds).items():
             medians[name][step] = statistics.median(taken) * 1e6
     return medians

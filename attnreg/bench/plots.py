@@ -32,7 +32,7 @@ PARTS = {
     "called_directly": "varlen_attn above the cpu backend",
 }
 
-# Greys for torch, then Okabe and Ito's palette: apart for every kind of colour vision. What attnreg
+# Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
 # chooses, and each backend, has the same colour in every picture.
 GREYS = ("#404040", "#8C8C8C", "#D0D0D0")
 COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
@@ -85,7 +85,7 @@ def _to_the_best(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return microseconds by what was asked and by side, whichever kind of device they are from."""
+    """Return microseconds by question and side, from results of a CPU or a GPU."""
     found: dict[str, dict[str, float]] = {}
     for part, rows in results.items():
         if isinstance(rows, list):
@@ -142,8 +142,8 @@ def _draw_ratios(
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
     ):
         for number, (name, ratios) in enumerate(series.items()):
-            told = [None if ratio is None else min(max(ratio, LEAST), MOST) for ratio in ratios]
-            _marks(axes, number, name, told, names[name])
+            shown = [None if ratio is None else min(max(ratio, LEAST), MOST) for ratio in ratios]
+            _marks(axes, number, name, shown, names[name])
         axes.axhline(1.0, color=INK, linewidth=1.0)
         _dressed(axes, heading, "ratio, log scale (lower is better)")
         axes.set_yscale("log")

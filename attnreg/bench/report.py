@@ -58,7 +58,7 @@ class Job:
     Attributes:
         device: where.
         backends: the names of those that are compared; all of them load there.
-        rounds: how often each side gets its turn.
+        rounds: how often each side is measured.
         quick: whether a few cases are enough.
         deadline: when to begin no further case, in the seconds of `time.monotonic`.
         out: the file in which everything so far is kept after each case.
@@ -96,8 +96,8 @@ class Job:
 
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
-    told = {"left_out": list(left_out)} if left_out else {}
-    return {"machine": machine(), "results": results, **told}
+    omitted = {"left_out": list(left_out)} if left_out else {}
+    return {"machine": machine(), "results": results, **omitted}
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:

@@ -1,14 +1,14 @@
 """How good attnreg's choices are, end to end, on shapes that no table was tuned on.
 
 For each case and direction: the time through attnreg with a measured table, over that of the best
-single kernel. The best is taken twice, since a small call is bound by the host: of the kernels called
-directly, joined by a bare `autograd.Function`, and of the backends through the same front, each led by
-`register_backend`. Beside it attnreg's plain order, each fixed order, and torch alone: its default
-SDPA, its `varlen_attn`.
+single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
+directly, joined by a bare `autograd.Function`, and the backends through the same front, each led by
+`register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
+its default SDPA, its `varlen_attn`.
 
 Times are of calls one right after the other; where the host is slower than the device it is the host's.
-The tensors change with every call, so that they come from memory as they do in a model, and the calls
-on them are one graph, through which autograd goes in one pass. The backward alone is that of a kept graph.
+The tensors change with every call, so that they come from memory as they do in a model, and the calls on
+them are one graph, through which autograd goes in one pass. The backward alone is repeated on one graph.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def measure(job: Job) -> Report:
         job.keep(results)
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
-    told = [f"chosen by: {table}"]
-    told += [
+    lines = [f"chosen by: {table}"]
+    lines += [
         f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {_reached(one)}" for one in results["aims"]
     ]
-    return Report(results, list(_tables(results)), told)
+    return Report(results, list(_tables(results)), lines)
 
 
 def _summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
             runners[DIRECTLY + name] = runner
-    turns = interleaved(
-        {name: functools.partial(runner.turn, job.device) for name, runner in runners.items()}, job.rounds
+    measured = interleaved(
+        {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
     )
     return {
         "case": str(shape),
@@ -108,7 +108,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         "ran": {name: _ran(one) for name, one in right.items()},
         "directions": {
             direction: _direction({name: statistics.median(seconds) * 1e6 for name, seconds in found.items()})
-            for direction, found in by_direction(turns).items()
+            for direction, found in by_direction(measured).items()
         },
     }
 

@@ -129,7 +129,7 @@ class Side:
 
 
 def forward(front: Front, tensors: Tensors) -> Tensor:
-    """Run a forward of which no gradient will be asked."""
+    """Run a forward without gradients."""
     with torch.no_grad():
         return front(*tensors.inputs())
 

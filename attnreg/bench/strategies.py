@@ -53,15 +53,15 @@ class Runner(NamedTuple):
     Attributes:
         within: the context.
         steps: makes the functions; a backward needs a forward first, which isn't timed.
-        times: how often each is run in a measurement, by direction; filled by the first turn.
+        times: how often each is run in a measurement, by direction; filled in the first round.
     """
 
     within: Callable[[], AbstractContextManager[Any]]
     steps: Callable[[], Iterator[Timed]]
     times: dict[str, int]
 
-    def turn(self, device: torch.device) -> dict[str, float]:
-        """Return the seconds of a call in each direction; the first turn is a warm-up, too."""
+    def measure(self, device: torch.device) -> dict[str, float]:
+        """Return the seconds of a call in each direction; the first round is a warm-up as well."""
         taken, timer = {}, timer_for(device)
         with self.within():
             for direction, run, calls in self.steps():
@@ -83,8 +83,8 @@ class Runner(NamedTuple):
         sets = side.sets
 
         def steps() -> Iterator[Timed]:
-            turn = cycle(sets)
-            yield Timed(FORWARD, lambda: forward(side.front, next(turn)))
+            in_turn = cycle(sets)
+            yield Timed(FORWARD, lambda: forward(side.front, next(in_turn)))
             if not backward:
                 return
             yield Timed(BOTH, lambda: layers_backward(layers(side.front, sets), sets), len(sets))
@@ -109,10 +109,10 @@ def direct(batch: Batch, job: Job) -> dict[str, tuple[Runner, Side, bool]]:
     return found
 
 
-def by_direction(turns: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+def by_direction(measured: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each round by direction and name."""
     found: dict[str, dict[str, list[float]]] = {}
-    for name, rounds in turns.items():
+    for name, rounds in measured.items():
         for taken in rounds:
             for direction, seconds in taken.items():
                 found.setdefault(direction, {}).setdefault(name, []).append(seconds)

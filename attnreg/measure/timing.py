@@ -106,7 +106,7 @@ class CudaTimer(CpuTimer):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By function: those that take turns may differ tenfold in what they take of the host.
+        # By function: those measured in turn may differ tenfold in what they take of the host.
         self._host: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
     def wait(self) -> None:
@@ -233,7 +233,7 @@ def peak_memory(run: Run) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kept = run()
+    results = run()
     torch.cuda.synchronize()
-    del kept
+    del results
     return torch.cuda.max_memory_allocated() - before

@@ -70,7 +70,7 @@ def _take_turns(
             try:
                 with torch.no_grad():
                     taken = timer.device_and_host(runner.run, runner.calls)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to get their turn
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to be measured
                 results[runner.entry.name] = failed(error, device)
                 in_turn.remove(runner)
                 continue

@@ -101,7 +101,7 @@ def ready(
         if entry.reasons(spec, direction):
             continue
         if timer.now() > deadline:
-            raise TimeIsUpError(f"{spec}: the time was spent before {entry.name} had its turn")
+            raise TimeIsUpError(f"{spec}: the time was spent before {entry.name} was measured")
         try:
             verdict = checks.of(entry, spec, direction)
             if verdict.wrong:
@@ -113,7 +113,7 @@ def ready(
             if wrong := _first(runner, direction, at_size, timer):
                 results[entry.name] = Measured(wrong=wrong)
                 continue
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to get their turn
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the others have to be measured
             results[entry.name] = failed(error, device)
         else:
             yield runner

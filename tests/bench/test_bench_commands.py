@@ -117,10 +117,10 @@ def test_selection_divides_what_it_measured(measured):
 
 def test_a_side_that_is_wrong_is_left_out_and_said_so(bench, fake):
     recorder = fake("halved")
-    whole = recorder.backend.load()
+    right = recorder.backend.load()
     wrong = attnreg.Backend(
         name="halved", forward=recorder.backend.forward, backward=recorder.backend.backward,
-        load=lambda: attnreg.Kernels(lambda *a: tuple(x / 2 for x in whole.forward(*a)), whole.backward),
+        load=lambda: attnreg.Kernels(lambda *a: tuple(x / 2 for x in right.forward(*a)), right.backward),
     )  # fmt: skip
     with attnreg.register_backend(wrong):
         ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "halved,math", "--json")

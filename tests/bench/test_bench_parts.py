@@ -181,7 +181,7 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
     monkeypatch.setattr(CpuTimer, "back_to_back", clock)
     batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
     runner = strategies.Runner.through(sides.Side(batch.with_attnreg, batch.sets, contexts.by_default), True)
-    assert runner.turn(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
+    assert runner.measure(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
     assert ran == [2, 1] * 3
 
 
@@ -288,7 +288,7 @@ STEPS = {"forward, no grad", "forward, grad", BOTH}
 
 def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, routers):
     monkeypatch.setattr("attnreg.bench.overhead_cpu.QUICK_CALLS", 2)
-    monkeypatch.setattr(overhead, "QUICK_CPU_CALLS", 1)
+    monkeypatch.setattr(overhead, "QUICK_CPU_SECONDS", 1e-6)
     job = Job(CPU, ("cpu",), rounds=1, quick=True)
     report = overhead.measure(job)
     found = report.results

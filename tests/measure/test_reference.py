@@ -16,13 +16,13 @@ def by_the_formula(q, k, v, scale, window, bias=None, slopes=None):
     for i, query in enumerate(q.tolist()):
         scores = {}
         for j, key in enumerate(k.tolist()):
-            apart = j - i - shift
-            if (window[0] >= 0 and apart < -window[0]) or (window[1] >= 0 and apart > window[1]):
+            distance = j - i - shift
+            if (window[0] >= 0 and distance < -window[0]) or (window[1] >= 0 and distance > window[1]):
                 continue
             added = 0.0 if bias is None else float(bias[i, j])
             if added > -math.inf:
                 score = scale * math.fsum(a * b for a, b in zip(query, key, strict=True))
-                scores[j] = score + added - (slopes or 0.0) * abs(apart)
+                scores[j] = score + added - (slopes or 0.0) * abs(distance)
         total = math.fsum(map(math.exp, scores.values()))
         lse.append(math.log(total) if total else -math.inf)
         weights = {j: math.exp(score) / total for j, score in scores.items()}
