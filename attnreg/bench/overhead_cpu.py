@@ -1,13 +1,15 @@
 """What attnreg costs the host per call on a CPU, the sides of each question taking turns.
 
 1. The same aten op, and `F.scaled_dot_product_attention`, with and without attnreg.
-2. `attnreg.varlen_attn` and `torch.nn.attention.varlen.varlen_attn` above kernels that do nothing.
+2. `attnreg.varlen_attn`, the backend registered or chosen for some calls, and
+   `torch.nn.attention.varlen.varlen_attn`, above kernels that do nothing.
 3. `attnreg.varlen_attn` and a function that calls the same backend directly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from attnreg import _registry, api, aten
 from attnreg.bench.report import Report, Table
-from attnreg.bench.sides import called_directly
+from attnreg.bench.sides import WARM_UP, called_directly
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import Capabilities
 from attnreg.measure.timing import interleaved, median_ratio, per_call
@@ -107,32 +109,46 @@ def _fronts(calls: int, rounds: int) -> Rows:
     tokens = torch.randn(4, 2, 8, requires_grad=True)
     offsets, grad = torch.tensor([0, 2, 4], dtype=torch.int32), torch.ones(4, 2, 8)
 
-    def forward(front: Callable[..., Any]) -> Tensor:
-        found: Tensor = front(tokens, tokens, tokens, offsets, offsets, 2, 2)
+    def forward(front: Callable[..., Any], **options: Any) -> Tensor:
+        found: Tensor = front(tokens, tokens, tokens, offsets, offsets, 2, 2, **options)
         return found
 
-    def ours(run: Callable[[], object]) -> float:
-        with api.register_backend(nothing):
-            run()
-            taken = per_call(run, calls)
-        api.uninstall()
-        return taken
-
-    def theirs(run: Callable[[], object]) -> float:
+    def torchs(run: Callable[[], object]) -> float:
         with _aten_nothing():
             run()
             return per_call(run, calls)
 
+    def registered(run: Callable[[], object]) -> float:
+        with api.register_backend(nothing):
+            for _ in range(WARM_UP):
+                run()
+            taken = per_call(run, calls)
+        api.uninstall()
+        return taken
+
+    def scoped(run: Callable[[], object], name: str | None) -> float:
+        chosen = contextlib.nullcontext() if name is None else api.use_backend(name)
+        # Another backend leads, so that the scoped choice decides.
+        with api.register_backend(nothing), api.register_backend("math"), chosen:
+            for _ in range(WARM_UP):
+                run()
+            taken = per_call(run, calls)
+        api.uninstall()
+        return taken
+
+    def sides(step: str, run: Callable[[Callable[[], Tensor]], object]) -> dict[str, Callable[[], float]]:
+        named = functools.partial(forward, varlen_attn, backend=nothing.name)
+        ours = functools.partial(forward, varlen_attn)
+        return {
+            f"{step}, torch": lambda: torchs(lambda: run(lambda: forward(torch_varlen_attn))),
+            f"{step}, attnreg": lambda: registered(lambda: run(ours)),
+            f"{step}, use_backend()": lambda: scoped(lambda: run(ours), nothing.name),
+            f"{step}, backend=": lambda: scoped(lambda: run(named), None),
+        }
+
     api.uninstall()
-    return interleaved(
-        {
-            "forward with grad, torch": lambda: theirs(lambda: forward(torch_varlen_attn)),
-            "forward with grad, attnreg": lambda: ours(lambda: forward(varlen_attn)),
-            "forward + backward, torch": lambda: theirs(lambda: _back(forward(torch_varlen_attn), grad)),
-            "forward + backward, attnreg": lambda: ours(lambda: _back(forward(varlen_attn), grad)),
-        },
-        rounds,
-    )
+    forwards = sides("forward with grad", lambda attend: attend())
+    return interleaved(forwards | sides("forward + backward", lambda attend: _back(attend(), grad)), rounds)
 
 
 def _backend(calls: int, rounds: int) -> Rows:

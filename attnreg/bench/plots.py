@@ -196,7 +196,7 @@ def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path
 
 
 def _is_ours(name: str) -> bool:
-    return "attnreg" in name or name.endswith(("registered", "active"))
+    return "attnreg" in name or name.endswith(("registered", "active", "use_backend()", "backend="))
 
 
 def _each(rows: Iterable[Mapping[str, Any]], key: str) -> list[str]:

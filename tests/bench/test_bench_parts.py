@@ -297,7 +297,10 @@ def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, router
         for call in ("aten op", "SDPA", "SDPA, with grad")
         for state in ("torch alone", "nothing registered", "active")
     ]
-    for part, pair in (("varlen", ("torch", "attnreg")), ("called_directly", ("called directly", "attnreg"))):
+    for part, pair in (
+        ("varlen", ("torch", "attnreg", "use_backend()", "backend=")),
+        ("called_directly", ("called directly", "attnreg")),
+    ):
         forward = "forward with grad" if part == "varlen" else FORWARD
         assert [row["name"] for row in found[part]] == [
             f"{call}, {who}" for call in (forward, BOTH) for who in pair
