@@ -127,9 +127,12 @@ def _fronts(calls: int, rounds: int) -> Rows:
         return taken
 
     def scoped(run: Callable[[], object], name: str | None) -> float:
-        chosen = contextlib.nullcontext() if name is None else api.use_backend(name)
         # Another backend leads, so that the scoped choice decides.
-        with api.register_backend(nothing), api.register_backend("math"), chosen:
+        with (
+            api.register_backend(nothing),
+            api.register_backend("math"),
+            api.use_backend(name) if name else contextlib.nullcontext(),
+        ):
             for _ in range(WARM_UP):
                 run()
             taken = per_call(run, calls)
