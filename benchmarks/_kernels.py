@@ -1,4 +1,4 @@
-"""The kernels of each provider called by hand: no registry, no adapter, no check.
+"""The kernels of each package called directly: no registry, no adapter, no check.
 
 FA2 is aten's CUDA kernel as it was before any router, FA4 the package's two functions, cuDNN graphs that
 are planned for exactly these sizes, run on results allocated for each call.
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.inputs import Tensors
+    from attnreg.bench.batches import Tensors
     from attnreg.contract.backend import Call
 
-__all__ = ["ByHand", "by_hand"]
+__all__ = ["Direct", "direct"]
 
 
-class ByHand(NamedTuple):
+class Direct(NamedTuple):
     """Two functions: `forward(q, k, v)` and `backward(grad, q, k, v, *what the forward returned)`."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def by_hand(name: str, call: Call, tensors: Tensors) -> ByHand:
+def direct(name: str, call: Call, tensors: Tensors) -> Direct:
     """Return a backend's kernels for one kind of call; `tensors` are an example in the contract's layout."""
     if name == "FA2":
         return _fa2(call)
     return _fa4(call) if name == "FA4" else _cudnn(call, tensors)
 
 
-def _fa2(call: Call) -> ByHand:
+def _fa2(call: Call) -> Direct:
     run_forward = captured.kernel("_flash_attention_forward", "CUDA")
     run_backward = captured.kernel("_flash_attention_backward", "CUDA")
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, 0.0, call.causal)
@@ -57,10 +57,10 @@ def _fa2(call: Call) -> ByHand:
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         return tuple(run_backward(grad, q, k, v, *results, *lengths, *of_dropout, **options))
 
-    return ByHand(forward, backward)
+    return Direct(forward, backward)
 
 
-def _fa4(call: Call) -> ByHand:
+def _fa4(call: Call) -> Direct:
     from attnreg.backends.fa4.package import functions
 
     run_forward, run_backward = functions()
@@ -85,11 +85,11 @@ def _fa4(call: Call) -> ByHand:
         grads = run_backward(q=q, k=k, v=v, out=out, dout=grad, lse=lse, **shared, **plain)
         return tuple(grads[:3])
 
-    return ByHand(forward, backward)
+    return Direct(forward, backward)
 
 
 class _Spy:
-    """Stands before a cuDNN graph for one call, to see what it is run on."""
+    """Stands in for a cuDNN graph for one call, to see what it is run on."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -103,18 +103,18 @@ class _Spy:
 
 
 class _Prepared:
-    """A cuDNN graph, and of what it was run on all that stays: lengths and beginnings of the sequences."""
+    """A cuDNN graph, and those of its buffers that stay: lengths and offsets of the sequences."""
 
     def __init__(self, plans: Any, kernel: Callable[..., Any], *arguments: Any) -> None:
         kernel(*arguments)  # plans, if nothing has yet
-        kept = plans._plans
+        planned = plans._plans
         plans._plans = {
-            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in kept.items()
+            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in planned.items()
         }
         try:
             kernel(*arguments)
         finally:
-            spied, plans._plans = plans._plans, kept
+            spied, plans._plans = plans._plans, planned
         (self.plan,) = (plan for plan in spied.values() if plan.run.buffers)
         spy = self.plan.run
         self.fixed = spy.buffers[len(self.plan.tensors) :]
@@ -129,7 +129,7 @@ class _Prepared:
         self.execute(buffers, workspace, **self.options)
 
 
-def _cudnn(call: Call, tensors: Tensors) -> ByHand:
+def _cudnn(call: Call, tensors: Tensors) -> Direct:
     kernels = _registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
@@ -137,15 +137,15 @@ def _cudnn(call: Call, tensors: Tensors) -> ByHand:
         mock.patch.object(described, "rounded", lambda *sizes: sizes[:3]),
         mock.patch.object(plans, "planned", lambda problem: problem._replace(own=problem.packed)),
     ):
-        there = _Prepared(plans, kernels.forward, *inputs, call)
+        of_forward = _Prepared(plans, kernels.forward, *inputs, call)
         results = kernels.forward(*inputs, call)
-        back = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
+        of_backward = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out = torch.empty_like(q)
         rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # (B, H, S), or (H, T)
         stats = q.new_empty(rows, dtype=torch.float32)
-        there.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
+        of_forward.run({Slot.Q: q, Slot.K: k, Slot.V: v, Slot.OUT: out, Slot.STATS: stats})
         return out, stats
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ def _cudnn(call: Call, tensors: Tensors) -> ByHand:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         slots = (Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS, Slot.GRAD_OUT)
         given = dict(zip(slots, (q, k, v, out, stats, grad), strict=True))
-        back.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
+        of_backward.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
         return grads
 
-    return ByHand(forward, backward)
+    return Direct(forward, backward)
