@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg.bench.report import save, show, show_machine
-from attnreg.cli.verdicts import TENSORS, Verdict, candidates, state
+from attnreg.cli.backends import candidates
+from attnreg.cli.verify import TENSORS, BackendResult, state
 from attnreg.measure import CASES, QUICK
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def summary(outcomes: Sequence[Outcome], tensor: str) -> dict[str, Any]:
     }
 
 
-def wrong(verdict: Verdict) -> list[dict[str, Any]]:
+def wrong(verdict: BackendResult) -> list[dict[str, Any]]:
     """Return the wrong cases with what is wrong."""
     found = []
     for outcome in verdict.outcomes:
@@ -72,7 +73,7 @@ def wrong(verdict: Verdict) -> list[dict[str, Any]]:
     return found
 
 
-def refused(verdict: Verdict) -> dict[str, int]:
+def refused(verdict: BackendResult) -> dict[str, int]:
     """Return reasons, without the numbers that were got, and how many cases each kept from a direction."""
     reasons = (reason for outcome in verdict.outcomes for reason in outcome.reasons)
     return dict(Counter(re.sub(r", got .*", "", reason) for reason in reasons).most_common())
@@ -83,7 +84,7 @@ def number(value: float | None, missing: str = "NaN") -> str:
     return missing if value is None else f"{value:.2f}"
 
 
-def report(verdict: Verdict) -> dict[str, Any]:
+def report(verdict: BackendResult) -> dict[str, Any]:
     """Print what was found out about one backend; returns it."""
     name = f"{verdict.entry.name} {verdict.entry.version()}".strip()
     if verdict.reason:
@@ -144,7 +145,8 @@ def main() -> None:
         sys.exit("no case has that dtype and that name")
     show_machine()
     results = []
-    for verdict in candidates(listed(options.backends), device):
+    for candidate in candidates(listed(options.backends), device):
+        verdict = BackendResult(*candidate)
         for done, outcome in enumerate(verdict.run(device, cases), 1):
             if done % 100 == 0:
                 print(f"{verdict.entry.name}: {done} of {len(cases)}, {outcome.case}", file=sys.stderr)

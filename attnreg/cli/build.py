@@ -4,9 +4,9 @@ import time
 
 import typer
 
-from attnreg.cli.failures import NOTHING_RUNS
-from attnreg.cli.output import AsJson, console, print_json, table
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli.errors import FAILED, import_torch
+from attnreg.cli.options import AsJson
+from attnreg.cli.output import console, print_json, table
 
 __all__ = ["build"]
 
@@ -44,4 +44,4 @@ def build(as_json: AsJson = False) -> None:
         rows = [*zip(("built", "and"), made.values(), strict=False), ("in", f"{took} s")]
         table(console(), ("", ""), rows)
     if failures:
-        raise typer.Exit(NOTHING_RUNS)
+        raise typer.Exit(FAILED)

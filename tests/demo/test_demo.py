@@ -17,9 +17,8 @@ import attnreg
 from attnreg import cli
 from attnreg.demo import layout
 from attnreg.demo.model import LAYERS, ByteTransformer
-from attnreg.demo.result import TOLERANCE, Result
 from attnreg.demo.text import batches, corpus
-from attnreg.demo.train import Step
+from attnreg.demo.train import TOLERANCE, Result, Step
 
 DOCUMENTS = [b"ab", b"a longer document", b"and one between"]
 
