@@ -46,7 +46,7 @@ TableFile = Annotated[
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
 
-    Settings files and ATTNREG variables are ignored while it measures.
+    Backends that settings disable are left out. No other setting has an effect on the measurement.
 
     Example: attnreg bench sdpa --quick --plot sdpa.png
     """,

@@ -12,11 +12,13 @@ __all__ = ["build"]
 
 
 def build(as_json: AsJson = False) -> None:
-    """Compile the routers, so that a call costs the host less, and a kernel for this CPU.
+    """Compile the routers and a kernel for this CPU.
 
     For this torch and Python, with the C++ compiler that CXX names or that is found, into the user's cache
     folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves both out. Where one
     can't be compiled the other is, and the exit status is 1.
+
+    Example: attnreg build
     """
     import_torch()
     from attnreg.errors import BuildError

@@ -51,7 +51,7 @@ def demo(
     """
     import_torch()
     place = console(stderr=as_json)
-    where, folder = _device(device), _folder(out)
+    where, folder = present_device("--device", device), _folder(out)
     result = _train(place, steps, seed, where)
     plot = _plot(result, folder)
     if as_json:
@@ -62,20 +62,6 @@ def demo(
         place.print(line, soft_wrap=True)
     if not result.agrees:
         raise typer.Exit(FAILED)
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    device = present_device("--device", name)
-    try:
-        torch.zeros((), device=device).item()  # fails on a device without values, such as meta
-    except (RuntimeError, NotImplementedError) as error:
-        problem = str(error).splitlines()[0]
-        raise InvalidInputError(
-            f"--device: got {name!r}, expected a device to train on ({problem})"
-        ) from None
-    return device
 
 
 def _folder(out: Path) -> Path:

@@ -37,7 +37,7 @@ TokensQ = Annotated[
         "--tokens-q",
         metavar="N",
         show_default=False,
-        help="Packed query tokens in total. Default: batch x length.",
+        help="With --varlen: query tokens in total. Default: batch x length.",
     ),
 ]
 TokensK = Annotated[
@@ -46,7 +46,7 @@ TokensK = Annotated[
         "--tokens-k",
         metavar="N",
         show_default=False,
-        help="Packed key tokens in total. Default: batch x length.",
+        help="With --varlen: key tokens in total. Default: batch x length.",
     ),
 ]
 Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Softmax scale.")]

@@ -176,6 +176,8 @@ def present_device(option: str, text: str) -> torch.device:
     import torch
 
     found = torch_device(option, text)
+    if found.type == "meta":
+        raise InvalidInputError(f"{option}: got 'meta', expected a device that computes")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(f"{option}: got {text!r}, but torch finds no CUDA GPU here")
     return found
@@ -223,9 +225,7 @@ def specs_of(
 ) -> list[AttentionSpec]:
     """Read repeated `--q` and `--kv`, each pair in each dtype; `shared` and `facts` go to `spec_of`."""
     if keys and len(keys) != len(queries):
-        raise InvalidInputError(
-            f"--kv: got it {len(keys)} times, expected never or once for each --q: {len(queries)} times"
-        )
+        raise InvalidInputError(f"--kv: got {len(keys)}, expected one for each --q, {len(queries)}, or none")
     return [
         spec_of(q, kv, device, dtype, *shared, **facts)
         for q, kv in zip(queries, keys or queries, strict=True)

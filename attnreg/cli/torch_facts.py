@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import __version__
+from attnreg.cli.output import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +43,8 @@ def _gpu_trouble() -> str | None:
 
 def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
     """Yield the CPU and every CUDA GPU, each with its name and compute capability."""
-    cpu = (
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    )
+    threads = counted(torch.get_num_threads(), "thread")
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads}"
     yield torch.device("cpu"), {"device": "cpu", "name": cpu, "compute_capability": None}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)

@@ -155,7 +155,7 @@ def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> list[Case]:
     of_dtype = [case for case in (CASES if full else QUICK) if not wanted or case.dtype in wanted]
     if not of_dtype:
         known = ", ".join(dict.fromkeys(case.dtype for case in CASES))
-        raise InvalidInputError(f"--dtype: got {', '.join(wanted)}, expected one of {known}")
+        raise InvalidInputError(f"--dtype: got {','.join(dtypes)!r}, expected one of {known}")
     found = [case for case in of_dtype if text.casefold() in case.name]
     if not found:
         raise InvalidInputError(

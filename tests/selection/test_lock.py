@@ -510,8 +510,8 @@ def test_info_shows_why_a_lock_refuses_the_calls_on_a_device(replaying):
     (device,) = (
         one for one in json.loads(call("info", "--json").stdout)["devices"] if one["device"] == "cpu"
     )
-    told = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}: calls on this device are refused"
-    assert device["problem"] == told
+    differs = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}"
+    assert device["problem"] == f"{differs}: calls on this device are refused"
 
 
 def test_what_lock_has_not_written_it_does_not_replace(trace, tmp_path):
