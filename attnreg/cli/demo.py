@@ -107,7 +107,7 @@ def _progress(place: Console) -> Progress:
 
 def _plot(result: Result, folder: Path) -> Path | None:
     """Write the plot and return its path; None if matplotlib isn't installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not importlib.util.find_spec("matplotlib"):
         return None
     from attnreg.demo.plot import draw
 
