@@ -10,13 +10,12 @@ import typer
 
 from attnreg.cli.errors import FAILED, import_torch
 from attnreg.cli.options import AsJson, DeviceHere, present_device
-from attnreg.cli.output import console, finite, heading, print_json, table
+from attnreg.cli.output import console, finite, heading, print_json, progress, table
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from rich.progress import Progress
 
     from attnreg.demo.train import Result
 
@@ -84,30 +83,16 @@ def _train(place: Console, steps: int, seed: int, device: torch.device) -> Resul
     heading(place, f"Training a transformer on bytes, twice, on {device} in float32")
     attnreg.reset_stats()
     done = []
-    with _progress(place) as progress:
-        bar = progress.add_task("", total=steps, loss="")
+    with progress(steps) as update:
         for step in train(batches(documents, BATCH, steps, seed), CONTEXT, device, seed):
             done.append(step)
-            progress.update(bar, advance=1, loss=f"{step.loss['packed']:.3f}")
+            update(advance=1, description=f"loss {step.loss['packed']:.3f}")
     return Result(steps=tuple(done), ran=attnreg.stats(), why=explain_step(done[-1], device))
-
-
-def _progress(place: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("  step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-        console=place,
-    )
 
 
 def _plot(result: Result, folder: Path) -> Path | None:
     """Write the plot and return its path; None if matplotlib isn't installed."""
-    if not importlib.util.find_spec("matplotlib"):
+    if importlib.util.find_spec("matplotlib") is None:
         return None
     from attnreg.demo.plot import draw
 
