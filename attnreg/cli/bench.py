@@ -32,7 +32,9 @@ FORMATS = (".png", ".svg")
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the results as JSON after every case.")
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: a .png or an .svg.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results: a .png or .svg.")
+]
 Rounds = Annotated[
     int | None,
     typer.Option("--rounds", metavar="N", min=1, help="How often each side is measured, in turns."),
