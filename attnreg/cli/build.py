@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from attnreg.cli.failures import NOTHING_RUNS
-from attnreg.cli.output import AsJson, console, print_json, table
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli.errors import FAILED, import_torch
+from attnreg.cli.options import AsJson
+from attnreg.cli.output import console, print_json, table
 
 __all__ = ["build"]
 
@@ -26,6 +26,8 @@ def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
     is compiled.
 
     The exit status is 1 if one of them can't be compiled; the other is kept.
+
+    Example: attnreg build
     """
     import_torch()
     from attnreg.errors import BuildError
@@ -57,7 +59,7 @@ def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
         rows = [(titles[name], file) for name, file in made.items()]
         table(console(), ("", ""), [*rows, ("compiled in", f"{seconds} s")])
     if failures:
-        raise typer.Exit(NOTHING_RUNS)
+        raise typer.Exit(FAILED)
 
 
 def _first_lines(text: str) -> str:

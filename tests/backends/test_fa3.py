@@ -12,7 +12,7 @@ from support import operators, truth
 import attnreg
 from attnreg import _registry
 from attnreg.backends import fa3
-from attnreg.cli.inventory import inventory
+from attnreg.cli.info import inventory
 from attnreg.contract.discovery import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure import QUICK, Case, inputs, verify

@@ -183,7 +183,7 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
     ("given", "code", "told"),
     [
         (("varlen", "--backend", "mth"), 2, "did you mean 'math'?"),
-        (("varlen", "--backend", "FA2"), 1, "--backend: FA2 serves cuda"),
+        (("varlen", "--backend", "FA2"), 1, "--backend: FA2 runs on cuda only"),
         (("sdpa", "--plot", "found.pdf"), 2, "expected a file named .png or .svg"),
         (("sdpa", "--out", "/nowhere/found.json"), 2, "--out: "),
         (("selection", "--table", "/nowhere/table.json"), 2, "can't be read"),

@@ -438,7 +438,7 @@ def test_a_call_that_nobody_can_run_is_listed_and_exits_1(trace, tmp_path, known
     assert [one["direction"] for one in data["refused"]] == ["forward", "forward", "backward"]
     assert "first" in data["refused"][0]["reasons"]
     assert data["rows"] == json.loads(file.read_text())["rows"] == []
-    assert "Nobody can run" in call("lock", "--from", str(trace), "--out", str(file)).output
+    assert "No backend can run" in call("lock", "--from", str(trace), "--out", str(file)).output
 
 
 def test_a_backend_that_does_not_really_load_is_not_locked(trace, tmp_path, fake):
@@ -510,8 +510,8 @@ def test_info_shows_why_a_lock_refuses_the_calls_on_a_device(replaying):
     (device,) = (
         one for one in json.loads(call("info", "--json").stdout)["devices"] if one["device"] == "cpu"
     )
-    told = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}: such calls are refused"
-    assert device["problem"] == told
+    differs = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}"
+    assert device["problem"] == f"{differs}: calls on this device are refused"
 
 
 def test_what_lock_has_not_written_it_does_not_replace(trace, tmp_path):

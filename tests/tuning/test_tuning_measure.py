@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import attnreg
 from attnreg import _registry, cli
 from attnreg.backends import math as math_backend
-from attnreg.cli import tuned, tunings
+from attnreg.cli.tune import host_rows, measure_fronts
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
@@ -473,7 +473,7 @@ def backends(monkeypatch, entry, clock):
         "math": Entry("math", "a test", math_backend.BACKEND),
     }
     monkeypatch.setattr(_registry, "_entries", made)
-    monkeypatch.setattr(tunings, "timer_for", lambda device: clock)
+    monkeypatch.setattr("attnreg.tuning.timing.timer_for", lambda device: clock)
     _registry.changed()
     return made
 
@@ -514,16 +514,16 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     made = session(entry("a"), entry("b"))
-    tunings.measure_fronts(made)  # a CPU has no host beside it
+    measure_fronts(made)  # a CPU has no host beside it
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0),)
-    tunings.measure_fronts(made)
-    tunings.measure_fronts(made)
+    measure_fronts(made)
+    measure_fronts(made)
     assert asked_of == [("cuda", ["b"])]
     assert [one.backend for one in made.fronts] == ["a", "b"]
     made.fronts += (Front("a", False, "backward", 30.0),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
-    assert tuned._host(made.fronts) == [
+    assert host_rows(made.fronts) == [
         ("a", "SDPA", "Python", "8.0", "30.0"),
         ("b", "SDPA", "Python", "9.0", "-"),
         ("a", "SDPA", "compiled", "-", "29.0"),
@@ -539,7 +539,7 @@ def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without
     made = session(entry("a"), entry("b"))
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
-    tunings.measure_fronts(made)
+    measure_fronts(made)
     assert asked_of == [["a"]]
 
 
@@ -569,7 +569,7 @@ def test_tune_prints_times_troubles_and_where_the_table_is(tune, backends):
     text = " ".join(result.output.split())
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
-    assert "Never chosen for these" in text
+    assert "never chosen for these calls" in text
     assert "measured 2 points; 0 of 1 calls are left" in text
     assert max(map(len, result.output.splitlines())) <= 80
 
@@ -652,9 +652,9 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
         (
             "--grid quick --dtype fp16 --causal",
-            "--dtype and --causal: describes a call of --q, and there is none",
+            "--dtype and --causal: got it without --q, the call that it describes",
         ),
-        ("--window 16,0", "--window: describes a call of --q, and there is none"),
+        ("--window 16,0", "--window: got it without --q, the call that it describes"),
         ("--out no/such/folder.json", "--out: "),
         ("--backend maht", "no backend is named 'maht'"),
     ],
@@ -690,17 +690,17 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
     result = tune("--from", "trace.jsonl")
     assert result.exit_code == 2
-    assert "--from: got calls on cuda, expected some on cpu, which --device sets" in result.stderr
+    assert "--from: got calls on cuda, expected some on cpu, the device of --device" in result.stderr
     traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
     result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
     assert json.loads(result.stdout)["calls"] == 1
-    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
+    assert "--from: left out 1 call on cuda, as the device is cpu" in caplog.text
 
 
 def test_tune_that_has_no_time_says_so(tune, backends):
     result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
     assert result.exit_code == 1
-    assert "the time was spent before a single call was measured: give it more" in result.stderr
+    assert "the time was spent before any call was measured; give --budget more time" in result.stderr
 
 
 def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):

@@ -1,10 +1,16 @@
-"""From the text of an option to its value, or an error that says what was got and what was wanted."""
+"""Options that several commands share, and the functions that read them.
+
+A reader turns the text of an option into a value, or raises an error that says what was got and what
+was expected. An option of a single command is declared in that command's file.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from attnreg.errors import InvalidInputError, did_you_mean
 
@@ -16,6 +22,18 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec, Device
 
 __all__ = [
+    "AsJson",
+    "Backends",
+    "Backward",
+    "Budget",
+    "Causal",
+    "Deterministic",
+    "DeviceHere",
+    "Dtypes",
+    "Keys",
+    "ValueDim",
+    "Varlen",
+    "Window",
     "device_of",
     "dtype_name",
     "names",
@@ -23,7 +41,53 @@ __all__ = [
     "present_device",
     "seconds",
     "spec_of",
+    "specs_of",
     "torch_device",
+]
+
+# Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceHere = Annotated[
+    str,
+    typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
+]
+Backends = Annotated[
+    list[str],
+    typer.Option(
+        "--backend", metavar="NAMES", help="One or several with commas. Default: all that run here."
+    ),
+]
+Dtypes = Annotated[
+    list[str], typer.Option("--dtype", metavar="DTYPES", help="One or several with commas. Default: bf16.")
+]
+Keys = Annotated[
+    list[str],
+    typer.Option(
+        "--kv", metavar="B,S,H,D", help="Shape of key and value, one for each --q. Default: as --q."
+    ),
+]
+ValueDim = Annotated[
+    int | None,
+    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it differs."),
+]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.")]
+Window = Annotated[
+    str,
+    typer.Option(
+        "--window",
+        metavar="L,R",
+        show_default=False,
+        help="Sliding window: keys visible before and after; -1: all.",
+    ),
+]
+Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
+]
+Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
+Budget = Annotated[
+    str,
+    typer.Option("--budget", metavar="TIME", help="Stop after 60s, 5m or 1h. Default: no limit."),
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -41,7 +105,7 @@ def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
 
 
 def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
-    """Read an option that is repeated, takes a comma list, or both."""
+    """Read an option that is repeated, or has several names with commas, or both."""
     found = [name.strip() for value in values for name in value.split(",")]
     if "" in found:
         raise InvalidInputError(f"{option}: got {','.join(values)!r}, expected names separated by commas")
@@ -49,7 +113,7 @@ def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def seconds(option: str, text: str) -> float:
-    """Read a time such as `60s`, `5m` or `1.5h`; without a text there is no end to it."""
+    """Read a time such as `60s`, `5m` or `1.5h`; infinity if the option isn't given."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if text and (found is None or not float(found[1])):
         raise InvalidInputError(f"{option}: got {text!r}, expected a time: 60s, 5m or 1h")
@@ -57,7 +121,7 @@ def seconds(option: str, text: str) -> float:
 
 
 def dtype_name(option: str, text: str) -> str:
-    """Read a floating-point dtype by any usual name, and return torch's."""
+    """Read a floating-point dtype by any usual name; returns torch's name."""
     import torch
 
     from attnreg.contract.spec import canonical_dtype
@@ -73,9 +137,9 @@ def dtype_name(option: str, text: str) -> str:
 
 
 def device_of(option: str, text: str) -> Device:
-    """Read a device for selection: one of this machine, or the architecture of a simulated GPU.
+    """Read a device to select for: one of this machine, or a simulated one such as sm_90.
 
-    Without a text it is this machine's GPU, else its CPU.
+    Returns this machine's GPU, else its CPU, if the option isn't given.
     """
     from attnreg.contract.spec import Device
     from attnreg.dispatch import planning
@@ -87,7 +151,7 @@ def device_of(option: str, text: str) -> Device:
 
 
 def torch_device(option: str, text: str) -> torch.device:
-    """Read a device that torch knows; without a text this machine's GPU, else its CPU."""
+    """Read a device that torch knows; this machine's GPU, else its CPU, if the option isn't given."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -97,7 +161,7 @@ def torch_device(option: str, text: str) -> torch.device:
         found = torch.device(text)
     except RuntimeError:
         raise InvalidInputError(
-            f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device of torch's"
+            f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device that torch knows"
         ) from None
     if found.type == "cuda" and gpus:
         found = torch.device("cuda", found.index or 0)
@@ -108,19 +172,21 @@ def torch_device(option: str, text: str) -> torch.device:
 
 
 def present_device(option: str, text: str) -> torch.device:
-    """Read a device to run something on: one that is here."""
+    """Read a device of this machine, to run something on."""
     import torch
 
     found = torch_device(option, text)
+    if found.type == "meta":
+        raise InvalidInputError(f"{option}: got 'meta', expected a device that computes")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError(f"{option}: got {text!r}, and torch finds no CUDA GPU here")
+        raise InvalidInputError(f"{option}: got {text!r}, but torch finds no CUDA GPU here")
     return found
 
 
 def spec_of(
     q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
 ) -> AttentionSpec:
-    """Read what the options say of a call: `--q`, `--kv`, `--device`, `--dtype` and `--window`."""
+    """Read the options that describe one call; `facts` are further fields of its spec."""
     from attnreg.contract.spec import AttentionSpec
     from attnreg.dispatch.calls import bounds
 
@@ -133,7 +199,7 @@ def spec_of(
         )
     left, right = numbers("--window", window, "left,right")
     if min(left, right) < -1:
-        raise InvalidInputError(f"--window: got {window!r}, expected numbers of keys, or -1 for all")
+        raise InvalidInputError(f"--window: got {window!r}, expected numbers of keys, -1 for all")
     return AttentionSpec(
         device=device_of("--device", device),
         dtype=dtype_name("--dtype", dtype),
@@ -147,3 +213,21 @@ def spec_of(
         window=bounds((left, right), causal, max_q, max_k),
         **facts,
     )
+
+
+def specs_of(
+    queries: Sequence[str],
+    keys: Sequence[str],
+    device: str,
+    dtypes: Sequence[str],
+    *shared: Any,
+    **facts: Any,
+) -> list[AttentionSpec]:
+    """Read repeated `--q` and `--kv`, each pair in each dtype; `shared` and `facts` go to `spec_of`."""
+    if keys and len(keys) != len(queries):
+        raise InvalidInputError(f"--kv: got {len(keys)}, expected one for each --q, {len(queries)}, or none")
+    return [
+        spec_of(q, kv, device, dtype, *shared, **facts)
+        for q, kv in zip(queries, keys or queries, strict=True)
+        for dtype in names("--dtype", dtypes) or ("bf16",)
+    ]

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import zipfile
 
 import pytest
+from support.command_line import in_a_process
 
 from attnreg import _registry, cli
 
@@ -45,18 +45,11 @@ def run(monkeypatch, routers):
     return run
 
 
-def in_a_process(*command, **variables):
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **variables},
-    )
+def python(*arguments, **variables):
+    return in_a_process(*arguments, env={**os.environ, **variables})
 
 
-UNTOUCHED = """
+IMPORTS_ONLY_TORCH = """
     import sys
     import torch
     import torch.nn.functional as F
@@ -64,38 +57,18 @@ UNTOUCHED = """
     query = torch.randn(1, 2, 8, 16, requires_grad=True)
     F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
 """
-TELLING = """
-    import attnreg
-    print(attnreg.stats().calls)
-"""
 
 
-def test_a_program_that_imports_only_torch_runs_on_the_backend(here):
-    here("train.py", UNTOUCHED + TELLING)
-    done = in_a_process("-W", "error", "-m", "attnreg", "run", "--backend", "Math", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "{'math': {'forward': 1, 'backward': 1}}\n"
-    assert done.stderr == ""
-
-
-def test_the_variable_does_the_same_without_the_command(here):
-    here("train.py", UNTOUCHED + TELLING)
-    done = in_a_process("-W", "error", "train.py", ATTNREG_BACKEND="math")
-    assert done.stdout == "{'math': {'forward': 1, 'backward': 1}}\n", done.stderr
-
-
-def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
-    file = here("train.py", UNTOUCHED + "    sys.exit(7)\n")
-    here("picky.py", PICKY)
-    here("picky-1.0.dist-info/entry_points.txt", "[attnreg.backends]\npicky = picky:BACKEND\n")
-    here("picky-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
-    options = ("--stats", "--backend", "picky,math", str(file))
-    done = in_a_process("-m", "attnreg", "run", *options, PYTHONPATH=str(file.parent))
-    assert done.returncode == 7, done.stderr
-    assert done.stdout == ""
-    told = " ".join(done.stderr.split())
-    assert "What ran backend forward backward math 1 1" in told
-    assert "What could not, and why backend calls reason picky 1 dtype must be float16, got float32" in told
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [(("-m", "attnreg", "run", "--backend", "Math"), {}), ((), {"ATTNREG_BACKEND": "math"})],
+    ids=["command", "variable"],
+)
+def test_a_program_that_imports_only_torch_runs_on_the_backend(here, command, variables):
+    here("train.py", IMPORTS_ONLY_TORCH + "    import attnreg\n    print(attnreg.stats().calls)\n")
+    done = python("-W", "error", *command, "train.py", **variables)
+    found = (done.returncode, done.stdout, done.stderr)
+    assert found == (0, "{'math': {'forward': 1, 'backward': 1}}\n", "")
 
 
 PICKY = """
@@ -108,13 +81,27 @@ PICKY = """
 """
 
 
+def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
+    file = here("train.py", IMPORTS_ONLY_TORCH + "    sys.exit(7)\n")
+    here("picky.py", PICKY)
+    here("picky-1.0.dist-info/entry_points.txt", "[attnreg.backends]\npicky = picky:BACKEND\n")
+    here("picky-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    options = ("--stats", "--backend", "picky,math", str(file))
+    path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
+    done = python("-m", "attnreg", "run", *options, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    printed = " ".join(done.stderr.split())
+    assert "What ran backend forward backward math 1 1" in printed
+    assert "What could not run, and why backend calls reason picky 1 dtype must be float16, got" in printed
+
+
 def test_stats_of_a_program_without_attention_say_so(here):
     here("nothing.py", "")
-    done = in_a_process("-m", "attnreg", "run", "--stats", "--backend", "math", "nothing.py")
-    assert (done.returncode, done.stderr) == (0, "No attention call came through attnreg\n")
+    done = python("-m", "attnreg", "run", "--stats", "--backend", "math", "nothing.py")
+    assert (done.returncode, done.stderr) == (0, "No attention call went through attnreg\n")
 
 
-# What a program can see of how it was started.
+# Saves what a program can see of how it was started.
 MIRROR = """
     import json, sys
 
@@ -149,7 +136,7 @@ def test_a_program_sees_what_python_would_have_shown_it(here, run, program, tmp_
     with zipfile.ZipFile("archive.zip", "w") as archive:
         archive.write(file, "__main__.py")
 
-    assert in_a_process(*program).returncode == 0
+    assert python(*program).returncode == 0
     seen = json.loads((tmp_path / "seen.json").read_text())
     (tmp_path / "seen.json").unlink()
     run("--backend", "math", *program)
@@ -173,17 +160,16 @@ def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, f
             subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
         """,
     )
-    run("--backend", "math", "--backend", "other", "--config", "site.toml", "--strict", "parent.py")
-    assert json.loads((tmp_path / "seen.json").read_text()) == {
-        "ATTNREG_BACKEND": "math,other",
-        "ATTNREG_CONFIG": str(tmp_path / "site.toml"),
-        "ATTNREG_STRICT": "1",
-    }
-    run("--disable", "other", "--no-strict", "parent.py")
-    assert json.loads((tmp_path / "seen.json").read_text()) == {
-        "ATTNREG_DISABLE": "other",
-        "ATTNREG_STRICT": "0",
-    }
+    for options, expected in (
+        (
+            "--backend math --backend other --config site.toml --strict",
+            {"BACKEND": "math,other", "CONFIG": str(tmp_path / "site.toml"), "STRICT": "1"},
+        ),
+        ("--disable other --no-strict", {"DISABLE": "other", "STRICT": "0"}),
+    ):
+        run(*options.split(), "parent.py")
+        seen = json.loads((tmp_path / "seen.json").read_text())
+        assert seen == {f"ATTNREG_{name}": value for name, value in expected.items()}
 
 
 def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
@@ -201,64 +187,52 @@ def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
                 print(pool.map(backend, [0]))
         """,
     )
-    done = in_a_process("-m", "attnreg", "run", "--backend", "math", "parent.py")
+    done = python("-m", "attnreg", "run", "--backend", "math", "parent.py")
     assert done.stdout == "['math']\n", done.stderr
 
 
 @pytest.mark.parametrize(
-    ("body", "code"),
-    [("sys.exit(7)", 7), ("sys.exit()", None), ("sys.exit('sorry')", "sorry"), ("raise SystemExit(0)", 0)],
+    ("body", "error"),
+    [
+        ("sys.exit(7)", SystemExit(7)),
+        ("sys.exit()", SystemExit()),
+        ("sys.exit('sorry')", SystemExit("sorry")),
+        ("raise SystemExit(0)", SystemExit(0)),
+        ("raise KeyboardInterrupt", KeyboardInterrupt()),
+        ("raise BrokenPipeError(32, 'gone')", BrokenPipeError(32, "gone")),
+        ("raise EOFError", EOFError()),
+        ("raise RuntimeError", RuntimeError()),
+    ],
 )
-def test_the_exit_code_of_the_program_passes_through(here, run, body, code):
+def test_the_exit_code_and_the_exceptions_of_the_program_are_its_own(here, run, body, error):
     here("program.py", f"import sys\n{body}")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(type(error)) as raised:
         run("program.py")
-    assert ended.value.code == code
-
-
-@pytest.mark.parametrize(
-    "error", ["EOFError", "BrokenPipeError(32, 'gone')", "KeyboardInterrupt", "RuntimeError"]
-)
-def test_an_exception_of_the_program_is_its_own(here, run, error):
-    here("program.py", f"raise {error}")
-    with pytest.raises(eval(error.partition("(")[0])) as raised:  # noqa: S307 - a built-in's name
-        run("program.py")
+    assert repr(raised.value) == repr(error)
     assert raised.traceback[-1].path.name == "program.py"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
         ("--backend maht", "ATTNREG_BACKEND: no backend is named 'maht'; did you mean 'math'?"),
         ("--backend math,,cpu", "ATTNREG_BACKEND: got 'math,,cpu', expected a name before and after"),
         ("--disable maht", "ATTNREG_DISABLE: no backend is named 'maht'; did you mean 'math'?"),
         ("--backend math --disable math", "ATTNREG_BACKEND and ATTNREG_DISABLE: both name math"),
         ("--config no-such.toml", "can't be read (no such file or directory), expected a settings file"),
+        ("no-such.py", "got 'no-such.py', expected a program: there is no such file"),
+        ("-m .x", "-m: got '.x', expected a module"),
+        ("-m no_such_module", "-m: got 'no_such_module', expected a module"),
+        ("--", "Missing argument 'PROGRAM'"),
     ],
 )
-def test_bad_settings_fail_before_the_program_starts(here, run, tmp_path, capsys, options, message):
+def test_wrong_usage_fails_before_the_program_starts(here, run, tmp_path, capsys, arguments, message):
     here("program.py", "open('started', 'w').close()")
+    program = () if "--" in arguments.split() else ("program.py",)
     with pytest.raises(SystemExit) as ended:
-        run(*options.split(), "program.py")
-    assert ended.value.code == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.err.startswith("attnreg: ")
-    assert told.out == ""
+        run(*arguments.split(), *program)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert message in printed.err
+    assert printed.err.startswith("attnreg: " if program else "Usage: ")
     assert not (tmp_path / "started").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("no-such.py",), "attnreg: got 'no-such.py', expected a program; there is no such file"),
-        (("-m", ".x"), "attnreg: -m: got '.x', expected a module"),
-        (("-m", "no_such_module"), "attnreg: -m: got 'no_such_module', expected a module"),
-        ((), "Missing argument"),
-    ],
-)
-def test_a_program_that_is_not_there_is_wrong_usage(here, run, capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
