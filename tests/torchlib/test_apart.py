@@ -206,7 +206,7 @@ def test_a_plan_of_cudnn_keeps_nothing_of_the_call_that_needed_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("attnreg.backends.cudnn.describe.stream_of", lambda tensor: 7)
+    monkeypatch.setattr("attnreg.backends.cudnn.adapter.stream_of", lambda tensor: 7)
     monkeypatch.setattr(
         fake_cudnn.Graph, "validate", lambda graph: (leave_a_cycle(), graph.steps.append("validate"))
     )
