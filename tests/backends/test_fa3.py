@@ -61,7 +61,7 @@ class Package:
                 packet = getattr(torch.ops.flash_attn_3, name)
                 declared = packet.default._schema.arguments
                 wanted = [one.name for one in declared if not one.has_default_value()]
-                operators.hold(packet, fa3.TAKEN[name], wanted)
+                operators.hold(packet, fa3.PASSED[name], wanted)
         self.returns = 8 if bwd == BWD_OLDER else 5
 
     def keeping(self, function, name):

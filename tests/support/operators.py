@@ -1,21 +1,21 @@
-"""Operators of torch's that take from an adapter just the keywords that its list names."""
+"""Torch ops that take from an adapter only the keywords that it has checked them for."""
 
 
 def hold(packet, listed, wanted=()):
-    """Have an operator refuse calls by other keywords, until the packet is looked up anew.
+    """Have an op refuse calls by other keywords, until the packet is looked up anew.
 
-    Its kernel can't tell: torch doesn't hand on what equals its default.
+    Its kernel can't check that: torch doesn't hand on arguments that equal their defaults.
 
     Args:
         packet: `torch.ops.<namespace>.<name>`.
-        listed: what an adapter looks for when it loads the operator.
-        wanted: what it may pass beyond that, as it has to.
+        listed: the keywords that an adapter looks for when it loads the op.
+        wanted: further ones without a default, which it has to pass.
     """
-    operator = packet.default
+    op = packet.default
 
     def run(**given):
         assert given.keys() == {*listed, *wanted}, f"{packet} is given other keywords than it is checked for"
-        return operator(**given)
+        return op(**given)
 
-    run._schema = operator._schema
+    run._schema = op._schema
     packet.default = run
