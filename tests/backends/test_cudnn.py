@@ -9,8 +9,9 @@ import pytest
 import torch
 from support import fake_cudnn, short_ways
 from support.fake_cudnn import ragged
+from support.packages import gpu_spec
 
-from attnreg import AttentionSpec, Device
+from attnreg import Device
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import adapter, lengths, rounding
 from attnreg.contract import offsets
@@ -201,11 +202,6 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
 # What it refuses
 
 
-def spec(**changes):
-    given = {"device": H200, "dtype": "bfloat16", "batch": 2, "max_q": 64, "max_k": 64, "heads_q": 4}
-    return AttentionSpec(**{**given, "heads_k": 2, "head_dim": 64, "head_dim_v": 64, **changes})
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -220,13 +216,13 @@ def spec(**changes):
         ({"seqused_k": True, "varlen": True}, ""),
         ({"max_q": 1, "max_k": 1}, "query and key must not both have length 1"),
         ({"max_q": 1, "max_k": 1, "varlen": True}, ""),
-        ({"head_dim": 256, "head_dim_v": 256}, ""),
+        ({"head_dim": 256}, ""),
         (
-            {"head_dim": 136, "head_dim_v": 136, "device": Device("cuda", (8, 6), simulated=True)},
+            {"head_dim": 136, "device": "sm_86"},
             "head_dim must be 8 to 128 on compute capability 8.x, got 136",
         ),
         ({"dropout": 0.1}, "dropout_p must be 0, got 0.1"),
-        ({"head_dim": 20}, "head_dim must be 8 to 256 in steps of 8, got 20"),
+        ({"head_dim": 20, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 20"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
         ({"bias": True}, "attn_bias must be None, got a tensor"),
         ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
@@ -236,11 +232,11 @@ def spec(**changes):
 )
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_it_refuses_and_why(changes, reason, direction):
-    assert ENTRY.reasons(spec(**changes), direction) == ((reason,) if reason else ())
+    assert ENTRY.reasons(gpu_spec(**changes), direction) == ((reason,) if reason else ())
 
 
 def test_only_a_backward_is_not_deterministic():
-    asked = spec(deterministic=True)
+    asked = gpu_spec(deterministic=True)
     assert ENTRY.reasons(asked, "forward") == ()
     assert ENTRY.reasons(asked, "backward") == ("not deterministic, and deterministic algorithms are on",)
 

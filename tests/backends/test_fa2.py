@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import fake_fa2, short_ways
 from support.fake_fa2 import SCHEMAS
+from support.packages import gpu_spec, on_cpu
 
 import attnreg
 from attnreg.backends import fa2
@@ -62,15 +63,6 @@ def torch_212(monkeypatch):
     monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=forward))
 
 
-def on_cpu():
-    here = {"devices": ("cpu",), "compute_capability": None}
-    return dataclasses.replace(
-        fa2.BACKEND,
-        forward=dataclasses.replace(fa2.FORWARD, **here),
-        backward=dataclasses.replace(fa2.BACKWARD, **here),
-    )
-
-
 def ran(outcomes, *tensors):
     return {outcome.case.name for outcome in outcomes if outcome.errors.keys() == set(tensors)}
 
@@ -78,7 +70,7 @@ def ran(outcomes, *tensors):
 def run_both(case, **changes):
     """Run a case in both directions; return the kernels, the backward's tensors, the call and its results."""
     q, k, v, grad, call = inputs(case)
-    call, kernels = call._replace(**changes), on_cpu().load()
+    call, kernels = call._replace(**changes), on_cpu(fa2.BACKEND).load()
     out, lse = kernels.forward(q, k, v, call)
     tensors = (grad, q, k, v, out, lse)
     return kernels, tensors, call, kernels.backward(*tensors, call)
@@ -98,7 +90,7 @@ def test_every_case_that_torchs_kernels_take_is_right(torchs):
         for case in QUICK
         if case.dtype == "bfloat16" and (max(case.max_q, case.max_k) < 300 or case.page_size)
     ]
-    outcomes = list(verify(on_cpu(), "cpu", cases))
+    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", cases))
     assert [f"{outcome.case}: {outcome.failure}" for outcome in outcomes if not outcome.passed] == []
     both = ran(outcomes, *ALL)
     assert {"varlen at most one", "varlen tail of NaN", "no keys", "varlen window (0, -1)"} <= both
@@ -110,7 +102,7 @@ def test_every_case_that_torchs_kernels_take_is_right(torchs):
 def test_the_package_runs_alibi_and_pages_and_nothing_else(torchs, package):
     recorded = package()
     names = ("alibi", "varlen alibi", "pages of NaN", "pages", "heads 4:1", "varlen seqused_k")
-    outcomes = list(verify(on_cpu(), "cpu", [case for case in QUICK if case.name in names]))
+    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", [case for case in QUICK if case.name in names]))
     assert [f"{outcome.case}: {outcome.failure}" for outcome in outcomes if not outcome.passed] == []
     assert ran(outcomes, *ALL) == {"alibi", "varlen alibi", "heads 4:1"}
     assert ran(outcomes, "out", "lse") == {"pages of NaN", "varlen seqused_k"}  # pages of 16 are too small
@@ -126,7 +118,7 @@ def test_a_torch_that_reads_pages_needs_no_package(torchs, monkeypatch):
     if not native.PAGES:
         pytest.skip("the schema of this torch's op has no block_table")
     case = next(case for case in QUICK if case.name == "pages of NaN" and case.dtype == "bfloat16")
-    (outcome,) = verify(on_cpu(), "cpu", [case])
+    (outcome,) = verify(on_cpu(fa2.BACKEND), "cpu", [case])
     assert outcome.passed
     assert outcome.errors.keys() == {"out", "lse"}
     ((_, given),) = torchs.calls
@@ -136,9 +128,11 @@ def test_a_torch_that_reads_pages_needs_no_package(torchs, monkeypatch):
 @pytest.mark.parametrize("window", [(0, -1), (4, -1), (-1, 100), (4, 100), (-1, 62), (63, 62)])
 def test_a_window_that_the_kernels_misread_is_a_known_issue_and_no_other_is(torchs, window):
     case = Case(name="window", lens_q=(203,), lens_k=(63,), window=window)
-    (outcome,) = verify(on_cpu(), "cpu", [case])
+    (outcome,) = verify(on_cpu(fa2.BACKEND), "cpu", [case])
     assert outcome.passed
-    (unguarded,) = verify(dataclasses.replace(on_cpu(), name="without known issues"), "cpu", [case])
+    (unguarded,) = verify(
+        dataclasses.replace(on_cpu(fa2.BACKEND), name="without known issues"), "cpu", [case]
+    )
     assert bool(outcome.reasons) is any(not error.passed for error in unguarded.errors.values())
 
 
@@ -150,7 +144,7 @@ def test_single_queries_with_fewer_key_heads_and_empty_sequences_are_not_folded(
         Case(name="used", lens_k=(5, 3, 9), seqused_k=(4, 0, 9), **shared),
         Case(name="pages", lens_k=(5, 3, 9), seqused_k=(4, 0, 9), page_size=256, **shared),
     ]
-    outcomes = list(verify(on_cpu(), "cpu", cases))
+    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", cases))
     assert [outcome.failure for outcome in outcomes] == ["", "", ""]
     assert all(outcome.passed and outcome.errors for outcome in outcomes)
 
@@ -220,7 +214,7 @@ def test_a_dropout_mask_is_the_same_in_the_forward_and_the_backward(torchs, pack
 
 
 def test_dropout_goes_to_it_in_both_directions_or_in_none(package):
-    explanation = attnreg.explain(gpu(dropout=0.1, needs_backward=True), backend="FA2")
+    explanation = attnreg.explain(gpu_spec(dropout=0.1, needs_backward=True), backend="FA2")
     assert (explanation.forward.backend, explanation.backward.backend) == ("FA2", "FA2")
 
 
@@ -234,7 +228,7 @@ def test_a_repeated_call_is_the_same_by_the_kernel_alone(torchs, varlen, window)
     case = Case(name="repeated", dims=(16, 16), heads=(4, 2), window=window, varlen=varlen, **lens)
     *first, call = inputs(case)
     *second, other = inputs(case, seed=1)
-    short_ways.assert_same(on_cpu().load(), first, second, call, other)
+    short_ways.assert_same(on_cpu(fa2.BACKEND).load(), first, second, call, other)
     # The launcher gives the kernel what the adapter has given it.
     given = [{what: x for what, x in one.items() if type(x) is not torch.Tensor} for _, one in torchs.calls]
     assert [name for name, _ in torchs.calls] == ["forward", "backward"] + ["forward"] * 2 + ["backward"] * 5
@@ -271,7 +265,7 @@ def test_a_launcher_of_a_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch
 )
 def test_a_call_that_takes_more_than_the_kernel_has_no_launcher(torchs, case):
     q, k, v, _, call = inputs(case)
-    assert on_cpu().load().specialize("forward", (q, k, v), call) is None
+    assert on_cpu(fa2.BACKEND).load().specialize("forward", (q, k, v), call) is None
 
 
 # What the kernels are given
@@ -302,8 +296,7 @@ def test_window_scale_and_determinism_reach_the_kernels_of_both_providers(
     for name, given in recorded.calls:
         assert (given["causal"], given["window_size_left"], given["window_size_right"]) == expected
         assert given["softmax_scale"] == 0.3
-        assert given.get("deterministic", True) is True
-        assert ("deterministic" in given) is ("backward" in name)
+        assert given.get("deterministic", False) is ("backward" in name)
     assert (len(torchs.calls), len(recorded.calls)) == ((0, 2) if alibi else (2, 0))
 
 
@@ -321,14 +314,8 @@ def test_only_a_forward_is_given_a_number_of_splits(torchs, splits):
 # What it refuses
 
 
-def gpu(device="sm_90", **changes):
-    given = {"dtype": "bfloat16", "batch": 2, "max_q": 64, "max_k": 64, "heads_q": 8, "heads_k": 2}
-    given |= {"device": attnreg.Device.parse(device), "head_dim": 128, "head_dim_v": 128}
-    return attnreg.AttentionSpec(**{**given, **changes})
-
-
 def reasons(direction, **changes):
-    return Entry("FA2", "a test", fa2.BACKEND).reasons(gpu(**changes), direction)
+    return Entry("FA2", "a test", fa2.BACKEND).reasons(gpu_spec(**changes), direction)
 
 
 PAGED = {"page_size": 256, "varlen": True, "seqused_k": True}
@@ -401,14 +388,14 @@ SMALL = (
         ("forward", {"batch": 65536}, "batch must be 0 to 65535, got 65536"),
         ("forward", {"heads_q": 65536, "heads_k": 8}, "query heads must be 0 to 65535, got 65536"),
         ("backward", {"batch": 65536, "varlen": True}, "batch must be 0 to 65535, got 65536"),
-        ("backward", {"device": "sm_86", "head_dim": 192, "head_dim_v": 192}, ""),
-        ("backward", {"device": "sm_86", "head_dim": 256, "head_dim_v": 256}, ""),
-        ("forward", {"device": "sm_86", "head_dim": 224, "head_dim_v": 224}, ""),
-        ("backward", {"device": "sm_90", "head_dim": 224, "head_dim_v": 224}, ""),
-        ("backward", {"device": "sm_86", "head_dim": 224, "head_dim_v": 224}, SMALL.format(224)),
+        ("backward", {"device": "sm_86", "head_dim": 192}, ""),
+        ("backward", {"device": "sm_86", "head_dim": 256}, ""),
+        ("forward", {"device": "sm_86", "head_dim": 224}, ""),
+        ("backward", {"device": "sm_90", "head_dim": 224}, ""),
+        ("backward", {"device": "sm_86", "head_dim": 224}, SMALL.format(224)),
         (
             "backward",
-            {"device": "sm_120", "head_dim": 256, "head_dim_v": 256, "dropout": 0.5},
+            {"device": "sm_120", "head_dim": 256, "dropout": 0.5},
             SMALL.format(256),
         ),
         (

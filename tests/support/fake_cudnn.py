@@ -5,7 +5,6 @@ and offsets only, as cuDNN would. What cuDNN 9.19 gets wrong on an H200 is wrong
 """
 
 import ctypes
-import inspect
 import sys
 import threading
 import types
@@ -27,11 +26,10 @@ DTYPES = {
 
 TOTALS = ("max_total_seq_len_q", "max_total_seq_len_kv")
 BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
-# The arguments that a graph computes with, tensors aside; all others have to keep their defaults.
-OPTIONS = {
-    *("name", "attn_scale", "generate_stats", "use_padding_mask", "seq_len_q", "seq_len_kv", *TOTALS),
-    *("diagonal_alignment", *BOUNDS),
-}
+# The options of both builders that are computed here, with their defaults. The frontend's Python takes any
+# keyword, and 1.32 refuses those that it doesn't know when it describes the graph to cuDNN; it knows these.
+OPTIONS = dict.fromkeys(("name", "attn_scale", "seq_len_q", "seq_len_kv", *TOTALS, *BOUNDS))
+OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT"}
 
 HANDLES = {}
 
@@ -61,6 +59,10 @@ class Described:
         return lambda value: setattr(self, name, value) or self
 
 
+def _step(name):
+    return lambda graph: graph.steps.append(name)
+
+
 class Graph:
     """`cudnn.pygraph`, as far as the adapter goes."""
 
@@ -80,48 +82,26 @@ class Graph:
         self.tensors[uid] = Described(uid, dim, stride, data_type, name)
         return self.tensors[uid]
 
-    # The frontend's Python takes any keyword; 1.32 refuses all but these when it describes a graph.
-    # fmt: off
-    def sdpa(
-        self, q, k, v, is_inference=None, attn_scale=None, bias=None, block_mask=None, use_alibi_mask=False,
-        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, use_causal_mask=False,
-        use_causal_mask_bottom_right=False, sliding_window_length=None, diagonal_alignment="TOP_LEFT",
-        diagonal_band_left_bound=None, diagonal_band_right_bound=None, dropout=None, rng_dump=None,
-        paged_attention_k_table=None, paged_attention_v_table=None, paged_attention_max_seq_len_kv=None,
-        max_total_seq_len_q=None, max_total_seq_len_kv=None, compute_data_type="NOT_SET", name="",
-        score_mod=None, generate_stats=None, implementation="AUTO", score_max=None, score_sum_exp=None,
-        sink_token=None, unfuse_fma=False, cu_seq_len_q=None, cu_seq_len_kv=None, stats_use_log2=False,
-    ):
-        self._take(Graph.sdpa, dict(locals()))
+    def sdpa(self, q, k, v, *, generate_stats, **options):
         assert generate_stats is True
+        self._take(q, k, options)
         self.inputs, self.results = (q, k, v), (Described(), Described())
         return self.results
 
-    def sdpa_backward(
-        self, q, k, v, o, dO, stats, attn_scale=None, bias=None, dBias=None, use_alibi_mask=False,  # noqa: N803
-        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, max_total_seq_len_q=None,
-        max_total_seq_len_kv=None, use_causal_mask=False, use_causal_mask_bottom_right=False,
-        sliding_window_length=None, diagonal_alignment="TOP_LEFT", diagonal_band_left_bound=None,
-        diagonal_band_right_bound=None, dropout=None, rng_dump=None, use_deterministic_algorithm=False,
-        compute_data_type="NOT_SET", name="", score_mod=None, score_mod_bprop=None, sink_token=None,
-        dSink_token=None,  # noqa: N803
-    ):
-        self._take(Graph.sdpa_backward, dict(locals()))
-        totals = max_total_seq_len_q, max_total_seq_len_kv
+    def sdpa_backward(self, q, k, v, o, dO, stats, **options):  # noqa: N803
+        self._take(q, k, options)
+        totals = [self.options[name] for name in TOTALS]
         assert q.ragged_offset is None or None not in totals, "its workspace would be that of a full batch"
         if q.dim[2] == k.dim[2] == 1:
             raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
         self.inputs, self.results = (q, k, v, o, dO, stats), (Described(), Described(), Described())
         return self.results
-    # fmt: on
 
-    def _take(self, builder, given):
-        for option in inspect.signature(builder).parameters.values():
-            kept = option.default is option.empty or given[option.name] == option.default
-            assert kept or option.name in OPTIONS, f"{option.name} isn't computed here"
-        self.options = {name: given[name] for name in OPTIONS & given.keys()}
-        q, k, left, right = (given[name] for name in ("q", "k", *BOUNDS))
+    def _take(self, q, k, options):
+        assert options.keys() <= OPTIONS.keys()
+        given = self.options = OPTIONS | options
         self.scale, packed = given["attn_scale"], q.ragged_offset is not None
+        left, right = (given[name] for name in BOUNDS)
         assert q.data_type == self.io_data_type
         assert isinstance(self.scale, float)
         assert isinstance(given["name"], str)
@@ -132,21 +112,13 @@ class Graph:
         if not packed and (left, right) != (None, None) and q.dim[2] > k.dim[2]:
             raise GraphNotSupportedError("bottom right with more queries than keys")
 
-    def validate(self):
-        self.steps.append("validate")
-
-    def build_operation_graph(self):
-        self.steps.append("operations")
-
     def create_execution_plans(self, modes):
         assert modes == ["A", "FALLBACK"]
         self.steps.append("plans")
 
-    def check_support(self):
-        self.steps.append("support")
-
-    def build_plans(self):
-        self.steps.append("build")
+    validate, build_operation_graph, check_support, build_plans = map(
+        _step, ("validate", "operations", "support", "build")
+    )
 
     def get_workspace_size(self):
         return 64
@@ -301,36 +273,37 @@ class Handle:
         HANDLES[self.backend_handle] = self
 
 
-def module():
-    """Return a module that looks like `cudnn`."""
-    made = types.ModuleType("cudnn")
-    made.handles, made.graphs = [], []
+class Module(types.ModuleType):
+    """A module that looks like `cudnn`; keeps its graphs, and the handles that aren't destroyed."""
 
-    def create_handle():
-        made.handles.append(Handle())
-        return made.handles[-1]
+    cudnnGraphNotSupportedError = GraphNotSupportedError  # noqa: N815
+    data_type = types.SimpleNamespace(**{name: name for name in DTYPES})
+    heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
 
-    def set_stream(handle, stream):
+    def __init__(self):
+        super().__init__("cudnn")
+        self.handles, self.graphs = [], []
+        self.destroy_handle = self.handles.remove
+
+    def backend_version(self):
+        return 91900
+
+    def create_handle(self):
+        self.handles.append(Handle())
+        return self.handles[-1]
+
+    def set_stream(self, handle, stream):
         handle.stream, handle.set = stream, handle.set + 1
 
-    def pygraph(**options):
-        made.graphs.append(Graph(**options))
-        return made.graphs[-1]
-
-    made.create_handle, made.set_stream, made.pygraph = create_handle, set_stream, pygraph
-    made.destroy_handle = made.handles.remove
-    made.backend_version = lambda: 91900
-    made.cudnnGraphNotSupportedError = GraphNotSupportedError
-    kinds = ("HALF", "BFLOAT16", "FLOAT", "INT32", "INT64")
-    made.data_type = types.SimpleNamespace(**{kind: kind for kind in kinds})
-    made.heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
-    made.diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
-    return made
+    def pygraph(self, **options):
+        self.graphs.append(Graph(**options))
+        return self.graphs[-1]
 
 
 def install(monkeypatch):
     """Put the fake in the place of the frontend, with stream 7 of the CPU; return the module."""
-    made = module()
+    made = Module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(offsets, "_kept", {})
     for user in (adapter, launcher):

@@ -9,7 +9,7 @@ import sys
 import types
 
 import torch
-from support import operators
+from support import packages
 
 from attnreg.backends.fa2 import flash_attn_package
 
@@ -194,51 +194,31 @@ class Torch:
         return tuple(run_backward(named | {"rng_state": given["rng_state"].view(torch.int64)}))
 
 
-class Package:
-    """The ops of the package, registered with torch; keeps the arguments of each call."""
+class Package(packages.Package):
+    """The ops of the package flash-attn."""
 
     def __init__(self, schemas):
-        self.calls = []
-        self.library = torch.library.Library("flash_attn", "FRAGMENT")
-        for name, schema in schemas.items():
-            self.library.define(name + schema)
-            self.library.impl(name, self.op(name), "CPU")
-            operators.hold(getattr(torch.ops.flash_attn, name), flash_attn_package.PASSED[name])
+        ops = [(name + schema, getattr(self, name.split("_")[-1])) for name, schema in schemas.items()]
+        super().__init__("flash_attn", ops, flash_attn_package.PASSED)
 
-    def op(self, name):
-        def run(*args, **kwargs):
-            declared = getattr(torch.ops.flash_attn, name).default._schema.arguments
-            given = {one.name: one.default_value for one in declared}
-            given |= dict(zip(given, args, strict=False)) | kwargs
-            self.calls.append((name, given))
-            assert given["softcap"] == 0.0
-            named = {name: given.get(theirs) for name, theirs in OF_PACKAGE.items()}
-            if named["cu_q"] is None:
-                named["max_q"], named["max_k"] = given["q"].shape[1], given["k"].shape[1]
-            return (self.backward if "backward" in name else self.forward)(given, named)
+    def named(self, given):
+        assert given["softcap"] == 0.0
+        dense = {"max_seqlen_q": given["q"].shape[1], "max_seqlen_k": given["k"].shape[1]}
+        return {name: (dense | given).get(theirs) for name, theirs in OF_PACKAGE.items()}
 
-        return run
-
-    def forward(self, given, named):
+    def forward(self, given):
         assert given["return_softmax"] is False
-        out, lse, rng_state = run_forward(named)
+        out, lse, rng_state = run_forward(self.named(given))
         return out, lse, torch.empty(0), rng_state
 
-    def backward(self, given, named):
-        for name, grad in zip(("dq", "dk", "dv"), run_backward(named), strict=True):
+    def backward(self, given):
+        for name, grad in zip(("dq", "dk", "dv"), run_backward(self.named(given)), strict=True):
             given[name].copy_(torch.where(grad.isfinite(), grad, given[name]))
         return torch.empty(0)
 
-    def unregister(self):
-        """Undo all of it, also in torch.ops, which keeps what it has looked up."""
-        self.library._destroy()
-        for name in SCHEMAS:
-            if hasattr(torch.ops.flash_attn, name):
-                delattr(torch.ops.flash_attn, name)
-
 
 def install_package(monkeypatch, schemas=SCHEMAS):
-    """Register the fake package with torch and have it found; return it."""
+    """Register the fake package with torch, and have it found."""
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: {"flash_attn_2_cuda": name}[name])
