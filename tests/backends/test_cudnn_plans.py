@@ -28,10 +28,9 @@ def kernels(module):
     return cudnn._load()
 
 
-@pytest.fixture
 def capture(monkeypatch):
-    """Return a function that has everything from then on captured."""
-    return lambda: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    """Have everything from now on captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
 # Which calls share a plan
@@ -44,17 +43,20 @@ def test_batches_of_other_lengths_share_a_plan(kernels, module):
     assert kernels.forward.args[0].built == {"forward": 2, "backward": 0}
 
 
-@pytest.mark.parametrize("difference", ["scale", "window", "heads", "dim", "dtype"])
-def test_calls_that_differ_in_what_a_plan_depends_on_have_two(kernels, module, difference):
-    query, key, value, call = ragged([3, 9])
-    kernels.forward(query, key, value, call)
-    if difference in ("heads", "dim"):
-        query, key, value, call = ragged([3, 9], **{difference: {"heads": (4, 4), "dim": 32}[difference]})
-    elif difference == "dtype":
-        query, key, value = query.half(), key.half(), value.half()
-    else:
-        call = call._replace(**{difference: {"scale": 0.5, "window": (2, 0)}[difference]})
-    kernels.forward(query, key, value, call)
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ({}, {"scale": 0.5}),
+        ({}, {"window": (2, 0)}),
+        ({"heads": (4, 4)}, {}),
+        ({"dim": 32}, {}),
+        ({"dtype": torch.float16}, {}),
+    ],
+)
+def test_calls_that_differ_in_what_a_plan_depends_on_have_two(kernels, module, shape, changes):
+    kernels.forward(*ragged([3, 9]))
+    *inputs, call = ragged([3, 9], **shape)
+    kernels.forward(*inputs, call._replace(**changes))
     assert len(module.graphs) == 2
 
 
@@ -248,10 +250,8 @@ def test_the_number_of_sequences_is_rounded_more_finely_where_they_are_short():
     assert fine == {8, 16, 32, 64, 91, 128, 182, 256, 363, 512}
     assert coarse == {8, 32, 64, 128, 512}
     assert [round_lengths(65, 64, 64, 65 * mean)[0] for mean in (32, 2048)] == [91, 128]
-
-
-def test_no_batch_is_rounded_beyond_what_kernels_take():
-    assert [round_lengths(batch, 64, 64, batch)[0] for batch in (46342, 65535)] == [65535, 65535]
+    most = [round_lengths(batch, 64, 64, batch)[0] for batch in (46342, 65535)]
+    assert most == [65535, 65535], "no more than kernels take"
 
 
 # Building and dropping plans
@@ -279,11 +279,11 @@ def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_ask
     assert len(module.graphs) == 2, "batches of one problem have been described more than once"
 
 
-def test_a_capture_builds_no_plan_and_takes_an_exact_or_a_shared_one(kernels, module, monkeypatch, capture):
+def test_a_capture_builds_no_plan_and_takes_an_exact_or_a_shared_one(kernels, module, monkeypatch):
     calls = [ragged(lens) for lens in ([3, 9], [3, 10], [4, 10])]
     expected = [kernels.forward(*given)[0] for given in calls[:2]]
     built = len(module.graphs)
-    capture()
+    capture(monkeypatch)
     for given, out in zip(calls, expected, strict=False):
         assert torch.equal(kernels.forward(*given)[0], out)
     assert kernels.forward(*calls[2])[0].isfinite().all(), "it shares a plan with the second"
@@ -297,7 +297,7 @@ def test_a_capture_builds_no_plan_and_takes_an_exact_or_a_shared_one(kernels, mo
 
 def test_a_call_that_a_capture_has_declined_is_not_the_first_of_its_kind(kernels, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        capture(patched)
         with pytest.raises(UnsupportedInputError, match="run the call once before the capture"):
             kernels.forward(*ragged([3, 9]))
     for lens in ([3, 10], [3, 9]):
@@ -362,12 +362,12 @@ def test_each_thread_has_a_handle_that_ends_with_it(kernels, module):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_a_handle_whose_thread_ends_during_a_capture_is_not_destroyed(kernels, module, capture):
+def test_a_handle_whose_thread_ends_during_a_capture_is_not_destroyed(kernels, module, monkeypatch):
     """Destroying it waits for the device, which would end the capture."""
     kernels.forward(*ragged([3, 9]))
     thread = threading.Thread(target=lambda: kernels.forward(*ragged([3, 9])))
     (own,) = module.handles
-    capture()
+    capture(monkeypatch)
     thread.start()
     thread.join()
     assert len(module.handles) == 2

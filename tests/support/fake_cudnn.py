@@ -16,13 +16,8 @@ from attnreg import Call
 from attnreg.backends.cudnn import adapter, launcher
 from attnreg.contract import offsets
 
-DTYPES = {
-    "HALF": torch.float16,
-    "BFLOAT16": torch.bfloat16,
-    "FLOAT": torch.float32,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-}
+DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}
+DTYPES |= {"INT32": torch.int32, "INT64": torch.int64}
 
 TOTALS = ("max_total_seq_len_q", "max_total_seq_len_kv")
 BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
@@ -314,12 +309,12 @@ def install(monkeypatch):
     return made
 
 
-def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16):
+def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, dtype=torch.bfloat16):
     """Return query, key, value and the causal call of a packed batch; one offsets tensor if lengths agree."""
     lens_k = lens_k or lens_q
     torch.manual_seed(0)
-    query = torch.randn(sum(lens_q), heads[0], dim).bfloat16()
-    key, value = (torch.randn(sum(lens_k), heads[1], dim).bfloat16() for _ in "kv")
+    query = torch.randn(sum(lens_q), heads[0], dim).to(dtype)
+    key, value = (torch.randn(sum(lens_k), heads[1], dim).to(dtype) for _ in "kv")
     cu_seqlens = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k)]
     if lens_q == lens_k:
         cu_seqlens[1] = cu_seqlens[0]

@@ -39,20 +39,40 @@ SCHEMAS = {
     ),
 }
 
-# What the functions below call an argument, torch's ops, and the package's.
-ARGUMENTS = (
-    *(("q", "query", "q"), ("k", "key", "k"), ("v", "value", "v"), ("out", "out", "out")),
-    *(("cu_q", "cum_seq_q", "cu_seqlens_q"), ("cu_k", "cum_seq_k", "cu_seqlens_k")),
-    *(("max_q", "max_q", "max_seqlen_q"), ("max_k", "max_k", "max_seqlen_k")),
-    *(("p", "dropout_p", "dropout_p"), ("scale", "scale", "softmax_scale")),
-    *(("causal", "is_causal", "causal"), ("slopes", "alibi_slopes", "alibi_slopes")),
-    *(("left", "window_size_left", "window_size_left"), ("right", "window_size_right", "window_size_right")),
-    *(("seqused_k", "seqused_k", "seqused_k"), ("block_table", "block_table", "block_table")),
-    *(("dout", "grad_out", "dout"), ("lse", "logsumexp", "softmax_lse")),
-    ("rng_state", "rng_state", "rng_state"),
+# What the functions below call an argument; what torch's ops and the package's do.
+NAMES = [
+    "q",
+    "k",
+    "v",
+    "out",
+    "cu_q",
+    "cu_k",
+    "max_q",
+    "max_k",
+    "p",
+    "scale",
+    "causal",
+    "left",
+    "right",
+    "slopes",
+    "seqused_k",
+    "block_table",
+    "dout",
+    "lse",
+]
+OF_TORCH = (
+    "query key value out cum_seq_q cum_seq_k max_q max_k dropout_p scale is_causal window_size_left "
+    "window_size_right alibi_slopes seqused_k block_table grad_out logsumexp"
 )
-OF_TORCH = {name: theirs for name, theirs, _ in ARGUMENTS}
-OF_PACKAGE = {name: theirs for name, _, theirs in ARGUMENTS}
+OF_PACKAGE = (
+    "q k v out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+    "window_size_left window_size_right alibi_slopes seqused_k block_table dout softmax_lse"
+)
+
+
+def renamed(given, names):
+    theirs = (*names.split(), "rng_state")
+    return {name: given.get(their) for name, their in zip((*NAMES, "rng_state"), theirs, strict=True)}
 
 
 def kept(rng_state, p, index, shape):
@@ -183,15 +203,15 @@ class Torch:
     def forward(self, given):
         assert given["return_debug_mask"] is False
         assert given["cum_seq_q"] is not None or given["seqused_k"] is None  # the kernel wouldn't look at it
-        out, lse, rng_state = run_forward({name: given.get(theirs) for name, theirs in OF_TORCH.items()})
+        out, lse, rng_state = run_forward(renamed(given, OF_TORCH))
         unused = torch.empty((), dtype=torch.uint64)
         return out, lse, rng_state.view(torch.uint64), unused, torch.empty(0)
 
     def backward(self, given):
         assert (given["rng_state"].dtype, given["rng_state"].shape) == (torch.uint64, (2,))
         assert given["logsumexp"].is_contiguous()  # the kernel doesn't look at its strides
-        named = {name: given.get(theirs) for name, theirs in OF_TORCH.items()}
-        return tuple(run_backward(named | {"rng_state": given["rng_state"].view(torch.int64)}))
+        given = given | {"rng_state": given["rng_state"].view(torch.int64)}
+        return tuple(run_backward(renamed(given, OF_TORCH)))
 
 
 class Package(packages.Package):
@@ -204,7 +224,7 @@ class Package(packages.Package):
     def named(self, given):
         assert given["softcap"] == 0.0
         dense = {"max_seqlen_q": given["q"].shape[1], "max_seqlen_k": given["k"].shape[1]}
-        return {name: (dense | given).get(theirs) for name, theirs in OF_PACKAGE.items()}
+        return renamed(dense | given, OF_PACKAGE)
 
     def forward(self, given):
         assert given["return_softmax"] is False
