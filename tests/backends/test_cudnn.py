@@ -37,6 +37,9 @@ CASES = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture
 def module(monkeypatch):
     return fake_cudnn.install(monkeypatch)

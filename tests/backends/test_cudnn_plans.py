@@ -18,6 +18,9 @@ from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.measure import Case, measure
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture
 def module(monkeypatch):
     return fake_cudnn.install(monkeypatch)

@@ -40,26 +40,7 @@ SCHEMAS = {
 }
 
 # What the functions below call an argument; what torch's ops and the package's do.
-NAMES = [
-    "q",
-    "k",
-    "v",
-    "out",
-    "cu_q",
-    "cu_k",
-    "max_q",
-    "max_k",
-    "p",
-    "scale",
-    "causal",
-    "left",
-    "right",
-    "slopes",
-    "seqused_k",
-    "block_table",
-    "dout",
-    "lse",
-]
+NAMES = "q k v out cu_q cu_k max_q max_k p scale causal left right slopes seqused_k block_table dout lse"
 OF_TORCH = (
     "query key value out cum_seq_q cum_seq_k max_q max_k dropout_p scale is_causal window_size_left "
     "window_size_right alibi_slopes seqused_k block_table grad_out logsumexp"
@@ -71,8 +52,8 @@ OF_PACKAGE = (
 
 
 def renamed(given, names):
-    theirs = (*names.split(), "rng_state")
-    return {name: given.get(their) for name, their in zip((*NAMES, "rng_state"), theirs, strict=True)}
+    pairs = zip(NAMES.split(), names.split(), strict=True)
+    return {name: given.get(theirs) for name, theirs in pairs} | {"rng_state": given.get("rng_state")}
 
 
 def kept(rng_state, p, index, shape):
