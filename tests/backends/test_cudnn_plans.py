@@ -17,7 +17,6 @@ from attnreg.backends.cudnn.problem import Problem, Slot
 from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.measure import Case, measure
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -212,7 +212,8 @@ def test_a_plan_of_cudnn_keeps_nothing_of_the_call_that_needed_it(monkeypatch):
     )
 
     def planned():
-        plans = cudnn.Plans(fake_cudnn.Module())
+        module = fake_cudnn.Module()  # plans hold it weakly
+        plans = cudnn.Plans(module)
         q, k, v = (torch.randn(2, 8, 2, 64).bfloat16() for _ in "qkv")
         cudnn.forward(plans, q, k, v, Call(0.125, 8, 8, (-1, -1)))
         assert plans.built == {"forward": 1, "backward": 0}
