@@ -192,9 +192,9 @@ def _empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(query), lse.transpose(-1, -2).contiguous()
 
 
-# The kernels load whole tiles: one that ends beyond its sequence loads the rows after it, too, at a weight of
-# zero, and zero times NaN is NaN. So rows that no query may see are set to zero before; that costs a copy, as
-# only the GPU knows where a packed batch ends.
+# The kernels load tiles of fixed size: one that ends beyond its sequence loads the rows after it, too, at a
+# weight of zero, and zero times NaN is NaN. So rows that no query may see are set to zero before; that costs
+# a copy, as only the GPU knows where a packed batch ends.
 
 
 def _unused_rows(packed: Tensor, offsets: Tensor | None) -> Tensor | None:

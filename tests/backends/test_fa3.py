@@ -86,7 +86,7 @@ class Package(packages.Package):
         return torch.arange(given["q"].shape[0]) >= given["cu_seqlens_q"][-1]
 
     def attention(self, given, q, k, v):
-        """Return output and LSE; whatever stands in rows that are loaded spreads, as in whole tiles."""
+        """Return output and LSE; NaN in any row that is loaded spreads, as in the kernels' tiles."""
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         left, right = given["window_size_left"], 0 if given["is_causal"] else given["window_size_right"]
         options = {"window": (left, right), "scale": given["softmax_scale"]}
@@ -332,7 +332,7 @@ def test_operators_that_do_not_fit_are_refused_when_they_are_loaded(package, mon
     assert str(error.value).startswith(f"FA3 failed to load: RegistrationError: {message}")
 
 
-def test_a_package_that_does_not_import_is_told_with_its_cause(monkeypatch):
+def test_a_package_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_3._C", None)
     entry = Entry("FA3", "a test", dataclasses.replace(on_cpu(fa3.BACKEND), unavailable=lambda: None))
     with pytest.raises(BackendUnavailableError) as error:
@@ -340,10 +340,10 @@ def test_a_package_that_does_not_import_is_told_with_its_cause(monkeypatch):
     assert isinstance(error.value.__cause__, ImportError)
 
 
-def test_info_marks_it_as_untried(package, monkeypatch):
+def test_info_marks_it_as_experimental(package, monkeypatch):
     package()
     entry = Entry("FA3", "a test", dataclasses.replace(fa3.BACKEND, unavailable=lambda: None))
     monkeypatch.setattr(_registry, "_entries", {"fa3": entry})
     _registry.changed()
-    (told,) = inventory()["backends"]
-    assert (told["name"], told["state"]) == ("FA3", "experimental")
+    (listed,) = inventory()["backends"]
+    assert (listed["name"], listed["state"]) == ("FA3", "experimental")

@@ -28,10 +28,10 @@ def lengths_of(
 
 
 class Lengths:
-    """The lengths and ragged offsets of one batch, padded with empty sequences to a planned batch.
+    """The lengths and ragged offsets of one batch, padded with empty sequences to what a plan is for.
 
     Args:
-        batch: how many sequences are planned for.
+        batch: how many sequences the plan is for.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
         seqused_k: how many keys of each sequence count, int32 (B,); None for all.
     """

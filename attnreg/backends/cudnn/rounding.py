@@ -3,7 +3,7 @@
 cuDNN takes 0.04 to 0.9 s to build a plan, and one for each batch of a ragged training run would never be
 used twice. What rounding up costs was measured on an H200: a longer longest sequence nothing, an empty
 sequence more 11 ns for each head in the forward and 23 in the backward, more tokens only memory in the
-backward. README.md beside this file has how many plans that leaves, and how large their workspaces are.
+backward. README.md says how many plans that leaves, and how large their workspaces are.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FirstTokens:
     def remember(self, problem: Problem) -> None:
         """Remember that an exact plan of this problem is about to be built.
 
-        It may fail: where cuDNN has no kernel for a kind, it isn't asked again for each number of tokens.
+        It may fail: where cuDNN has no kernel for a kind, it is asked once, not for each number of tokens.
         """
         kind = _kind(problem)
         while kind not in self._tokens and len(self._tokens) >= MOST_KINDS:
