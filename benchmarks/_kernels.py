@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 
 from attnreg import _registry
-from attnreg.backends.cudnn import described
 from attnreg.backends.cudnn.problem import Slot
 from attnreg.torchlib import captured
 
@@ -109,14 +108,14 @@ class _Prepared:
         kernel(*arguments)  # plans, if nothing has yet
         planned = plans._plans
         plans._plans = {
-            problem: dataclasses.replace(plan, run=_Spy(plan.run)) for problem, plan in planned.items()
+            problem: dataclasses.replace(plan, graph=_Spy(plan.graph)) for problem, plan in planned.items()
         }
         try:
             kernel(*arguments)
         finally:
             spied, plans._plans = plans._plans, planned
-        (self.plan,) = (plan for plan in spied.values() if plan.run.buffers)
-        spy = self.plan.run
+        (self.plan,) = (plan for plan in spied.values() if plan.graph.buffers)
+        spy = self.plan.graph
         self.fixed = spy.buffers[len(self.plan.tensors) :]
         self.execute, self.options, spy.buffers = spy.graph.execute, spy.options, []
 
@@ -133,10 +132,7 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
     kernels = _registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
-    with (
-        mock.patch.object(described, "rounded", lambda *sizes: sizes[:3]),
-        mock.patch.object(plans, "planned", lambda problem: problem._replace(own=problem.packed)),
-    ):
+    with mock.patch.object(plans, "select", lambda problem: problem._replace(exact=problem.packed)):
         of_forward = _Prepared(plans, kernels.forward, *inputs, call)
         results = kernels.forward(*inputs, call)
         of_backward = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)

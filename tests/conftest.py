@@ -21,7 +21,7 @@ from attnreg import _registry, aten
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
-from attnreg.backends.cudnn import sharing
+from attnreg.backends.cudnn import rounding
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.dispatch.state import state
@@ -86,12 +86,15 @@ def no_graph_trees(monkeypatch):
 plans_of_this_run = functools.cache(cudnn_backend.Plans)
 
 
-@pytest.fixture(params=[sharing.exact, sharing.shared], ids=["own plans", "shared plans"])
+@pytest.fixture(
+    params=[rounding.exact, lambda problem: rounding.shared(rounding.exact(problem))],
+    ids=["exact plans", "shared plans"],
+)
 def plans_of_either_kind(request, gpu_is_there, monkeypatch):
-    """Have cuDNN's packed calls planned for just their tokens, or for others, too, whatever came before."""
+    """Have cuDNN's packed calls run by exact plans, or by shared ones, whatever batch came first."""
     plans = _registry.find("cuDNN").kernels().forward.args[0]
     monkeypatch.setattr(
-        plans, "planned", lambda problem: request.param(problem) if problem.packed else problem
+        plans, "select", lambda problem: request.param(problem) if problem.packed else problem
     )
 
 

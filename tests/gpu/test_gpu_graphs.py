@@ -12,7 +12,7 @@ from support import gpu, short_ways
 import attnreg
 from attnreg import _registry
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import described
+from attnreg.backends.cudnn import rounding
 from attnreg.backends.fa2 import native
 from attnreg.backends.fa4 import compiled_kinds
 from attnreg.contract.backend import Call
@@ -179,14 +179,14 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
         short = again(*tensors, *short_ways.ends_of(call))
         return [out, *kernels.backward(*tensors, call), *short]
 
-    monkeypatch.setattr(native, "_kept", {})
+    monkeypatch.setattr(native, "_rng_states", {})
     step()
-    assert len(native._kept) == 1
-    monkeypatch.setattr(native, "_kept", {})
+    assert len(native._rng_states) == 1
+    monkeypatch.setattr(native, "_rng_states", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    assert native._kept == {}
+    assert native._rng_states == {}
     got, right = replay(graph, results), gpu.expected(given)[0]
     gpu.assert_near(got[:4], right)
     gpu.assert_near(got[4:], right[1:])
@@ -237,7 +237,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
 
     taken = peak(through)
     with monkeypatch.context() as patched:
-        patched.setattr(described, "rounded", lambda *sizes: sizes[:3])
+        patched.setattr(rounding, "round_lengths", lambda *sizes: sizes[:3])
         exactly = peak(directly)
     assert taken <= exactly + 8 * tokens * 4 + 2**12
 

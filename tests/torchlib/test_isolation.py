@@ -206,13 +206,14 @@ def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("attnreg.backends.cudnn.describe.stream_of", lambda tensor: 7)
+    monkeypatch.setattr("attnreg.backends.cudnn.adapter.stream_of", lambda tensor: 7)
     monkeypatch.setattr(
         fake_cudnn.Graph, "validate", lambda graph: (leave_a_cycle(), graph.steps.append("validate"))
     )
 
     def planned():
-        plans = cudnn.Plans(fake_cudnn.module())
+        module = fake_cudnn.Module()  # plans hold it weakly
+        plans = cudnn.Plans(module)
         q, k, v = (torch.randn(2, 8, 2, 64).bfloat16() for _ in "qkv")
         cudnn.forward(plans, q, k, v, Call(0.125, 8, 8, (-1, -1)))
         assert plans.built == {"forward": 1, "backward": 0}
