@@ -41,9 +41,11 @@ class Preference:
     exclusive: bool = False
     required: bool = True
 
-    def governs(self, device: Device) -> bool:
+    def applies_to(self, device: Device) -> bool:
         """Whether it speaks about that device."""
         return self.devices is None or any(key in self.devices for key in device.keys)
+
+    governs = applies_to  # until its callers in other rooms use the new name
 
 
 def tied_to(backend: str) -> Preference:
@@ -127,7 +129,7 @@ def select(
         native: the backend whose kernel torch itself was about to run; leads the default order.
         prediction: what a measured table says; it may change the default order.
     """
-    wanted = [preference for preference in policy.preferences if preference.governs(spec.device)]
+    wanted = [preference for preference in policy.preferences if preference.applies_to(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
     able = {name for name, reasons in found.items() if not reasons}
