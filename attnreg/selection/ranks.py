@@ -77,8 +77,8 @@ _lock = open_after_fork(threading.Lock())
 _compared: set[str] = set()  # kinds of devices, in the group whose store is `_store`
 _seen: set[str] = set()  # ids of that group's records
 _stale: set[str] = set()  # ids of earlier groups' records
-_store: Callable[[], Any] = lambda: None
-_inherited_store: Callable[[], Any] = lambda: None
+_store: weakref.ref[Any] | None = None
+_inherited_store: weakref.ref[Any] | None = None
 
 
 def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
@@ -99,10 +99,10 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
         return
     place = device.name or device.type
     store = distributed.distributed_c10d._get_default_store()
-    if store is _inherited_store():
+    if _inherited_store is not None and store is _inherited_store():
         return  # a forked child would talk over its parent's connection
     with _lock:
-        if store is not _store():
+        if _store is None or store is not _store():
             _start_group(store)
         if place in _compared:
             return
@@ -168,9 +168,7 @@ def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
     found: list[str] = []
     try:
         group_timeout = store.timeout.total_seconds() if hasattr(store, "timeout") else LONGEST_WAIT_S
-        _run_within(
-            min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine))
-        )
+        _run_within(min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine)))
         first = json.loads(found[0])
         _seen.add(first["id"])
         different = inputs.differences(Inputs(*first["inputs"]))
@@ -223,7 +221,7 @@ def _run_within(seconds: float, run: Callable[[], object]) -> None:
     """Run in a thread, and leave it behind if it takes longer.
 
     Raises:
-        RuntimeError: it took longer, or raised; only the text of an error is kept, as its frames hold the store.
+        RuntimeError: it took longer, or raised; without the error itself, whose frames hold the store.
     """
     errors: list[str] = []
 

@@ -48,7 +48,7 @@ def rank(monkeypatch):
         for name in ("_compared", "_seen", "_stale"):
             monkeypatch.setattr(ranks, name, set())
         for name in ("_store", "_inherited_store"):
-            monkeypatch.setattr(ranks, name, lambda: None)
+            monkeypatch.setattr(ranks, name, None)
         return store
 
     return become
