@@ -203,7 +203,7 @@ def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     # Another reference to the same connection, which goes with torch's own.
     alias, owner = PrefixStore("attnreg", store), os.getpid()
