@@ -126,6 +126,7 @@ def fresh_registry(monkeypatch):
     """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
     for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("ATTNREG_BUILD", "off")  # nor does a process that a test starts compile anything
     for name, value in (("_sources", None), ("_unreadable", None), ("_active", False), ("_watchers", 0)):
         monkeypatch.setattr(policy, name, value)
     for name, value in (("_recordings", ()), ("_followed", None)):
@@ -156,7 +157,7 @@ BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 def compiled_here(library):
     """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
     if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip(f"compiling {library.what} takes a C++ compiler")
+        pytest.skip(f"compiling {library.title} takes a C++ compiler")
     BUILT.mkdir(parents=True, exist_ok=True)
     BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
@@ -173,7 +174,7 @@ def compiled_here(library):
 @pytest.fixture(scope="session")
 def built_routers():
     """Compile the routers, as `attnreg build` does, and return the file."""
-    with compiled_here(building.ROUTERS) as file:
+    with compiled_here(building.CALL_CACHE) as file:
         return file
 
 

@@ -25,9 +25,9 @@ def build(as_json: AsJson = False) -> None:
     place, began = console(stderr=True), time.perf_counter()
     made: dict[str, str] = {}
     failures: list[str] = []
-    for name, library in (("file", building.ROUTERS), ("cpu_kernel", building.CPU_KERNEL)):
+    for name, library in (("file", building.CALL_CACHE), ("cpu_kernel", building.CPU_KERNEL)):
         try:
-            with place.status(f"compiling {library.what}"):
+            with place.status(f"compiling {library.title}"):
                 made[name] = str(building.build(library))
         except BuildError as error:
             failures.append(str(error))

@@ -142,7 +142,7 @@ def is_active() -> bool:
 
 def serves(now: Sources) -> bool:
     """Whether torch's own entry points are to be served under these settings."""
-    asked = replace(now, environment=now.environment._replace(routers=""))  # how, not what
+    asked = replace(now, environment=now.environment._replace(routers="", build=""))  # how, not what
     return bool(_active or _watchers or _registry.registrations() or asked != Sources())
 
 

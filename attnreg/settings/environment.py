@@ -32,6 +32,7 @@ class Environment(NamedTuple):
     record: Path | None = None
     lock: Path | None = None
     routers: str = ""
+    build: str = ""
 
 
 class Variable(NamedTuple):
@@ -71,20 +72,17 @@ def _boolean(text: str) -> bool:
     return _BOOLEANS[text.casefold()]
 
 
-def _policy(text: str) -> str:
-    if text.casefold() not in POLICIES:
-        raise ValueError(f"got {text!r}, expected {' or '.join(POLICIES)}{did_you_mean(text, POLICIES)}")
-    return text.casefold()
+def _one_of(*choices: str) -> Callable[[str], str]:
+    *others, last = choices
 
+    def parse(text: str) -> str:
+        if text.casefold() not in choices:
+            near = did_you_mean(text, choices)
+            raise ValueError(f"got {text!r}, expected {', '.join(others)} or {last}{near}")
+        return text.casefold()
 
-def _routers(text: str) -> str:
-    if text.casefold() not in ROUTERS:
-        raise ValueError(f"got {text!r}, expected {' or '.join(ROUTERS)}{did_you_mean(text, ROUTERS)}")
-    return text.casefold()
+    return parse
 
-
-POLICIES = ("measured", "order")
-ROUTERS = ("compiled", "python")
 
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
@@ -96,7 +94,9 @@ VARIABLES = {
         "strict", _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
-        "policy", _policy, "what decides where nothing is asked for: measured (a table of times) or order"
+        "policy",
+        _one_of("measured", "order"),
+        "what decides where nothing is asked for: measured (a table of times) or order",
     ),
     "ATTNREG_RECORD": Variable(
         "record", _path, "the file (JSONL) to write what calls there were to, for `attnreg tune --from`"
@@ -106,8 +106,14 @@ VARIABLES = {
     ),
     "ATTNREG_ROUTERS": Variable(
         "routers",
-        _routers,
+        _one_of("compiled", "python"),
         "compiled: an error unless `attnreg build` was run; python: nothing that it has made is used",
+    ),
+    "ATTNREG_BUILD": Variable(
+        "build",
+        _one_of("background", "now", "off"),
+        "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
+        "priority does it), now (the call waits for it) or off",
     ),
 }
 

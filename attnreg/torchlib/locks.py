@@ -1,4 +1,4 @@
-"""Locks that don't outlive the thread that holds them across a fork."""
+"""Locks: one between threads that a fork leaves open, and one between processes, on a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from _thread import RLock
+    from pathlib import Path
     from threading import Lock
 
-__all__ = ["open_after_fork"]
+__all__ = ["holder", "lock_file", "open_after_fork"]
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 
@@ -19,3 +20,47 @@ def open_after_fork(lock: AnyLock) -> AnyLock:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
+
+
+def lock_file(path: Path, wait: bool = False) -> int | None:
+    """Lock a file for this process and those that inherit it; None where another process holds it.
+
+    The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
+    there are no stale locks, and the file stays where it is.
+
+    Args:
+        path: the file; made if it isn't there.
+        wait: wait for whoever holds it.
+
+    Raises:
+        OSError: the file can't be made or opened, or its file system has no locks.
+    """
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+def holder(path: Path) -> str:
+    """Return what the holder of a file's lock has written there, its process id; empty if nobody holds it."""
+    import fcntl
+
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(100).decode("ascii", "replace") or "unknown"
+    except OSError:
+        pass  # there is none, or it can't be read
+    return ""

@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import gc
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.fake_cudnn import memory
+from support.processes import environment
 from typer.testing import CliRunner
 
 import attnreg
@@ -304,7 +304,7 @@ from torch.nn import functional as F
 from attnreg import aten
 from attnreg.torchlib import building
 from attnreg.dispatch import scope
-building.built = lambda: building.Path(sys.argv[1])
+building.built = lambda: __import__("pathlib").Path(sys.argv[1])
 q = torch.randn(1, 2, 8, 16)
 """
 OWN = """
@@ -343,10 +343,9 @@ torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
 def process(script, file, **variables):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script, str(file)],
-        capture_output=True, text=True, check=False, env=environ | variables,
+        capture_output=True, text=True, check=False, env=environment(**variables),
     )  # fmt: skip
 
 
@@ -364,14 +363,16 @@ def test_with_the_variable_and_nothing_built_a_program_nobody_touched_is_refused
     variables = {"XDG_CACHE_HOME": str(tmp_path), "ATTNREG_ROUTERS": "compiled", "ATTNREG_BACKEND": "math"}
     result = process(UNTOUCHED, "", **variables)
     assert result.returncode == 1
-    assert "ConfigError: ATTNREG_ROUTERS=compiled: none are compiled for this torch" in result.stderr
+    assert (
+        "ConfigError: ATTNREG_ROUTERS=compiled: the call cache isn't compiled for this torch" in result.stderr
+    )
 
 
 FORKED = """
 import os, sys, torch, attnreg
 from torch.nn import functional as F
 from attnreg.torchlib import building
-building.built = lambda: building.Path(sys.argv[1])
+building.built = lambda: __import__("pathlib").Path(sys.argv[1])
 attnreg.register_backend("cpu")
 q = torch.randn(1, 2, 8, 16)
 torch.set_num_threads(1)
@@ -1270,7 +1271,8 @@ def test_asked_for_and_not_built_is_an_error_that_says_what_to_do(unbuilt, monke
     with pytest.raises(ConfigError) as error:
         attnreg.register_backend("cpu")
     assert str(error.value) == (
-        "ATTNREG_ROUTERS=compiled: none are compiled for this torch and Python; `attnreg build` does it"
+        "ATTNREG_ROUTERS=compiled: the call cache isn't compiled for this torch and Python; "
+        "`attnreg build` does it"
     )
     assert not aten.installed()
     assert attnreg._registry.registrations() == ()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import environment
 
 import attnreg
 
@@ -94,10 +95,9 @@ def inner(module, **options):
 
 
 def python(script, *arguments, **variables):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=environ | variables,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,

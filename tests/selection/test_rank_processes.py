@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from support import processes
 from support.tuned import asked, point, table
 
 from attnreg import _registry
@@ -69,8 +69,8 @@ sys.stdin.read()
 
 
 def start(script, *arguments, **variables):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
-    environ |= {"ATTNREG_ROUTERS": "python", "OMP_NUM_THREADS": str(torch.get_num_threads())} | variables
+    threads = str(torch.get_num_threads())
+    environ = processes.environment(ATTNREG_ROUTERS="python", OMP_NUM_THREADS=threads, **variables)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", script, *arguments], env=environ, text=True, **pipes)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import environment
 from support.tuned import asked
 
 import attnreg
@@ -212,11 +213,10 @@ for length in (8, 24):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     file = tmp_path / "trace.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False,
-        env=environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"},
+        env=environment(ATTNREG_RECORD=str(file), OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert counts(file) == {8: (2, 0), 24: (1, 0)}
