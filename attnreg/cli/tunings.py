@@ -13,6 +13,7 @@ from attnreg.cli.verdicts import candidates
 from attnreg.cli.warmup import pairs
 from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from attnreg.measure.timing import timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
 from attnreg.tuning.checks import Checks
@@ -21,7 +22,6 @@ from attnreg.tuning.kinds import kind_of, size_of, work
 from attnreg.tuning.machine import environment, file_name
 from attnreg.tuning.session import Session, kept
 from attnreg.tuning.table import Table, check_writable, load
-from attnreg.tuning.timing import timer_for
 
 if TYPE_CHECKING:
     import torch

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec
+    from attnreg.measure.timing import Timer
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.kinds import Kind, Size
     from attnreg.tuning.points import Front, Point
     from attnreg.tuning.table import Environment
-    from attnreg.tuning.timing import Timer
 
 __all__ = ["Session", "kept"]
 

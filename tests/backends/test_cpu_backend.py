@@ -96,7 +96,7 @@ def test_any_scale_keeps_the_rule(kernels, lengths, scale):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "layout", ["heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+    "layout", ["bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 )
 def test_strided_and_unaligned_tensors_give_the_numbers_of_contiguous_ones(kernels, layout, dtype):
     case = ragged((30, 1, 64, 64, 200), dtype=dtype, layout=layout, window=CAUSAL)

@@ -129,7 +129,7 @@ def test_any_scale_keeps_the_rule(kernels, scale, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "layout", ["plain", "heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+    "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 )
 @pytest.mark.parametrize("varlen", [True, False])
 def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, varlen, dtype):

@@ -84,7 +84,7 @@ def test_the_matrix_meets_the_faults_of_cudnn():
     runs = RUNS.values()
     assert any(case.varlen and 0 in case.lens_k and max(case.lens_q) for case in runs)
     assert any(case.varlen and case.max_q == 1 and 0 in case.lens_q for case in runs)
-    assert any(case.varlen and case.layout in ("packed", "heads first") for case in runs)
+    assert any(case.varlen and case.layout in ("fused qkv", "bhsd") for case in runs)
     assert any(case.tail and case.poison for case in runs)
 
 
