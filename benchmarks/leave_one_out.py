@@ -22,8 +22,7 @@ from attnreg.bench.report import save, show
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
-from attnreg.tuning.ranking import reordered
+from attnreg.tuning.lookup import predict, reordered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,8 +25,7 @@ from attnreg.bench.summary import FIXED
 from attnreg.contract.spec import Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
-from attnreg.tuning.ranking import reordered
+from attnreg.tuning.lookup import predict, reordered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range"]
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line"]
 
 
 class Range(NamedTuple):
@@ -152,6 +152,13 @@ class Capabilities:
             (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
         )
         return (reason for asked, offered, reason in asked_and_offered if asked and not offered)
+
+
+def one_line(reasons: Iterable[str]) -> str:
+    """Return reasons as one line, for logs and for sentences about one backend."""
+    return "; ".join(
+        " ".join(reason.split()) for reason in reasons
+    )  # the text of an exception may have lines
 
 
 def _badly_typed(name: str, value: object) -> str:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.errors import RanksDifferError
 from attnreg.torchlib.locks import open_after_fork
+from attnreg.tuning.machine import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -135,8 +136,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
-    from attnreg.tuning.machine import environment
-
     shared = {name: entry for name, entry in entries.items() if not entry.own}
     loading = environment(device, shared).backends
     asked = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]

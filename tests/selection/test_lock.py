@@ -343,9 +343,9 @@ def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, t
     monkeypatch.setenv("ATTNREG_LOCK", str(file))
     attnreg.reload()
     found, asked = state(), rows[1].spec
-    tied = found.policy.led_by(tied_to("first"))
+    tied = found.policy.with_first(tied_to("first"))
     assert planning.decide(asked, "backward", found.entries, tied).backend == "first"
-    tied = found.policy.led_by(tied_to("second"))
+    tied = found.policy.with_first(tied_to("second"))
     told = refused(planning.decide, asked, "backward", found.entries, tied)
     assert "but the forward's dropout mask would have second run it" in told
 
@@ -520,7 +520,7 @@ def test_what_lock_has_not_written_it_does_not_replace(trace, tmp_path):
         file.write_text(text)
         result = call("lock", "--from", str(trace), "--out", str(file))
         assert result.exit_code == 2
-        assert "is there, and nothing that this command writes" in " ".join(result.output.split())
+        assert "exists, and isn't a file that this command writes" in " ".join(result.output.split())
         assert file.read_text() == text
 
 

@@ -18,7 +18,7 @@ from attnreg.dispatch import trace
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.tuning import traces
-from attnreg.tuning.specs import spec_from, spec_to
+from attnreg.tuning.traces import spec_from, spec_to
 
 pytestmark = pytest.mark.usefixtures("routers")
 
