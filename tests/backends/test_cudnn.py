@@ -44,7 +44,7 @@ RUNS = {
 def module(monkeypatch):
     made = fake_cudnn.module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
-    monkeypatch.setattr(offsets, "_kept", {})
+    monkeypatch.setattr(offsets, "_cache", {})
     for user in (describe, launcher):
         monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
@@ -514,7 +514,7 @@ def test_nothing_is_kept_of_what_can_change_without_a_trace(kernels, monkeypatch
     query, key, value, call = ragged([3, 9])
     kernels.forward(query, key, value, call)
     if trace == "a capture":
-        monkeypatch.setattr(offsets, "of_a_graph", lambda offsets: True)
+        monkeypatch.setattr(offsets, "needs_graph_memory", lambda offsets: True)
     else:
         with torch.inference_mode():
             ends = call.cu_seqlens_q.clone()
