@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import attnreg
 from attnreg import _registry, backends
 from attnreg.contract.discovery import Entry, discover
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
 ROOT = Path(attnreg.__file__).parent
 
