@@ -93,7 +93,7 @@ class Facts:
 
     @property
     def every_row_sees_a_key(self) -> bool:
-        """Whether, in addition, no sequence has fewer keys than queries: causal masks leave each row a key."""
+        """Whether also no sequence has fewer keys than queries: a causal mask leaves each row a key."""
         self._read()
         return self._every_row_sees_a_key
 
