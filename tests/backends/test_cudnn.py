@@ -564,7 +564,7 @@ def test_results_start_as_zeros_until_the_device_says_that_all_is_written(kernel
 )
 def test_the_device_says_once_what_holds_of_a_batch(lens_q, lens_k, tokens, said):
     call = ragged(lens_q, lens_k)[3]
-    assert AsyncReadback(offsets._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
+    assert AsyncReadback(offsets._properties(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == said
 
 
 # What it says of itself
