@@ -122,7 +122,7 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
     sources = {
         name.casefold(): preference.source
         for preference in reversed(in_force.preferences)
-        if preference.governs(device)
+        if preference.applies_to(device)
         for name in preference.names
     }
     default = f"default order for {device.keys[0]}"

@@ -144,7 +144,7 @@ def _decisions(spec: AttentionSpec, one: Recorded, policy: Policy) -> Iterator[D
     if spec.needs_backward or one.backward:
         if spec.dropout > 0.0 and forward.backend is not None:
             # Only the backend of the forward can draw the same dropout mask again.
-            policy = policy.led_by(tied_to(forward.backend))
+            policy = policy.with_first(tied_to(forward.backend))
         yield _decided(spec, "backward", policy)
 
 

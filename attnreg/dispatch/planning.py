@@ -64,7 +64,7 @@ def make_plan(
         RanksDifferError: another rank of the job chooses by another table.
     """
     building.ensure_built()  # the program serves calls: its next start has the compiled part
-    policy = now.policy.led_by(leading)
+    policy = now.policy.with_first(leading)
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries
     if direction == "forward" and spec.needs_backward:
@@ -107,12 +107,12 @@ def decide(
     """
     spec = spec.of(direction)
     for preference in policy.preferences:
-        if preference.required and preference.governs(spec.device):
+        if preference.required and preference.applies_to(spec.device):
             for name in preference.names:
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
     if policy.lock is not None:
         return replayed(policy.lock, spec, direction, entries, policy, native)
-    leaves_native = native and (policy.watching or not policy.by_measurement)
+    leaves_native = native and (policy.only_recording or not policy.by_measurement)
     tables = None if leaves_native else policy.tables
     prediction = tables.predict(spec, direction) if tables is not None else None
     return select(spec, direction, entries, policy, native, prediction)

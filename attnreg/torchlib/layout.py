@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["aligned", "contiguous_strides", "dense", "readable", "stream_of", "uninitialized", "with_strides"]
+__all__ = ["aligned", "contiguous_strides", "readable", "stream_of", "uninitialized", "with_strides"]
 
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -61,9 +61,6 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
-
-
-dense = contiguous_strides
 
 
 def stream_of(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["case_of", "copies", "lengths", "small_cases", "unmeasurable"]
 
-# What tensors can't be made for, as they would have to say what a program's own say.
+# Fields whose tensors can't be generated: their values are the program's.
 GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 
@@ -38,7 +38,7 @@ def copies(spec: AttentionSpec, device: torch.device) -> list[Inputs]:
 
 
 def case_of(spec: AttentionSpec) -> Case:
-    """Return the call with lengths for its sequences."""
+    """Return the call as a `Case`, with lengths for its sequences."""
     (tokens_q, max_q), (tokens_k, max_k) = (spec.tokens_q, spec.max_q), (spec.tokens_k, spec.max_k)
     return Case(
         name=str(spec),
@@ -55,9 +55,9 @@ def case_of(spec: AttentionSpec) -> Case:
 
 
 def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
-    """Return lengths of sequences: one is the longest, the others rise evenly and fill the rest.
+    """Return lengths of sequences: one is the longest, the others rise evenly and sum to the rest.
 
-    A program may give a longest length that is above that of its sequences; none is more than all tokens.
+    A program's `max_q` may be above its longest sequence; no sequence is longer than all tokens.
     """
     longest = min(longest, tokens)
     tokens = min(tokens, batch * longest)
@@ -73,7 +73,7 @@ def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:
-    """Return calls of the same kind that are quick to compute in float64; the first that runs is enough."""
+    """Return small calls of the same kind, quick to compute in float64; the first that runs is enough."""
     return tuple(_case(spec, most) for most in (192, 384))
 
 

@@ -28,7 +28,7 @@ from attnreg.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.dispatch import call_cache
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib import captured
-from attnreg.torchlib.layout import dense
+from attnreg.torchlib.layout import contiguous_strides
 
 CAUSAL = (-1, 0)
 ROUTES = {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES)}
@@ -711,10 +711,10 @@ def test_a_kernel_that_a_backend_leads_to_is_run_on_addresses(route, ran, fake, 
 
     def again(direction, tensors, call):
         model = tensors[:1] if direction == "forward" else tensors[1:4]
-        results = [(tuple(x.shape), dense(x.shape), x.dtype) for x in model]
+        results = [(tuple(x.shape), contiguous_strides(x.shape), x.dtype) for x in model]
         if direction == "forward":
             batch, rows, heads, _ = tensors[0].shape
-            results.append(((batch, heads, rows), dense((batch, heads, rows)), torch.float32))
+            results.append(((batch, heads, rows), contiguous_strides((batch, heads, rows)), torch.float32))
         sizes = [*((x.shape, x.stride()) for x in tensors), *(one[:2] for one in results)]
         run = kernels.forward if direction == "forward" else kernels.backward
         launch = run_on(kernels, direction, call, sizes)

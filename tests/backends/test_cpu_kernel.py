@@ -23,7 +23,7 @@ from attnreg.errors import BuildError, InvalidInputError
 from attnreg.measure import Case, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib import building
-from attnreg.tuning.matching import matched
+from attnreg.tuning.machine import matched
 from attnreg.tuning.table import Environment
 
 CAUSAL, OPEN = (-1, 0), (-1, -1)

@@ -153,7 +153,7 @@ def test_nothing_is_kept_of_offsets_whose_changes_leave_no_trace(kernels, monkey
     query, key, value, call = ragged([3, 9])
     kernels.forward(query, key, value, call)
     if what == "a capture":
-        monkeypatch.setattr(offsets, "of_a_graph", lambda offsets: True)
+        monkeypatch.setattr(offsets, "needs_graph_memory", lambda offsets: True)
     else:
         with torch.inference_mode():
             cu_seqlens = call.cu_seqlens_q.clone()
@@ -199,7 +199,7 @@ def test_results_start_as_zeros_until_it_is_known_that_every_row_is_written(kern
 )
 def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, facts):
     call = ragged(lens_q, lens_k)[3]
-    assert AsyncReadback(offsets._said(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == facts
+    assert AsyncReadback(offsets._properties(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == facts
 
 
 # What it refuses

@@ -238,7 +238,7 @@ def test_a_repeated_call_is_the_same_by_the_kernel_alone(torchs, varlen, window)
 def test_a_launcher_of_a_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
     captured_now = [True]
     monkeypatch.setattr(native, "_rng_states", {})
-    monkeypatch.setattr(native, "of_a_graph", lambda tensor: captured_now[0])
+    monkeypatch.setattr(native, "needs_graph_memory", lambda tensor: captured_now[0])
     kernels, tensors, call, expected = run_both(Case(name="graph", dims=(16, 16), **DENSE))
 
     def tensors_alive():

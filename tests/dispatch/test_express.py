@@ -265,7 +265,7 @@ def test_nothing_is_known_again_while_a_graph_is_captured(covered, monkeypatch):
 
 
 def test_nothing_is_remembered_that_would_lie_in_a_graphs_memory(covered, monkeypatch):
-    monkeypatch.setattr(express, "of_a_graph", lambda offsets: offsets is ENDS)
+    monkeypatch.setattr(express, "needs_graph_memory", lambda offsets: offsets is ENDS)
     now = state()
     remember("forward", GIVEN, {}, plan("forward"), CALL, "FA2", now)
     assert (now.express, now.returns) == ({}, {})

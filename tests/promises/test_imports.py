@@ -281,12 +281,13 @@ def test_measure_knows_the_contract_only():
 
 
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
-    names = ("kinds", "points", "table", "matching", "index", "lookup", "ranking")
+    names = ("kinds", "points", "table", "index", "lookup")
     pure = {f"tuning.{name}" for name in names}
     for module in pure:
         assert inner(module, only_at_import=True) <= pure | {"errors"}, module
         assert "torch" not in imports(module), module
     assert "torch" not in imports("tuning.tables") | imports("selection.decision")
+    assert "torch" not in imports("tuning.machine", only_at_import=True)  # comparing environments needs none
 
 
 def test_only_the_programs_on_top_use_the_public_names():

@@ -97,7 +97,7 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_CONFIG": "~no-such-user/attnreg.toml"},
             "ATTNREG_CONFIG: got '~no-such-user/attnreg.toml', expected a path "
-            "(its ~ stands for no home folder)",
+            "(there is no home folder for its ~)",
         ),
         (
             {"ATTNREG_BACKENDS": "FA4"},

@@ -300,7 +300,7 @@ def install(monkeypatch):
     """Put the fake in the place of the frontend, with stream 7 of the CPU; return the module."""
     made = Module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
-    monkeypatch.setattr(offsets, "_kept", {})
+    monkeypatch.setattr(offsets, "_cache", {})
     for user in (adapter, launcher):
         monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)

@@ -75,3 +75,31 @@ def slowed(recorder, clock, seconds):
 
 
 CPU = torch.device("cpu")
+
+
+def off_by(amount, forward=True):
+    """Make kernels wrong by so much in their forward or their backward."""
+
+    def change(kernels):
+        def wrong(kernel):
+            def run(*arguments):
+                first, *rest = kernel(*arguments)
+                return (first + amount, *rest)
+
+            return run
+
+        if forward:
+            return kernels._replace(forward=wrong(kernels.forward))
+        return kernels._replace(backward=wrong(kernels.backward))
+
+    return change
+
+
+def raising(error, forward=True):
+    def change(kernels):
+        def fail(*arguments):
+            raise error
+
+        return kernels._replace(forward=fail) if forward else kernels._replace(backward=fail)
+
+    return change

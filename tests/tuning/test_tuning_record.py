@@ -18,7 +18,7 @@ from attnreg.dispatch import trace
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.tuning import traces
-from attnreg.tuning.specs import spec_from, spec_to
+from attnreg.tuning.traces import spec_from, spec_to
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -167,7 +167,7 @@ def test_a_file_of_the_environment_that_cannot_be_written_is_an_error_that_names
 def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "trace.jsonl"))
     attnreg.reload()
-    assert state().policy.watching
+    assert state().policy.only_recording
     sdpa(8)
     monkeypatch.delenv("ATTNREG_RECORD")
     attnreg.reload()

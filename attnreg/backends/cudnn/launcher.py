@@ -14,7 +14,7 @@ import torch
 from attnreg.backends.cudnn.lengths import lengths_of
 from attnreg.backends.cudnn.problem import describe, is_empty, lse_layout, with_results
 from attnreg.contract.launchers import AddressLauncher
-from attnreg.torchlib.layout import aligned, dense, stream_of, uninitialized, with_strides
+from attnreg.torchlib.layout import aligned, contiguous_strides, stream_of, uninitialized, with_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def _forward(
     repeated: _RepeatedCall, query: Tensor, value: Tensor, lse: Allocation, varlen: bool
 ) -> Launcher:
     device, out_size = query.device, (*query.shape[:-1], value.shape[-1])
-    results: tuple[Allocation, ...] = (out_size, dense(out_size), query.dtype), lse
+    results: tuple[Allocation, ...] = (out_size, contiguous_strides(out_size), query.dtype), lse
 
     def run(query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Tensor) -> tuple[Tensor, ...] | None:
         plan = repeated.plan()
@@ -108,7 +108,7 @@ def _forward(
 def _backward(
     repeated: _RepeatedCall, tensors: tuple[Tensor, ...], lse_strides: tuple[int, ...], varlen: bool
 ) -> Launcher:
-    results = tuple((tuple(x.shape), dense(x.shape), x.dtype) for x in tensors[1:4])
+    results = tuple((tuple(x.shape), contiguous_strides(x.shape), x.dtype) for x in tensors[1:4])
     device = tensors[1].device
 
     def run(

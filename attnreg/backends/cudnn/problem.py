@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnreg.torchlib.layout import dense
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -121,7 +119,7 @@ def lse_layout(problem: Problem, query: Tensor) -> tuple[tuple[int, ...], tuple[
     """Return size and strides of the LSE that a problem's plan writes or reads."""
     *batch, rows, heads = query.shape[:-1]
     size = *batch, heads, rows
-    return size, (1, heads) if problem.packed and not problem.exact else dense(size)
+    return size, (1, heads) if problem.packed and not problem.exact else contiguous_strides(size)
 
 
 def _is_square(call: Call) -> bool:

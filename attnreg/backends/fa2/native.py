@@ -8,7 +8,7 @@ import torch
 
 from attnreg.backends.fa2 import conversions
 from attnreg.contract.launchers import OpLauncher
-from attnreg.contract.offsets import of_a_graph
+from attnreg.contract.offsets import needs_graph_memory
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import aligned, readable
 
@@ -86,7 +86,7 @@ class Native:
         rest, options = (*no_cu_seqlens, *_lengths(query, key, call)[2:]), _options(query, call)
         if direction == "forward":
             return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2)
-        if query.device in _rng_states or not of_a_graph(query):
+        if query.device in _rng_states or not needs_graph_memory(query):
             return OpLauncher(OP.format("backward"), "CUDA", (*rest, *_no_rng_state(query)), options, 3)
 
         def backward(*given: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def _no_rng_state(query: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         found = state, state[0]
-        if not of_a_graph(query):
+        if not needs_graph_memory(query):
             _rng_states[query.device] = found
     return found
 
