@@ -102,7 +102,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     assert [one.backend for one in made.fronts] == ["a", "b"]
     made.fronts += (Front("a", False, "backward", 30.0),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
-    assert tuned._host(made.fronts) == [
+    assert host_rows(made.fronts) == [
         ("a", "SDPA", "Python", "8.0", "30.0"),
         ("b", "SDPA", "Python", "9.0", "-"),
         ("a", "SDPA", "compiled", "-", "29.0"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from attnreg.torchlib.layout import contiguous_strides
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
