@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import attnreg
 from attnreg import _registry, cli
 from attnreg.backends import math as math_backend
-from attnreg.cli.tune import measure_fronts
+from attnreg.cli.tune import host_rows, measure_fronts
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.selection import policy
