@@ -88,10 +88,12 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, length
     torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize("scale", [-0.125, 1e-3, 2.0, 0.0])
-@pytest.mark.parametrize("lengths", [(1, 16, 30), (1, 1)])
-def test_any_scale_keeps_the_rule(kernels, lengths, scale):
-    assert_held(kernels, ragged(lengths, scale=scale))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
+@pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
+def test_any_scale_keeps_the_rule(kernels, scale, window, dtype):
+    for lengths in ((1, 16, 30), (1, 1), (600,)):
+        assert_held(kernels, ragged(lengths, scale=scale, window=window, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
