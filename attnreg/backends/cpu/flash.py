@@ -27,18 +27,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.backends.cpu.blocks import Band
+
 __all__ = ["Flash", "additive", "forward_dtype", "lse_dtype", "readable"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-
-Band = tuple[int, int]
 
 
 class Flash(NamedTuple):
     """The two captured kernels. Tensors are (B, H, S, D), never empty, LSE is (B, H, S).
 
-    In a `band` (low, high) row i sees key j if low <= j - i <= high. A `bias` is as `additive`
-    returns it.
+    A `bias` is as `additive` returns it.
     """
 
     forward_kernel: Callable[..., Any]
@@ -46,7 +45,7 @@ class Flash(NamedTuple):
 
     @classmethod
     def captured(cls) -> Flash:
-        """Return torch's own kernels, whatever router covers them."""
+        """Return torch's own kernels, under attnreg's routers."""
         return cls(*(captured.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward")))
 
     def forward(

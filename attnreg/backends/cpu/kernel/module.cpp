@@ -151,19 +151,24 @@ void backward(const Problem& problem) {
       });
 }
 
-// Does what is to be done for a dtype; no exception may leave.
+// Runs a body for the dtype of a problem whose first `count` operands are at the addresses; no exception may leave.
 template <class Body>
-int64_t guarded(int64_t dtype, Body&& body) {
+int64_t guarded(const Problem* description, void* const* addresses, int64_t count, Body&& body) {
   try {
-    switch (dtype) {
+    // A copy: several threads may run calls of one description at once.
+    Problem problem = *description;
+    for (int64_t i = 0; i < count; i++) {
+      problem.operands[i].data = addresses[i];
+    }
+    switch (problem.dtype) {
       case 0:
-        body(Float32());
+        body(Float32(), problem);
         return 0;
       case 1:
-        body(BFloat16());
+        body(BFloat16(), problem);
         return 0;
       default:
-        body(Float16());
+        body(Float16(), problem);
         return 0;
     }
   } catch (const std::bad_alloc&) {
@@ -177,12 +182,17 @@ int64_t guarded(int64_t dtype, Body&& body) {
 
 extern "C" {
 
-// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had.
-int64_t attnreg_forward(int64_t dtype, const attnreg::Problem* problem) {
-  return attnreg::guarded(dtype, [&](auto number) { attnreg::forward<decltype(number)>(*problem); });
+// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
+// each operand: 5 in a forward, 9 in a backward.
+int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
+  return attnreg::guarded(problem, addresses, 5, [](auto number, const attnreg::Problem& problem) {
+    attnreg::forward<decltype(number)>(problem);
+  });
 }
 
-int64_t attnreg_backward(int64_t dtype, const attnreg::Problem* problem) {
-  return attnreg::guarded(dtype, [&](auto number) { attnreg::backward<decltype(number)>(*problem); });
+int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
+  return attnreg::guarded(problem, addresses, 9, [](auto number, const attnreg::Problem& problem) {
+    attnreg::backward<decltype(number)>(problem);
+  });
 }
 }

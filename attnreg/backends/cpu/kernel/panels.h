@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "dtypes.h"
 
 namespace attnreg {
 

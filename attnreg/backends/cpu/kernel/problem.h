@@ -16,7 +16,7 @@ namespace attnreg {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kLog2 = 0.6931471805599453;
 
-// A tensor (batch, token, head, size): where it begins, and its strides but for the last, which is 1.
+// A tensor (batch, token, head, size): its address, and its strides but for the last, which is 1.
 struct Operand {
   void* data;
   int64_t batch, token, head;
@@ -39,10 +39,17 @@ struct Sequence {
   }
 };
 
+// Like `_Problem` in `compiled.py`, where the addresses of operands are left out.
 struct Problem {
+  int64_t dtype;
   int64_t heads, key_heads, size, value_size, count;
   const Sequence* sequences;
-  Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+  union {
+    Operand operands[9];
+    struct {
+      Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+    };
+  };
   double scale;
 
   int64_t group() const { return heads / key_heads; }
