@@ -12,6 +12,7 @@ from support.cpu_calls import CAUSAL, OPEN, assert_accurate, dense, ragged, refu
 from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import BuildError
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib import building
@@ -21,6 +22,12 @@ from attnreg.tuning.table import Environment
 DTYPES = ("float32", "bfloat16", "float16")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def on(monkeypatch, **facts):
+    """Have the rules see another machine."""
+    machine = choice.Machine(**{"avx": True, "amx": False, "slow_mkl": False} | facts)
+    monkeypatch.setattr(choice, "machine", lambda: machine)
 
 
 class Recorder:
@@ -47,7 +54,7 @@ def left_to_torch(cpu_kernel, case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_takes_the_dtypes_and_options_that_it_has_and_leaves_the_rest(cpu_kernel, monkeypatch, dtype):
-    monkeypatch.setattr(choice, "_has_amx", lambda: False)
+    on(monkeypatch, amx=False)
     both = ["forward", "backward"]
     assert left_to_torch(cpu_kernel, ragged((700, 3), dtype=dtype)) == []
     assert left_to_torch(cpu_kernel, ragged((7, 3), dtype="float64")) == both
@@ -56,7 +63,7 @@ def test_it_takes_the_dtypes_and_options_that_it_has_and_leaves_the_rest(cpu_ker
 
 
 def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, monkeypatch):
-    monkeypatch.setattr(choice, "_has_amx", lambda: True)
+    on(monkeypatch, amx=True)
     assert left_to_torch(cpu_kernel, ragged((1100, 1000))) == ["forward"]
     assert left_to_torch(cpu_kernel, ragged((300,) * 4)) == ["forward"]  # in one call of torch's kernel
     assert left_to_torch(cpu_kernel, ragged((300, 301, 302, 303))) == []
@@ -83,6 +90,105 @@ def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(cpu_kernel):
     kernels.backward(x, x, x, x, x.double(), lse, call)
     kernels.backward(x, x, x, x, x, lse.mT, call)
     assert recorder.found == ["backward"] * 5
+
+
+# ---- dense calls that torch's selector has sent to torch's kernel
+
+
+def spec(length, length_k=None, dtype="float32", heads=(4, 4), dim=64, **options):
+    length_k = length if length_k is None else length_k
+    sizes = {"batch": 2, "max_q": length, "max_k": length_k, "head_dim": dim, "head_dim_v": dim}
+    heads_q, heads_k = heads
+    return AttentionSpec(
+        device=Device("cpu"), dtype=dtype, heads_q=heads_q, heads_k=heads_k, **sizes, **options
+    )
+
+
+def replaced(spec):
+    """Return the directions that the backend is to run in place of torch's kernel."""
+    return [each for each in ("forward", "backward") if choice.replaces_torch(each, spec)]
+
+
+BOTH = ["forward", "backward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_mkl_is_slow_all_but_few_rows_goes_to_the_compiled_kernel(monkeypatch, dtype):
+    on(monkeypatch, slow_mkl=True)
+    for length in (16, 300, 4096):
+        assert replaced(spec(length, dtype=dtype)) == BOTH
+    assert replaced(spec(4, 300, dtype=dtype)) == []
+    assert replaced(spec(4, 300, dtype=dtype, heads=(16, 4))) == BOTH  # as many rows of a key head
+
+
+def test_where_mkl_is_fast_float32_goes_there_with_a_causal_mask_or_shared_key_heads(monkeypatch):
+    on(monkeypatch, amx=True)
+    assert replaced(spec(300)) == []
+    assert replaced(spec(300, window=CAUSAL)) == BOTH
+    assert replaced(spec(100, window=CAUSAL)) == []
+    assert replaced(spec(100, heads=(8, 2))) == ["forward"]
+    assert replaced(spec(300, heads=(8, 2))) == []
+
+
+def test_bfloat16_goes_there_up_to_a_length_where_torch_has_amx_and_float16_at_any(monkeypatch):
+    on(monkeypatch, amx=True)
+    for dtype, expected in (("bfloat16", [BOTH, ["backward"], []]), ("float16", [BOTH] * 3)):
+        assert [replaced(spec(length, dtype=dtype)) for length in (100, 200, 400)] == expected
+    on(monkeypatch)
+    assert replaced(spec(400, dtype="bfloat16")) == BOTH
+
+
+@pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])
+def test_what_the_compiled_kernel_does_not_take_stays_with_torchs(monkeypatch, facts):
+    on(monkeypatch, **facts)
+    assert replaced(spec(300, dtype="float64", window=CAUSAL)) == []
+    assert replaced(spec(300, dtype="float16", bias=True)) == []
+    on(monkeypatch, avx=False, **facts)
+    assert replaced(spec(300, dtype="float16")) == []
+
+
+@pytest.mark.parametrize("facts", [{}, {"slow_mkl": True}, {"amx": True}])
+def test_a_call_that_replaces_torchs_kernel_is_run_by_the_compiled_one(cpu_kernel, monkeypatch, facts):
+    on(monkeypatch, **facts)
+    kernels = cpu_kernel.before(Kernels(refuse, refuse))
+    assert kernels.replaces_native is choice.replaces_torch
+    moved = 0
+    for length, dim, heads, window, dtype in itertools.product(
+        (17, 256, 640), (8, 32), ((2, 2), (4, 1)), (OPEN, CAUSAL), DTYPES
+    ):
+        q, k, v, _, call = inputs(dense(1, length, dims=(dim, dim), heads=heads, window=window, dtype=dtype))
+        if choice.replaces_torch("forward", spec(length, dtype=dtype, heads=heads, dim=dim, window=window)):
+            kernels.forward(q, k, v, call)
+            moved += 1
+    assert moved
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel, monkeypatch, is_built):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel if is_built else None)
+    on(monkeypatch, amx=True)
+    replaces = cpu.BACKEND.load().replaces_native
+    wrong = {"positive_scale": False, "dtype": "float64"}
+    for direction in BOTH:
+        for window in (CAUSAL, (-1, 30)):  # aligned top-left, with more queries than keys
+            assert replaces(direction, spec(40, window=window, **wrong))
+        assert replaces(direction, spec(40, window=CAUSAL, bias=True, **wrong))
+        assert not replaces(direction, spec(40, **wrong))
+        assert not replaces(direction, spec(40, window=CAUSAL, dtype="float64"))
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_they_are_those_of_float64_then(cpu_kernel, monkeypatch, scale, dtype, is_built):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel if is_built else None)
+    kernels = cpu.BACKEND.load()
+    for len_q, len_k, window in ((20, 20, CAUSAL), (300, 300, CAUSAL), (40, 24, (-1, 16))):
+        case = dense(2, len_q, len_k, heads=(4, 2), window=window, scale=scale, dtype=dtype)
+        assert_accurate(kernels, case)
+
+
+# ---- whether it can be loaded
 
 
 @pytest.fixture

@@ -150,8 +150,8 @@ def _lengths(cu_seqlens: Tensor | None, x: Tensor) -> _Lengths:
     return _Lengths(offsets, x.size(0), len(offsets) - 1)
 
 
-# Cached, as a backward has the sequences of its forward, and a layer those of the one before. Checked here
-# although the fronts do it too: a backward may be called directly, with anything, and kernels read any address.
+# Cached: a backward has the sequences of its forward, and a layer those of the one before. Checked, although
+# fronts do so, too: a backward may be called directly, with anything, and kernels read any address.
 @functools.lru_cache(maxsize=32)
 def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window: Window) -> Sequences:
     counts = of_q.sequences if used is None else len(used)
