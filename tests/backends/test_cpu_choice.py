@@ -117,7 +117,7 @@ def test_where_mkl_is_slow_all_but_few_rows_goes_to_the_compiled_kernel(monkeypa
     on(monkeypatch, slow_mkl=True)
     for length in (16, 300, 4096):
         assert replaced(spec(length, dtype=dtype)) == BOTH
-    assert replaced(spec(4, 300, dtype=dtype)) == []
+    assert replaced(spec(4, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
     assert replaced(spec(4, 300, dtype=dtype, heads=(16, 4))) == BOTH  # as many rows of a key head
 
 
@@ -125,7 +125,7 @@ def test_where_mkl_is_fast_float32_goes_there_with_a_causal_mask_or_shared_key_h
     on(monkeypatch, amx=True)
     assert replaced(spec(300)) == []
     assert replaced(spec(300, window=CAUSAL)) == BOTH
-    assert replaced(spec(100, window=CAUSAL)) == []
+    assert replaced(spec(90, window=CAUSAL)) == []
     assert replaced(spec(100, heads=(8, 2))) == ["forward"]
     assert replaced(spec(300, heads=(8, 2))) == []
 
@@ -133,9 +133,18 @@ def test_where_mkl_is_fast_float32_goes_there_with_a_causal_mask_or_shared_key_h
 def test_bfloat16_goes_there_up_to_a_length_where_torch_has_amx_and_float16_at_any(monkeypatch):
     on(monkeypatch, amx=True)
     for dtype, expected in (("bfloat16", [BOTH, ["backward"], []]), ("float16", [BOTH] * 3)):
-        assert [replaced(spec(length, dtype=dtype)) for length in (100, 200, 400)] == expected
+        assert [replaced(spec(length, dtype=dtype)) for length in (100, 300, 700)] == expected
     on(monkeypatch)
     assert replaced(spec(400, dtype="bfloat16")) == BOTH
+
+
+@pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])
+def test_few_rows_go_there_only_backward_in_16_bits(monkeypatch, facts):
+    on(monkeypatch, **facts)
+    for dtype in DTYPES:
+        expected = [] if dtype == "float32" else ["backward"]
+        assert replaced(spec(15, 200, dtype=dtype, window=CAUSAL)) == expected
+    assert replaced(spec(15, 100, heads=(16, 2)))[:1] == ["forward"]
 
 
 @pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])

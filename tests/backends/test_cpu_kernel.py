@@ -29,7 +29,6 @@ from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.errors import InvalidInputError
-from attnreg.measure import Case
 from attnreg.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
@@ -113,15 +112,8 @@ def test_any_scale_is_accurate(kernels, scale, dtype):
 )
 @pytest.mark.parametrize("varlen", [True, False])
 def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, varlen, dtype):
-    case = Case(
-        name="laid out",
-        lens_q=(70,) * 3,
-        lens_k=(70,) * 3,
-        varlen=varlen,
-        dtype=dtype,
-        layout=layout,
-        window=CAUSAL,
-    )
+    options = {"dtype": dtype, "layout": layout, "window": CAUSAL}
+    case = ragged((70,) * 3, **options) if varlen else dense(3, 70, **options)
     *tensors, call = inputs(case)
     assert_same(solved(kernels, *tensors, call), solved(kernels, *contiguous(tensors), call))
     assert_accurate(kernels, case)
@@ -219,12 +211,7 @@ def test_a_backward_reads_tensors_of_any_strides(kernels, which):
     if which == "grad transposed":
         grad = grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     elif which == "lse strided":
-        lse = (
-            torch.stack((lse, lse.new_zeros(lse.shape)), -1)
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)[..., 0]
-        )
+        lse = torch.stack((lse, lse), -1).transpose(0, 1).contiguous().transpose(0, 1)[..., 0]
     elif which == "lse double":
         lse = lse.double()
     assert_same(kernels.backward(grad, q, k, v, out, lse, call), expected)
@@ -255,12 +242,8 @@ def test_results_are_rounded_once_to_nearest(kernels, dtype):
     numbers = numbers[numbers.isfinite()]
     numbers = numbers[: len(numbers) // 256 * 256]
     for shift in (1, 2, 3, 1000, 30000):
-        v = (
-            torch.stack((numbers, numbers.roll(shift)), 1)
-            .view(-1, 256, 2)
-            .transpose(1, 2)[:, :, None]
-            .contiguous()
-        )
+        pairs = torch.stack((numbers, numbers.roll(shift)), 1).view(-1, 256, 2)
+        v = pairs.transpose(1, 2)[:, :, None].contiguous()
         q, k = (torch.zeros(len(v), n, 1, 8, dtype=dtype) for n in (1, 2))
         out, _ = kernels.forward(q, k, v, Call(1.0, 1, 2))
         mean = (v[:, :1].float() + v[:, 1:].float()) * 0.5

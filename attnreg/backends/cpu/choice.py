@@ -31,16 +31,16 @@ _LONG, _ROWS_OF_A_CALL = 256, 1024
 _FEW, _MANY = 8, 16
 
 # Rows of a key head, of all its query heads, below which torch's kernel was the faster one: the compiled one
-# packs keys and values first.
-_ROWS = 16
+# packs keys and values first. Where MKL is slow, and elsewhere.
+_ROWS_SLOW_MKL, _ROWS = 16, 48
 # Keys from which a causal mask makes the compiled kernel the faster one: it skips smaller blocks of what is
 # hidden.
-_CAUSAL_KEYS = 192
+_CAUSAL_KEYS = 128
 # Keys up to which shared key heads do: it computes their query heads as the rows of one product.
 _GROUP_KEYS = 128
 # Keys times head dim up to which torch's bfloat16 kernel is the slower one although it has AMX: the time goes
 # between its products, not into them.
-_AMX_FORWARD, _AMX_BACKWARD = 2**13, 2**14
+_AMX_FORWARD, _AMX_BACKWARD = 8192, 24576
 
 
 class Machine(NamedTuple):
@@ -62,11 +62,12 @@ class Machine(NamedTuple):
 def machine() -> Machine:
     """Return what this machine is."""
     flags, vectors = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+    has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     is_amd = str(flags.get("cpu_name", "")).startswith("AMD")
     return Machine(
         avx=vectors.startswith("AVX"),
         amx=bool(flags.get("amx_bf16")),
-        slow_mkl=is_amd and vectors.startswith("AVX512") and torch.backends.mkl.is_available(),
+        slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
     )
 
 
@@ -97,8 +98,13 @@ def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
 def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
     group = spec.heads_q // spec.heads_k
     fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
-    if not fits or spec.max_q * group < _ROWS:
+    if not fits:
         return False
+    # Torch's backward of 16-bit dtypes is so slow that few rows make no difference.
+    if direction == "forward" or spec.dtype == "float32":
+        least = _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
+        if spec.max_q * group < least:
+            return False
     if machine.slow_mkl:
         return True
     is_causal = spec.window != OPEN and spec.max_k >= _CAUSAL_KEYS
