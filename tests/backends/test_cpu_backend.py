@@ -127,7 +127,7 @@ def test_causal_computes_little_more_than_half_and_has_no_mask_of_all_scores(dty
     length = 4096
     causal, full = Observed(dtype, length, CAUSAL), Observed(dtype, length, OPEN)
     assert full.scores[1] == length * length
-    # The flash kernel leaves out what its own causal mode hides, in blocks that nobody sees from here.
+    # What the flash kernel skips in its own causal mode can't be counted from here.
     if dtype == "bfloat16":
         assert causal.scores[1] < 0.56 * full.scores[1]
     assert causal.largest_mask < length * length / 16

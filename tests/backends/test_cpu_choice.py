@@ -243,16 +243,16 @@ def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Return what loads the library as in a fresh process, in a run where none is loaded, too."""
+    """Return the function that loads the library, from a new copy of its module, as fixtures replace it."""
     here = importlib.util.find_spec(compiled.__name__)
-    fresh = importlib.util.module_from_spec(here)
-    here.loader.exec_module(fresh)
-    return fresh.load.__wrapped__
+    copy = importlib.util.module_from_spec(here)
+    here.loader.exec_module(copy)
+    return copy.load.__wrapped__
 
 
 @pytest.fixture
 def installed(unbuilt, built_cpu_kernel, monkeypatch):
-    """Have the kernel lie where `attnreg build` puts it, and the backend look there."""
+    """Put the kernel where `attnreg build` does, and have the backend look there."""
     unbuilt.mkdir(mode=0o700)
     file = building.target(building.CPU_KERNEL)
     file.write_bytes(built_cpu_kernel.read_bytes())

@@ -109,7 +109,7 @@ def _solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if len(blocks) == 1 and blocks[0].rows * groups == factors.q.size(1):
         return _product(factors, size, blocks[0], groups, scale)
-    # Each key lies in one block, a row in several.
+    # Each key belongs to one block, a row to several.
     grad_q = torch.zeros(*factors.q.shape[:2], size, device="cpu")
     grad_k, grad_v = (torch.zeros(*x.shape[:2], size, dtype=x.dtype, device="cpu") for x in factors[2:])
     for block in blocks:

@@ -1,4 +1,4 @@
-"""How masked scores are cut into blocks, so that little is computed that nobody sees.
+"""How masked scores are cut into blocks, so that little of what is hidden is computed.
 
 `row_blocks` cuts them for torch's kernel, which knows only "all keys" and "causal", and that aligned
 top-left: a causal mask of the contract, aligned bottom-right, is a square that the kernel takes as it is,

@@ -1,7 +1,7 @@
 """Attention over a batch of equally long sequences by torch's kernel, one block of rows after the other.
 
 Tensors come in as the kernel reads them, (B, H, S, D) and (B, H, S), and go out as the contract
-has them, (B, S, H, D) and (B, S, H). Every query row lies in one block; where its keys come in
+has them, (B, S, H, D) and (B, S, H). Every query row belongs to one block; where its keys come in
 several ranges, the outputs are merged by their LSE. The backward needs no merging: from the LSE of
 all keys, each range gives its own share of the gradients.
 """

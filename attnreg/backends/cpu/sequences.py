@@ -1,6 +1,6 @@
 """The sequences of a call, checked against its tensors: what each kernel here works through.
 
-Rows that see no key and keys that no row sees are left out. Both lie at the beginning of a sequence, as
+Rows that see no key and keys that no row sees are left out. Both are at the beginning of a sequence, as
 masks are aligned bottom-right.
 """
 
@@ -182,6 +182,6 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
 
 
 def _continues(batch: UniformBatch, following: UniformBatch) -> bool:
-    """Return whether a sequence has the lengths of a batch and lies directly behind it."""
+    """Return whether a sequence has the lengths of a batch and follows it directly."""
     rows, keys = batch.count * batch.rows, batch.count * batch.keys
     return batch._replace(row=batch.row + rows, key=batch.key + keys, count=1) == following

@@ -126,7 +126,7 @@ def _packed_backward(
 
 
 class _Spans:
-    """Where the rows, or the keys, of all batches lie in a packed tensor."""
+    """The places of the rows, or the keys, of all batches in a packed tensor."""
 
     def __init__(self, batches: Sequence[UniformBatch], side: str) -> None:
         self._counts = [batch.count for batch in batches]

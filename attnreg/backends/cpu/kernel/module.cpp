@@ -90,7 +90,7 @@ void forward(const Problem& problem) {
 
 // A head of a sequence that is shared out to several tasks: each has its own sums, which are added at the end.
 struct SharedSums {
-  Task whole;
+  Task head;
   int64_t parts;
   std::unique_ptr<float[]> sums;
   int64_t size;
@@ -112,22 +112,22 @@ void backward(const Problem& problem) {
   std::vector<Task> tasks;
   std::vector<SharedSums> shared;
   std::vector<std::pair<int64_t, int64_t>> owners;
-  for (const Task& whole : heads_of_sequences) {
-    const int64_t chunks = (whole.rows + Worker::kRows - 1) / Worker::kRows;
-    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(whole.cost(group) / share), 1, chunks);
+  for (const Task& head : heads_of_sequences) {
+    const int64_t chunks = (head.rows + Worker::kRows - 1) / Worker::kRows;
+    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(head.cost(group) / share), 1, chunks);
     if (parts == 1) {
-      tasks.push_back(whole);
+      tasks.push_back(head);
       continue;
     }
     const int64_t piece = (chunks + parts - 1) / parts * Worker::kRows;
     int64_t part = 0;
-    for (int64_t row = 0; row < whole.rows; row += piece) {
-      tasks.push_back({whole.sequence, whole.key_head, row, std::min(piece, whole.rows - row),
+    for (int64_t row = 0; row < head.rows; row += piece) {
+      tasks.push_back({head.sequence, head.key_head, row, std::min(piece, head.rows - row),
                        static_cast<int64_t>(owners.size())});
       owners.emplace_back(shared.size(), part++);
     }
-    const int64_t size = KeySums::size(problem, *whole.sequence);
-    shared.push_back({whole, part, std::unique_ptr<float[]>(new float[part * size]), size});
+    const int64_t size = KeySums::size(problem, *head.sequence);
+    shared.push_back({head, part, std::unique_ptr<float[]>(new float[part * size]), size});
   }
   sort(tasks, group);
   in_parallel(
@@ -150,7 +150,7 @@ void backward(const Problem& problem) {
             sums[at] += sums[part * each.size + at];
           }
         }
-        worker.write(each.whole, KeySums::in(sums, problem, *each.whole.sequence));
+        worker.write(each.head, KeySums::in(sums, problem, *each.head.sequence));
       });
 }
 

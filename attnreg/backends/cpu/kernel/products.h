@@ -74,7 +74,7 @@ struct Tile {
 };
 
 // Row r of the result is the sum over k of column r of the left, row k, times row k of the right. Rows are `from`
-// to `to`, a whole number of tiles; `first` to `last` is summed over.
+// to `to`, a multiple of kTileRows; `first` to `last` is summed over.
 template <int64_t kWidth, Store kStore>
 void columns_by_rows(
     Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t first, int64_t last,
