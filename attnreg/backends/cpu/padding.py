@@ -16,23 +16,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backends.cpu.runs import Run
+    from attnreg.backends.cpu.blocks import Band
+    from attnreg.backends.cpu.sequences import UniformBatch
 
-__all__ = ["Band", "Batch", "Places", "batches", "packed", "portions"]
+__all__ = ["PaddedBatch", "Places", "padded_batches", "powers_of_two", "zeros"]
 
-# A bound beyond every length.
-_ANYWHERE = 2**40
-# Rows are written in as large pieces as there are: the time goes by their number.
+# Beyond every length.
+_NO_BOUND = 2**40
+# Rows are written in elements as large as there are: the time goes by their number.
 _WIDEST = torch.complex128
-
-Band = tuple[int, int]
 
 
 class Places(NamedTuple):
-    """Where the rows, or the keys, of the heads of some sequences lie: (sequences * key heads, rows).
+    """Where the rows, or the keys, of some sequences and heads are: (sequences * key heads, rows).
 
     `source` and `target`, int64, count heads of packed rows, and differ in the padding: it is read
-    from the first row of its sequence, and written behind all.
+    from the first row of its sequence, and written to a place after all others.
     """
 
     source: Tensor
@@ -60,12 +59,12 @@ class Places(NamedTuple):
         return found
 
     def write(self, flat: Tensor, found: Tensor) -> None:
-        """Write what was found to where `packed` begins."""
+        """Write what was found to a tensor as `zeros` returns it."""
         wide = _WIDEST if found.size(2) * found.itemsize % _WIDEST.itemsize == 0 else found.dtype
         flat.view(wide).index_copy_(0, self.target.flatten(), found.flatten(0, 1).view(wide))
 
 
-class Batch(NamedTuple):
+class PaddedBatch(NamedTuple):
     """Sequences of one padded size; query heads that share a key head are further rows of it.
 
     Where there is a band, row i sees key j if low <= j - i <= high.
@@ -82,22 +81,24 @@ class Batch(NamedTuple):
         return self.rows.source.size(0), self.rows.source.size(1) // self.groups, self.keys.source.size(1)
 
 
-def batches(runs: Iterable[Run], rows: Sequence[int], keys: Sequence[int]) -> Iterator[Batch]:
-    """Yield the batches that hold all sequences of some runs; of both sides, tokens and heads."""
+def padded_batches(
+    uniform: Iterable[UniformBatch], rows: Sequence[int], keys: Sequence[int]
+) -> Iterator[PaddedBatch]:
+    """Yield the sequences of some batches, padded; `rows` and `keys` are (tokens, heads) of both sides."""
     alike: dict[tuple[int, int, Band | None], list[tuple[int, int, int, int]]] = {}
-    for run in runs:
-        sequences = alike.setdefault((_padded(run.rows), _padded(run.keys), _band(run)), [])
-        for index in range(run.count):
-            row, key = run.row + index * run.rows, run.key + index * run.keys
-            sequences.append((row, run.rows, key, run.keys))
+    for one in uniform:
+        sequences = alike.setdefault((_padded(one.rows), _padded(one.keys), _band(one)), [])
+        for index in range(one.count):
+            row, key = one.row + index * one.rows, one.key + index * one.keys
+            sequences.append((row, one.rows, key, one.keys))
     groups = rows[1] // keys[1]
     for (height, width, band), sequences in alike.items():
         row, real_rows, key, real_keys = torch.tensor(sequences, device="cpu").T[..., None]
         places = _places(row, real_rows, height, rows, groups), _places(key, real_keys, width, keys, 1)
-        yield Batch(*places, groups, band)
+        yield PaddedBatch(*places, groups, band)
 
 
-def portions(count: int, most: int) -> Iterator[slice]:
+def powers_of_two(count: int, most: int) -> Iterator[slice]:
     """Cut `count` into slices of at most `most`, each as long as a power of two."""
     start = 0
     while start < count:
@@ -106,18 +107,18 @@ def portions(count: int, most: int) -> Iterator[slice]:
         start += size
 
 
-def packed(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return packed zeros, and the same for `write`: by heads, with one for the padding behind."""
+def zeros(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return packed zeros, and the same memory for `write`: by heads, and one more for padding."""
     tokens, heads, size = like.shape
     flat = like.new_zeros(tokens * heads + 1, size)
     return flat[:-1].view(tokens, heads, size), flat
 
 
-def _band(run: Run) -> Band | None:
-    (left, right), shift = run.window, run.keys - run.rows
+def _band(batch: UniformBatch) -> Band | None:
+    (left, right), shift = batch.window, batch.keys - batch.rows
     if left < 0 and right < 0:
         return None
-    return shift - left if left >= 0 else -_ANYWHERE, shift + right if right >= 0 else _ANYWHERE
+    return shift - left if left >= 0 else -_NO_BOUND, shift + right if right >= 0 else _NO_BOUND
 
 
 def _padded(length: int) -> int:
