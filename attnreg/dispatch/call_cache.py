@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
     from attnreg.dispatch.calls import Kept
 
-__all__ = ["active", "described", "load", "paused", "remove_routers", "set_plans"]
+__all__ = [
+    "active",
+    "described",
+    "load",
+    "module_for_routers",
+    "paused",
+    "remove_routers",
+    "routers_added",
+    "set_plans",
+]
 
 log = logging.getLogger("attnreg")
 
@@ -37,6 +46,7 @@ is_loaded = False  # whether `load` has looked for it
 _module: Any = None  # what was loaded stays loaded: torch may have its code in use
 _plans: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _pauses = 0
+_has_routers = False  # whether the routers over torch's ops are the module's
 
 
 def load() -> Any:
@@ -80,8 +90,24 @@ def described(kept: Kept | bool | None) -> Any:
     return found, kept.counters, kept.is_final, kept.auxiliary, kept.offsets
 
 
+def module_for_routers() -> Any:
+    """Return the module to register routers with, also while it is paused; None where there is none."""
+    load()
+    return None if _wanted() == "python" else _module
+
+
+def routers_added() -> None:
+    """Have it known that the routers over torch's ops are the module's."""
+    global _has_routers
+    with _registry.lock:
+        _has_routers = True
+        captured.compiled = not _pauses
+
+
 def remove_routers() -> None:
     """Take the compiled routers out; no change if they aren't in."""
+    global _has_routers
+    _has_routers = False
     if _module is not None:
         _module.remove_routers()
 
@@ -103,7 +129,8 @@ def _pause(more: int) -> None:
         if _module is not None:
             _module.enable(not _pauses)
             active = None if _pauses or not is_loaded or _wanted() == "python" else _module
-            captured.compiled = None if captured.compiled is None else not _pauses
+            if _has_routers:
+                captured.compiled = not _pauses
         _registry.changed()
 
 
