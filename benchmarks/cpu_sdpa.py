@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attnreg.bench.timing import calls_for, interleaved, median_ratio
 
 from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled
@@ -30,6 +29,7 @@ from attnreg.backends.cpu.flash import Flash
 from attnreg.bench.report import save, show, show_machine
 from attnreg.contract.backend import Call
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.measure.timing import calls_for, interleaved, median_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -140,7 +140,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         for route, key, unknown in places
     ]
     call_cache.forget()
-    module = call_cache.load()
+    module = call_cache.module_for_routers()
     library = None if module else torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def remove() -> None:
@@ -155,7 +155,10 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     except Exception as error:
         remove()
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
-    captured.compiled = library is None
+    if library is None:
+        call_cache.routers_added()
+    else:
+        captured.compiled = False
     _registry.changed()
     return remove
 

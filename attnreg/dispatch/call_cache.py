@@ -32,7 +32,18 @@ if TYPE_CHECKING:
     from attnreg.dispatch.counters import Counter
     from attnreg.dispatch.state import Plan
 
-__all__ = ["Kept", "active", "described", "kept_for", "load", "paused", "remove_routers", "set_plans"]
+__all__ = [
+    "Kept",
+    "active",
+    "described",
+    "kept_for",
+    "load",
+    "module_for_routers",
+    "paused",
+    "remove_routers",
+    "routers_added",
+    "set_plans",
+]
 
 log = logging.getLogger("attnreg")
 
@@ -45,6 +56,7 @@ is_loaded = False  # whether `load` has looked for it
 _module: Any = None  # what was loaded stays loaded: torch may have its code in use
 _plans: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _pauses = 0
+_has_routers = False  # whether the routers over torch's ops are the module's
 
 
 class Kept(NamedTuple):
@@ -123,9 +135,8 @@ def _unspecialized(plan: Plan, call: Call) -> Launcher:
         *tensors, cu_seqlens_q, cu_seqlens_k = given
         call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
-            check_values(
-                tensors[0], tensors[1], call
-            )  # who shares their memory may have written to the offsets
+            # Whatever shares the memory of the offsets may have written to them without a trace.
+            check_values(tensors[0], tensors[1], call)
         try:
             return kernel(*tensors, call)
         except UnsupportedInputError:
@@ -175,8 +186,24 @@ def described(kept: Kept | bool | None) -> Any:
     return found, kept.counters, kept.is_final, kept.auxiliary, kept.offsets
 
 
+def module_for_routers() -> Any:
+    """Return the module to register routers with, also while it is paused; None where there is none."""
+    load()
+    return None if _wanted() == "python" else _module
+
+
+def routers_added() -> None:
+    """Have it known that the routers over torch's ops are the module's."""
+    global _has_routers
+    with _registry.lock:
+        _has_routers = True
+        captured.compiled = not _pauses
+
+
 def remove_routers() -> None:
     """Take the compiled routers out; no change if they aren't in."""
+    global _has_routers
+    _has_routers = False
     if _module is not None:
         _module.remove_routers()
 
@@ -198,7 +225,8 @@ def _pause(more: int) -> None:
         if _module is not None:
             _module.enable(not _pauses)
             active = None if _pauses or not is_loaded or _wanted() == "python" else _module
-            captured.compiled = None if captured.compiled is None else not _pauses
+            if _has_routers:
+                captured.compiled = not _pauses
         _registry.changed()
 
 

@@ -128,7 +128,7 @@ def leave(token: Token[ScopedChoice | None]) -> None:
 
 # A token begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen bytes, and is
 # followed by `GUARD` elements: a length that no slice of an ordinary tensor is likely to have.
-# `csrc/tokens.h` has the same two numbers.
+# `csrc/layouts.h` has the same two numbers.
 ALIGNED, GUARD = 4, 13
 
 

@@ -56,7 +56,8 @@ def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, ca
     if call_cache.active is None or cu_seqlens_q is None or cu_seqlens_k is None:
         return None
     if not query.is_cuda:
-        return kept_for(plan, tensors, call)
+        # A launcher is promised that every row sees a key, which takes a look at the offsets each time.
+        return kept_for(plan._replace(specialize=None), tensors, call)
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
     tokens = query.shape[0], key.shape[0]

@@ -266,7 +266,7 @@ def launchers(kernels, q, k, v, grad_out, call):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("layout", "dims"),
-    [("plain", (24, 40)), *((each, (16, 16)) for each in ("heads first", "packed", "one key head"))],
+    [("plain", (24, 40)), *((each, (16, 16)) for each in ("bhsd", "fused qkv", "one key head"))],
 )
 def test_a_launcher_returns_what_the_kernel_does_for_other_tensors_of_its_layout(
     kernels, layout, dims, dtype
@@ -284,7 +284,7 @@ def test_a_launcher_returns_what_the_kernel_does_for_other_tensors_of_its_layout
     assert_same(backward.on_addresses(grad_out, q, k, v, out, lse.contiguous()), grads)
 
 
-@pytest.mark.parametrize("layout", ["plain", "heads first"])
+@pytest.mark.parametrize("layout", ["plain", "bhsd"])
 def test_dense_results_have_the_strides_of_torchs_kernel(kernels, layout):
     """So a router needs no copy."""
     q, k, v, grad_out, call = inputs(dense(3, 40, heads=(4, 4), layout=layout))

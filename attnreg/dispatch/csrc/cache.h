@@ -140,7 +140,11 @@ inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entr
     if (cache.entries.size() >= kMostEntries) {
       std::swap(cache.entries, dropped);
     }
-    std::swap(cache.entries[key], entry);
+    auto& place = cache.entries[key];
+    if (place) {  // the plan was asked once more, and is the more rarely from then on
+      entry->uses = place->uses.load(std::memory_order_relaxed);
+    }
+    std::swap(place, entry);
   }
 }
 

@@ -65,17 +65,22 @@ inline int64_t bits_of(double number) {
   return bits;
 }
 
-// A tensor but for its values, and whether sixteen bytes can be read at a time.
-inline void append(const at::Tensor& tensor, Key& key) {
+// What decides about a tensor that no launcher is given: a mask, the offsets of an aten op.
+inline void append_shape(const at::Tensor& tensor, Key& key) {
   const auto device = tensor.device();
   key.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index(), tensor.dim()});
   key.append(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+// A tensor but for its values, and whether sixteen bytes can be read at a time.
+inline void append(const at::Tensor& tensor, Key& key) {
+  append_shape(tensor, key);
   key.append(tensor.strides().begin(), tensor.strides().end());
   key.push_back(tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0);
 }
 
 // Return the key of a call. Of the first `described` arguments tensors count with all that `append` takes, of the
-// rest only whether they are there; `query` says where query, key and value begin. `choice` is the number of the
+// rest only with their shapes; `query` says where query, key and value begin. `choice` is the number of the
 // scoped choice, `site` that of the op.
 inline Key key_of(int64_t site, int64_t choice, Arguments arguments, size_t described, size_t query) {
   enum { kAbsent, kTensor, kInt, kBool, kDouble };
@@ -92,6 +97,8 @@ inline Key key_of(int64_t site, int64_t choice, Arguments arguments, size_t desc
       key.push_back(present ? kTensor : kAbsent);
       if (present && i < described) {
         append(argument.toTensor(), key);
+      } else if (present) {
+        append_shape(argument.toTensor(), key);
       }
       needs_gradient |= operand && argument.toTensor().requires_grad();
     } else if (argument.isInt()) {

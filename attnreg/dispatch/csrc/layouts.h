@@ -71,7 +71,7 @@ inline at::Tensor lse_as_bsh(const at::Tensor& lse) {
 
 // A result with the strides that torch's own kernels give what is shaped like a model: torch.compile asserts them.
 inline at::Tensor laid_out_like(const at::Tensor& result, const at::Tensor& model) {
-  if (result.strides() == model.strides()) {
+  if (result.strides() == model.strides() || result.sizes() != model.sizes()) {
     return result;
   }
   const at::Tensor expected = at::empty_like(model);

@@ -190,7 +190,8 @@ inline bool is_plain(const at::Tensor& tensor) {
 // Whether something wants to see ops that this front doesn't call.
 inline bool is_observed() {
   return at::impl::torch_function_mode_enabled() || c10::impl::dispatch_mode_enabled() ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
 inline bool read_int(PyObject* number, int64_t& into) {

@@ -1,0 +1,494 @@
+"""Promises of the call cache for dense calls: which calls it runs, and that it changes nothing about them."""
+
+import gc
+import json
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import truth
+
+import attnreg
+from attnreg import aten
+from attnreg.aten import routing
+from attnreg.dispatch import call_cache, counters, scope
+from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib import captured
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def qkv(length=8, dtype=torch.float32, grad=False, seed=0, heads=3):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, heads, length, 16)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for _ in "qkv"]
+
+
+def attend(inputs, **options):
+    return F.scaled_dot_product_attention(*inputs, **options)
+
+
+def attend_and_back(inputs, **options):
+    out = attend(inputs, **options)
+    return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+def repeat(call, times=3):
+    for _ in range(times):
+        call()
+
+
+# ---- calls below torch's own entry points
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_repeated_call_takes_no_python_is_right_and_is_counted(installed, planned, ran, name, causal):
+    attnreg.register_backend(name)
+    counts = []
+    for seed in range(4):
+        inputs = qkv(grad=True, seed=seed)
+        results = []
+        counts.append(planned(lambda: results.extend(attend_and_back(inputs, is_causal=causal))))  # noqa: B023
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        right, _ = truth.dense(*exact, window=(-1, 0) if causal else (-1, -1))
+        grads = torch.autograd.grad(right, exact, torch.ones_like(right))
+        for got, wanted in zip(results, (right, *grads), strict=True):
+            truth.assert_near(got, wanted)
+        assert ran() == {name: (1, 1)}
+    assert counts[0] == 2
+    assert counts[-1] == 0
+
+
+def test_strides_of_results_are_those_of_torchs_own_kernel(installed, planned):
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv()]
+    for inputs in (qkv(grad=True), turned):
+        native = attend_and_back(inputs)
+        with attnreg.register_backend("math"):
+            repeat(lambda: attend_and_back(inputs))  # noqa: B023
+            assert planned(lambda: attend(inputs)) == 0  # noqa: B023
+            for got, wanted in zip(attend_and_back(inputs), native, strict=True):
+                assert got.stride() == wanted.stride()
+                torch.testing.assert_close(got, wanted)
+
+
+def offset_by_one(inputs):
+    """Return the same tensors at addresses that sixteen bytes can't be read from."""
+    return [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in inputs]
+
+
+def turned(inputs):
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+
+
+def without_gradient(call):
+    with torch.no_grad():
+        call()
+
+
+def deterministic(warn_only):
+    def run(call):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            call()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
+
+
+def scoped(call):
+    with attnreg.use_backend("math", "cpu"):
+        call()
+
+
+DIFFERENT = {
+    "length": lambda: attend(qkv(length=9)),
+    "length of the keys": lambda: attend([qkv()[0], *qkv(length=9)[1:]]),
+    "heads": lambda: attend(qkv(heads=2)),
+    "dtype": lambda: attend(qkv(dtype=torch.bfloat16)),
+    "strides": lambda: attend(turned(qkv())),
+    "alignment": lambda: attend(offset_by_one(qkv())),
+    "causal": lambda: attend(qkv(), is_causal=True),
+    "scale": lambda: attend(qkv(), scale=0.5),
+    "a mask": lambda: attend(qkv(), attn_mask=torch.zeros(8, 8)),
+    "a gradient": lambda: attend(qkv(grad=True)),
+    "no grad mode": lambda: without_gradient(lambda: attend(qkv())),
+    "deterministic": lambda: deterministic(False)(lambda: attend(qkv())),
+    "deterministic, warnings only": lambda: deterministic(True)(lambda: attend(qkv())),
+    "choice": lambda: scoped(lambda: attend(qkv())),
+}
+
+
+@pytest.mark.parametrize("different", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_call_that_differs_is_planned(installed, planned, different):
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(qkv()))
+    assert planned(lambda: attend(qkv(seed=1))) == 0
+    assert planned(different) == 1
+    assert planned(lambda: attend(qkv(seed=2))) == 0
+
+
+def test_a_mask_of_another_shape_is_planned(op):
+    inputs = [torch.randn(2, 6, 2, 8) for _ in "qkv"]
+    masks = [torch.zeros(6, 6), torch.zeros(1, 6), torch.zeros(6, 6).bool(), None]
+    for mask in masks:
+        assert op.planned(*inputs, 1.0, False, mask)[0]
+    for mask in masks:
+        assert not op.planned(*inputs, 1.0, False, mask)[0]
+
+
+def test_nothing_is_kept_of_dropout_or_of_a_mask_that_a_launcher_is_not_given(installed, planned):
+    with attnreg.register_backend("math"):
+        for _ in range(4):
+            assert planned(lambda: attend(qkv(), attn_mask=torch.zeros(8, 8))) == 1
+
+
+# ---- what drops everything
+
+
+CHANGES = {
+    "register": lambda: attnreg.register_backend("math"),
+    "configure": lambda: attnreg.configure({"disabled": ["cpu"]}),
+    "reload": lambda: attnreg.reload(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_drops_everything(installed, planned, change):
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend_and_back(qkv(grad=True)))
+    assert planned(lambda: attend_and_back(qkv(grad=True))) == 0
+    change()
+    assert planned(lambda: attend_and_back(qkv(grad=True))) == 2
+
+
+def test_another_backend_takes_over_at_once_and_gives_back_at_once(installed, ran):
+    inputs = qkv()
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(inputs))
+    with attnreg.register_backend("math"):
+        attend(inputs)
+    attend(inputs)
+    assert ran() == {"cpu": (4, 0), "math": (1, 0)}
+
+
+def test_settings_that_change_are_heeded_at_once(installed, ran):
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(qkv()))
+    attnreg.configure({"disabled": ["cpu"]})
+    attend(qkv())
+    assert ran() == {"cpu": (3, 0), "math": (1, 0)}
+
+
+@pytest.mark.parametrize("keeps", [True, (True,)], ids=["a launcher", "that nothing is registered"])
+def test_what_a_plan_returns_while_something_changed_is_not_kept(op, keeps):
+    inputs = [torch.randn(2, 6, 2, 8) for _ in "qkv"]
+    if keeps is not True:
+        op.kept = lambda *_, **__: op.meanwhile() or True
+    op.meanwhile = op.module.drop
+    assert [op.planned(*inputs)[0] for _ in range(3)] == [True] * 3
+    op.meanwhile = lambda: None
+    assert [op.planned(*inputs)[0] for _ in range(3)] == [True, False, False]
+
+
+def test_what_a_dropped_entry_held_is_released(op):
+    class Launcher:
+        def __call__(self, q, k, v):
+            return q * 2, q.sum(-1).transpose(1, 2)
+
+    inputs = [torch.randn(2, 6, 2, 8) for _ in "qkv"]
+    op.forward = Launcher()
+    held = weakref.ref(op.forward)
+    op.planned(*inputs)
+    op.forward = None
+    assert held() is not None
+    op.module.drop()
+    assert held() is None
+
+
+def test_more_calls_than_are_kept_begin_anew(op):
+    ended = []
+
+    class Launcher:
+        def __call__(self, q, k, v):
+            return q * 2, q.sum(-1).transpose(1, 2)
+
+        def __del__(self):
+            op.module.drop()  # what is released may do anything: no lock is held
+            ended.append(1)
+
+    inputs = [torch.randn(1, 2, 1, 8) for _ in "qkv"]
+    op.forward = Launcher()
+    op.planned(*inputs)
+    op.forward = None
+    for number in range(4096):
+        op.planned(*inputs, float(number + 2))
+    assert ended == [1]
+    assert op.planned(*inputs)[0]
+
+
+def test_tensors_of_a_call_are_not_held(installed):
+    attnreg.register_backend("cpu")
+    inputs = qkv(grad=True)
+    repeat(lambda: attend_and_back(inputs))
+    held = [weakref.ref(inputs.pop()) for _ in "qkv"]
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
+
+
+# ---- where nothing is registered
+
+
+def test_while_nothing_is_registered_calls_pass_uncounted(installed, monkeypatch, ran):
+    attend_and_back(qkv(grad=True))  # which finds it out, forward and backward
+    with monkeypatch.context() as patch:
+        patch.setattr(routing, "state", lambda: pytest.fail("asked in Python"))
+        attend_and_back(qkv(grad=True))
+        attend(qkv(length=5))
+    assert ran() == {}
+    attnreg.register_backend("math")
+    attend(qkv())
+    assert ran() == {"math": (1, 0)}
+
+
+def test_a_scope_serves_where_nothing_is_registered_and_ends_with_its_block(installed, ran):
+    inputs = qkv(grad=True)
+    attend_and_back(inputs)
+    for _ in range(3):
+        with attnreg.use_backend("math"):
+            out = attend(inputs)
+        torch.autograd.grad(out.sum(), inputs)
+        attend_and_back(inputs)
+    assert ran() == {"math": (3, 3)}
+
+
+# ---- what is counted
+
+
+def test_counts_of_repeated_calls_go_to_a_recording(installed, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    attnreg.register_backend("cpu")
+    with attnreg.record(file):
+        repeat(lambda: attend(qkv()), 4)
+    assert json.loads(file.read_text())["forward"] == 4
+
+
+def test_a_reset_takes_what_the_call_cache_has_counted(installed):
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(qkv()))
+    attnreg.reset_stats()
+    assert attnreg.stats().calls == {}
+
+
+def test_counters_of_a_recording_are_released_with_it(installed, tmp_path):
+    attnreg.register_backend("cpu")
+
+    def record(number):
+        with attnreg.record(tmp_path / f"{number}.jsonl"):
+            repeat(lambda: attend(qkv()))
+
+    def alive():
+        gc.collect()
+        return sum(type(x) is counters.Counter for x in gc.get_objects())
+
+    record(0)
+    attnreg.stats()
+    before = alive()
+    for number in range(1, 4):
+        record(number)
+    attnreg.stats()
+    assert alive() == before
+
+
+# ---- several threads
+
+
+def test_threads_that_call_while_registrations_change_lose_no_call(installed, ran):
+    inputs, calls = qkv(), 200
+    wanted = attend(inputs)
+    over = threading.Event()
+
+    def switch():
+        while not over.is_set():
+            with attnreg.register_backend("math"):
+                pass
+
+    def work():
+        return all(torch.allclose(attend(inputs), wanted, atol=1e-5) for _ in range(calls))
+
+    with attnreg.register_backend("cpu"), ThreadPoolExecutor(5) as pool:
+        switching = pool.submit(switch)
+        done = [pool.submit(work) for _ in range(4)]
+        right = [one.result() for one in done]
+        over.set()
+        switching.result()
+    assert right == [True] * 4
+    assert sum(forward for forward, _ in ran().values()) == 4 * calls
+
+
+# ---- switched off, taken out and put in again
+
+
+def test_while_paused_every_call_is_planned(installed, planned):
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(qkv()))
+    with call_cache.paused():
+        assert not captured.compiled
+        assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
+    assert captured.compiled
+    attend(qkv())
+    assert planned(lambda: attend(qkv())) == 0
+
+
+def test_routers_that_are_put_in_during_a_pause_are_compiled_and_paused(installed, planned):
+    attnreg.register_backend("cpu")
+    with call_cache.paused():
+        with call_cache.paused():
+            pass
+        assert not captured.compiled
+        aten.restore()
+    assert captured.compiled is None
+    with call_cache.paused():
+        aten.ensure()
+        assert captured.compiled is False
+        assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
+    assert captured.compiled
+    attend(qkv())
+    assert planned(lambda: attend(qkv())) == 0
+
+
+def test_a_pause_leaves_routers_in_python_what_they_are(installed, planned, monkeypatch):
+    aten.restore()
+    monkeypatch.setattr(call_cache, "_wanted", lambda: "python")
+    aten.ensure()
+    with call_cache.paused():
+        pass
+    assert captured.compiled is False
+    with attnreg.register_backend("cpu"):
+        assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
+
+
+def test_uninstalling_leaves_torchs_kernels_and_installing_brings_routers_back(installed, planned, ran):
+    inputs = qkv()
+    wanted = attend(inputs)
+    attnreg.register_backend("math")
+    attnreg.uninstall()
+    assert captured.compiled is None
+    assert torch.equal(attend(inputs), wanted)
+    assert ran() == {}
+    attnreg.install()
+    attnreg.register_backend("cpu")
+    repeat(lambda: attend(inputs))
+    assert planned(lambda: attend(inputs)) == 0
+    assert ran() == {"cpu": (4, 0)}
+
+
+@pytest.mark.parametrize(("wanted", "compiled"), [("", True), ("compiled", True), ("python", False)])
+def test_the_variable_decides_whether_calls_are_kept(installed, planned, monkeypatch, wanted, compiled):
+    aten.restore()
+    monkeypatch.setattr(call_cache, "_wanted", lambda: wanted)
+    with attnreg.register_backend("cpu"):
+        assert captured.compiled is compiled
+        assert (call_cache.load() is not None) is compiled
+        repeat(lambda: attend(qkv()))
+        assert planned(lambda: attend(qkv())) == (0 if compiled else 1)
+
+
+# ---- modes in which torch calls an op
+
+
+def test_inference_mode_and_autocast_give_the_same_from_the_call_cache(installed, planned):
+    inputs = qkv(dtype=torch.bfloat16)
+    attnreg.register_backend("math")
+    wanted = attend(inputs)
+
+    def call():
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            return attend(inputs)
+
+    repeat(call)
+    assert planned(call) == 0
+    out = call()
+    assert out.is_inference()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_and_torch_func_give_what_a_loop_does(installed):
+    attnreg.register_backend("math")
+    inputs = [torch.stack([x, x + 1]) for x in qkv()]
+    for _ in range(4):
+        got = torch.vmap(F.scaled_dot_product_attention)(*inputs)
+        for index in range(2):
+            torch.testing.assert_close(got[index], attend([x[index] for x in inputs]))
+    q, k, v = qkv(grad=True)
+    for _ in range(4):
+        grad = torch.func.grad(lambda q: attend((q, k, v)).sum())(q.detach())
+        torch.testing.assert_close(grad, torch.autograd.grad(attend((q, k, v)).sum(), q)[0])
+
+
+def test_a_double_backward_is_an_error_also_from_the_call_cache(installed):
+    attnreg.register_backend("math")
+    inputs = qkv(grad=True)
+    for _ in range(4):
+        out = attend(inputs)
+        (grad,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="derivative for aten"):
+            grad.sum().backward()
+
+
+# ---- backends
+
+
+def test_a_kernel_that_declines_a_kept_call_leaves_it_to_another_backend(installed, fake, ran):
+    mine = fake("mine")
+    inputs = qkv()
+    able = True
+
+    def forward(q, k, v, call):
+        if not able:
+            raise UnsupportedInputError("no longer")
+        return mine.forward(q, k, v, call)
+
+    mine.backend = fake("mine", load=lambda: attnreg.Kernels(forward, mine.backward)).backend
+    with attnreg.register_backend(mine.backend):
+        repeat(lambda: attend(inputs))
+        assert ran() == {"mine": (3, 0)}
+        able = False
+        wanted = attend(inputs)
+        assert ran() == {"cpu": (1, 0)}
+        repeat(lambda: torch.testing.assert_close(attend(inputs), wanted))
+        assert ran() == {"cpu": (3, 0)}
+
+
+def test_a_value_of_another_head_dim_gives_the_same_each_time(installed):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 6, 3, 16, generator=generator) for _ in "qk")
+    v = torch.randn(2, 6, 3, 24, generator=generator)
+    wanted, _ = truth.dense(*(x.transpose(1, 2) for x in (q, k, v)))
+    with attnreg.register_backend("math"):
+        for _ in range(4):
+            out, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, 6, 6, 0.0, False, False)
+            truth.assert_near(out.transpose(1, 2), wanted)
+
+
+def test_auxiliary_outputs_are_new_tensors_each_time(installed):
+    q, k, v = (torch.randn(2, 6, 3, 16) for _ in "qkv")
+
+    def call():
+        return torch.ops.aten._flash_attention_forward(q, k, v, None, None, 6, 6, 0.0, False, False)
+
+    with attnreg.register_backend("math"):
+        first = call()
+        repeat(call)
+        results = [call(), call()]
+    for place in range(5):
+        assert len({one[place].data_ptr() for one in results if one[place].numel()}) in (0, 2)
+        for one in results:
+            assert (one[place].shape, one[place].dtype) == (first[place].shape, first[place].dtype)
+    results[0][2].fill_(7)
+    assert scope.read_token(results[1][3]) is None

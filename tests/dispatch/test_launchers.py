@@ -1,0 +1,465 @@
+"""Promises of launchers: functions, torch's own kernels and kernels on addresses, run by the call cache."""
+
+import ctypes
+import dataclasses
+import functools
+import gc
+import logging
+import re
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import truth
+
+import attnreg
+from attnreg.contract import offsets
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.torchlib import captured
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPE = (2, 6, 2, 8)  # (B, S, H, D); the LSE is (B, H, S)
+PACKED = (6, 2, 8)  # (T, H, D); the LSE is (H, T)
+
+
+def tensors(shape=SHAPE, seed=0, count=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def backward_tensors(shape=SHAPE, seed=0):
+    """Return a gradient, query, key, value, output and LSE."""
+    grad, q, k, v, out = tensors(shape, seed, 5)
+    return [grad, q, k, v, out, lse_of(q)]
+
+
+def lse_of(query):
+    return query.sum(-1).transpose(-1, -2).contiguous()
+
+
+def forward_function(q, k, v, *_):
+    return q * 2, lse_of(q)
+
+
+def backward_function(grad, q, k, v, out, lse, *_):
+    return grad * 2, grad * 3, grad * 4
+
+
+SEEN = []  # the arguments behind the tensors that a kernel of "torch's" was given
+
+
+@functools.cache
+def define_kernels():
+    """Define ops with kernels for a CPU and no router."""
+    defined = torch.library.Library("aten", "FRAGMENT")
+    rest = "float scale, bool is_causal=False, *, int? window=7, float? cap=None"
+    defined.define(f"attnreg_kernel(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor, Tensor, Tensor)")
+    defined.define(
+        "attnreg_kernel_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    kernels = torch.library.Library("aten", "IMPL")
+
+    def forward(q, k, v, *rest, **options):
+        SEEN.append((rest, options))
+        return *forward_function(q, k, v), q.new_zeros(2)
+
+    kernels.impl("attnreg_kernel", forward, "CPU")
+    kernels.impl("attnreg_kernel_backward", lambda *given: backward_function(*given[:6]), "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "check_not_overridden", lambda *_: None)
+        for op in ("attnreg_kernel", "attnreg_kernel_backward"):
+            captured.capture(op, "CPU")
+    return defined, kernels
+
+
+def op_launcher(*rest, op="attnreg_kernel", results=2, **options):
+    define_kernels()
+    return OpLauncher(op, "CPU", rest or (0.5,), options, results)
+
+
+def floats(address, count):
+    """Return the memory at an address as a tensor."""
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+class OnAddresses:
+    """A kernel on addresses with the values of the functions above; of packed calls it reads offsets, too."""
+
+    def __init__(self, direction="forward", shape=SHAPE, **changes):
+        self.backward, self.shape, self.packed = direction == "backward", shape, len(shape) == 3
+        self.launched, self.derived, self.can, self.keeps = [], [], True, True
+        self.offsets = self.lse = None
+        self.vectors = []
+        given = 6 if self.backward else 3
+        like = (shape, torch.empty(shape).stride(), torch.float32)
+        lse = torch.empty(shape[:-1]).transpose(-1, -2)  # its strides are not those of a new tensor
+        results = (like,) * 3 if self.backward else (like, (tuple(lse.shape), lse.stride(), torch.float32))
+        read = (0, 5) if self.backward else (0,)
+        further = (given + len(results),) if self.packed else ()
+        operands = (*read, *range(given, given + len(results)), *further)
+        function = backward_function if self.backward else forward_function
+        made = AddressLauncher(
+            function, self.launch, operands, results, 48, None, self.derive if self.packed else None
+        )
+        self.launcher = dataclasses.replace(made, **changes)
+
+    def derive(self, *pair):
+        self.derived.append(pair)
+        if self.can is None:
+            return None
+        vector = pair[0].float()
+        if self.keeps:
+            vector = offsets.derived_from(list(pair), 0, (id(self),), lambda: vector)
+        self.vectors.append(weakref.ref(vector))
+        return [vector]
+
+    def launch(self, addresses, workspace, stream):
+        pointers = list((ctypes.c_void_p * len(self.launcher.operands)).from_address(addresses))
+        ctypes.memset(workspace, 1, 48)
+        self.launched.append((workspace != 0, stream))
+        if not self.can:
+            return False
+        count = torch.empty(self.shape).numel()
+        source = floats(pointers.pop(0), count).clone()
+        if self.backward:
+            self.lse = floats(pointers.pop(0), count // self.shape[-1]).clone()
+            for factor in (2, 3, 4):
+                floats(pointers.pop(0), count).copy_(source * factor)
+        else:
+            floats(pointers.pop(0), count).copy_(source * 2)
+            # The rows of the LSE come first in memory, as in the query.
+            floats(pointers.pop(0), count // self.shape[-1]).copy_(source.view(-1, self.shape[-1]).sum(-1))
+        if self.packed:
+            self.offsets = floats(pointers.pop(0), 3).tolist()
+        return True
+
+
+KINDS = {
+    "function": lambda shape: (forward_function, backward_function),
+    "torch's kernel": lambda shape: (
+        op_launcher() if len(shape) == 4 else forward_function,
+        op_launcher(op="attnreg_kernel_backward", results=3) if len(shape) == 4 else backward_function,
+    ),
+    "addresses": lambda shape: (
+        OnAddresses("forward", shape).launcher,
+        OnAddresses("backward", shape).launcher,
+    ),
+}
+
+
+@pytest.fixture
+def pair():
+    return torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def assert_equal(results, expected):
+    for got, wanted in zip(results, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+# ---- each kind
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_each_kind_runs_dense_calls_and_is_counted(op, make):
+    op.forward, op.backward = make(SHAPE)
+    for seed in range(4):
+        q, k, v = tensors(seed=seed)
+        planned, (out, lse, state, _, length) = op.planned(q, k, v)
+        assert planned == (seed == 0)
+        assert_equal((out, lse), (q + 1, lse_of(q)) if planned else forward_function(q, k, v))
+        assert (state.shape, length, lse.is_contiguous()) == ((2,), 6, True)
+        given = backward_tensors(seed=seed)
+        planned, grads = op.planned_back(*given, torch.zeros(()))
+        assert planned == (seed == 0)
+        assert_equal(grads, [given[0] + n for n in (1, 2, 3)] if planned else backward_function(*given))
+    assert op.counted() == 6
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_each_kind_runs_packed_calls_and_is_counted(packed_plan, pair, make):
+    packed_plan.forward, packed_plan.backward = make(PACKED)
+    for seed in range(4):
+        q, k, v = tensors(PACKED, seed)
+        q.requires_grad_()
+        planned, (out, lse) = packed_plan.planned(q, k, v, pair, pair)
+        assert planned == (seed == 0)
+        assert_equal((out, lse), (q + 1, lse_of(q)) if planned else forward_function(q, k, v))
+        # What autograd keeps of a plan's forward may lie otherwise in memory than what a launcher returns.
+        planned, (grad,) = packed_plan.planned_back(out, [q])
+        assert planned <= (seed < 2)
+        assert torch.equal(grad, torch.ones_like(q) * (1 if planned else 2))
+    assert packed_plan.counted() >= 5
+
+
+def test_auxiliary_outputs_are_new_tensors_each_time(op):
+    op.forward = forward_function
+    results = [op.planned(*tensors())[1] for _ in range(4)][1:]
+    for place in (2, 3):
+        assert len({one[place].data_ptr() for one in results}) == 3
+        assert {(one[place].shape, one[place].dtype) for one in results} == {
+            ((2,) if place == 2 else (), torch.float32)
+        }
+
+
+def test_results_of_a_launcher_are_laid_out_as_torchs_own_kernels_lay_theirs_out(op):
+    op.forward = lambda q, k, v: (torch.empty_strided(q.shape, (96, 8, 48, 1)).copy_(q), lse_of(q))
+    q, k, v = tensors()
+    op.planned(q, k, v)
+    planned, (out, *_) = op.planned(q, k, v)
+    assert not planned
+    assert out.stride() == q.stride()
+    assert torch.equal(out, q)
+
+
+# ---- a launcher that can't run a call, or asks for a better one
+
+
+def test_one_that_returns_none_sends_the_call_to_a_new_plan_and_is_dropped(op):
+    able, called = [True], []
+
+    def launcher(q, k, v):
+        called.append(1)
+        return forward_function(q, k, v) if able[0] else None
+
+    op.forward = launcher
+    q, k, v = tensors()
+    assert [op.planned(q, k, v)[0] for _ in range(2)] == [True, False]
+    able[0], op.forward = False, forward_function
+    op.counted()
+    planned, (out, *_) = op.planned(q, k, v)
+    assert planned
+    assert torch.equal(out, q + 1)
+    assert op.counted() == 0
+    assert [op.planned(q, k, v)[0] for _ in range(2)] == [False, False]
+    assert len(called) == 2
+
+
+def test_one_that_returns_none_and_gets_no_successor_leaves_every_call_to_the_plan(op):
+    op.forward = lambda *_: None
+    q, k, v = tensors()
+    op.planned(q, k, v)
+    op.keeps = False
+    assert [op.planned(q, k, v)[0] for _ in range(3)] == [True] * 3
+
+
+def test_a_plan_is_asked_for_a_better_launcher_ever_more_rarely(op):
+    op.forward, op.options = forward_function, {"is_final": False}
+    inputs = tensors()
+    asked = [number for number in range(100) if op.planned(*inputs)[0]]
+    assert asked == [0, 1, 2, 4, 8, 16, 32, 64]  # the first, and after so many uses
+
+
+def test_a_better_launcher_is_found_later_and_stays(op):
+    op.forward, op.options = forward_function, {"is_final": False}
+    inputs = tensors()
+    for _ in range(4):
+        op.planned(*inputs)
+    op.forward, op.options = (lambda q, k, v: (q * 5, lse_of(q))), {}
+    assert op.planned(*inputs)[0]
+    for _ in range(20):
+        planned, (out, *_) = op.planned(*inputs)
+        assert not planned
+        assert torch.equal(out, inputs[0] * 5)
+
+
+# ---- errors
+
+
+def fails(*_):
+    raise LookupError("of a kernel")
+
+
+@pytest.mark.parametrize("launcher", [fails, None], ids=["function", "addresses"])
+def test_an_error_is_the_callers_and_is_not_counted(op, launcher):
+    op.forward = launcher or OnAddresses(launch=fails).launcher
+    inputs = tensors()
+    op.planned(*inputs)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="of a kernel"):
+            op.planned(*inputs)
+    assert op.counted() == 0
+
+
+def test_an_error_of_the_plan_is_the_callers_and_keeps_nothing(op):
+    op.forward, op.meanwhile = forward_function, fails
+    inputs = tensors()
+    for _ in range(2):
+        with pytest.raises(LookupError, match="of a kernel"):
+            op.planned(*inputs)
+    op.meanwhile = lambda: None
+    assert op.planned(*inputs)[0]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_error_holds_no_tensor_once_it_is_handled(op, in_thread):
+    op.forward = fails
+    op.planned(*tensors())
+    held = []
+
+    def call():
+        inputs = tensors()
+        held.extend(weakref.ref(x) for x in inputs)
+        with pytest.raises(LookupError):
+            op.planned(*inputs)
+
+    if in_thread:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    else:
+        call()
+    op.given = None
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
+
+
+WRONG = {
+    "number": (lambda q: (q,), RuntimeError, "a launcher breaks the contract: got 1 results, expected 2"),
+    "shape": (
+        lambda q: (q[:, :5], lse_of(q)),
+        RuntimeError,
+        r"got the output [2, 5, 2, 8] Float, expected [2, 6",
+    ),
+    "dtype": (lambda q: (q.double(), lse_of(q)), RuntimeError, "Double, expected [2, 6, 2, 8] Float"),
+    "LSE's shape": (
+        lambda q: (q, q.sum(-1)),
+        RuntimeError,
+        "got the LSE [2, 6, 2] Float, expected [2, 2, 6]",
+    ),
+    "LSE's dtype": (lambda q: (q, lse_of(q).half()), RuntimeError, "got the LSE [2, 2, 6] Half, expected"),
+    "no tuple": (lambda q: q, TypeError, "a launcher returned a Tensor, expected a tuple of tensors or None"),
+    "no tensor": (lambda q: (q, 3), TypeError, "a launcher returned a tuple with a int, expected tensors"),
+}
+
+
+@pytest.mark.parametrize(("returns", "error", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_result_is_an_error_that_says_so(op, returns, error, message):
+    op.forward = lambda q, k, v: returns(q)
+    inputs = tensors()
+    op.planned(*inputs)
+    with pytest.raises(error, match=re.escape(message)):
+        op.planned(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        (lambda g: (g, g), "got 2 results, expected 3"),
+        (lambda g: (g, g[:1], g), "got a gradient [1, 6, 2, 8] Float, expected [2, 6, 2, 8] Float"),
+    ],
+)
+def test_a_wrong_gradient_is_an_error_that_says_so(op, returns, message):
+    op.backward = lambda grad, *_: returns(grad)
+    given = (*backward_tensors(), torch.zeros(()))
+    op.planned_back(*given)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        op.planned_back(*given)
+
+
+def test_wrong_results_of_packed_calls_are_errors_too(packed_plan, pair):
+    q, k, v = tensors(PACKED)
+    q.requires_grad_()
+    packed_plan.forward = lambda *given: (given[0][:5], lse_of(given[0]))
+    packed_plan.planned(q, k, v, pair, pair)
+    with pytest.raises(RuntimeError, match=re.escape("got the output [5, 2, 8] Float, expected [6, 2, 8]")):
+        packed_plan.planned(q, k, v, pair, pair)
+    packed_plan.module.drop()
+    packed_plan.forward, packed_plan.backward = None, lambda grad, *_: (grad, grad[:5], grad)
+    for attempt in range(2):
+        packed_plan.keeps = attempt == 0
+        _, (out, _) = packed_plan.planned(q, k, v, pair, pair)
+        if attempt == 0:
+            packed_plan.planned_back(out, [q])
+    with pytest.raises(RuntimeError, match=re.escape("got a gradient [5, 2, 8] Float, expected [6, 2, 8]")):
+        packed_plan.planned_back(out, [q])
+
+
+def test_an_error_of_specialize_costs_no_call_and_is_logged(compiled_routers, fake, caplog, ran):
+    mine = fake("mine")
+    kernels = attnreg.Kernels(mine.forward, mine.backward, fails)
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    with (
+        caplog.at_level(logging.INFO, "attnreg"),
+        attnreg.register_backend(fake("mine", load=lambda: kernels).backend),
+    ):
+        for _ in range(4):
+            F.scaled_dot_product_attention(q, k, v)
+    assert ran() == {"mine": (4, 0)}
+    assert "mine offers no launcher: LookupError: of a kernel" in caplog.text
+
+
+def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_calls(
+    compiled_routers, fake, ran
+):
+    attnreg.aten.restore()
+    mine, asked, launched = fake("mine"), [], []
+
+    def specialize(direction, given, call):
+        asked.append((direction, [x.shape for x in given], call))
+        kernel = mine.forward if direction == "forward" else mine.backward
+        return lambda *tensors: launched.append(direction) or kernel(*tensors, call)
+
+    kernels = attnreg.Kernels(mine.forward, mine.backward, specialize)
+    with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):
+        for seed in range(4):
+            inputs = [x.transpose(1, 2).requires_grad_() for x in tensors(seed=seed)]
+            out = F.scaled_dot_product_attention(*inputs)
+            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+            exact = [x.detach().double().requires_grad_() for x in inputs]
+            right, _ = truth.dense(*exact)
+            wanted = torch.autograd.grad(right, exact, torch.ones_like(right))
+            for got, one in zip((out, *grads), (right, *wanted), strict=True):
+                truth.assert_near(got, one)
+    attnreg.aten.restore()
+    assert ran() == {"mine": (4, 4)}
+    assert launched == ["forward", "backward"] * 2
+    assert [direction for direction, *_ in asked] == ["forward", "backward"]
+    assert asked[0][1] == [SHAPE] * 3
+    assert asked[1][1] == [SHAPE] * 5 + [(2, 2, 6)]
+    assert asked[0][2].scale == pytest.approx(8**-0.5)
+
+
+# ---- torch's own kernels
+
+
+@pytest.mark.parametrize(
+    ("rest", "options", "seen"),
+    [
+        ((0.25,), {}, ((0.25,), {})),
+        ((2, True), {}, ((2.0, True), {})),
+        ((0.5,), {"window": 3, "cap": 1.5}, ((0.5,), {"window": 3, "cap": 1.5})),
+        ((0.5,), {"window": None}, ((0.5,), {"window": None})),
+        ((), {"scale": 0.75}, ((0.75,), {})),
+    ],
+)
+def test_a_kernel_of_torchs_is_given_the_rest_by_place_by_name_and_by_default(op, rest, options, seen):
+    define_kernels()
+    op.forward = OpLauncher("attnreg_kernel", "CPU", rest, options, 2)
+    inputs = tensors()
+    op.planned(*inputs)
+    SEEN.clear()
+    planned, (out, *_) = op.planned(*inputs)
+    assert not planned
+    assert torch.equal(out, inputs[0] * 2)
+    assert [seen] == SEEN
+    assert_equal(op.forward(*inputs), forward_function(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("rest", "options", "message"),
+    [
+        ((), {}, "aten::attnreg_kernel got no scale"),
+        ((0.5, True, 3, 1.0, 4), {}, "aten::attnreg_kernel got arguments that it doesn't take"),
+        ((0.5,), {"scales": 1}, "aten::attnreg_kernel got arguments that it doesn't take"),
+    ],
+)
+def test_a_launcher_with_arguments_that_an_op_does_not_take_is_an_error(op, rest, options, message):
+    define_kernels()
+    op.forward = OpLauncher("attnreg_kernel", "CPU", rest, options, 2)
+    with pytest.raises(RuntimeError, match=message):
+        op.planned(*tensors())
