@@ -1,4 +1,4 @@
-"""Packed calls that the tests of both `varlen_attn` share, and the comparison of their results with float64."""
+"""Packed calls that the tests of both `varlen_attn` share, and comparing their results with float64."""
 
 import torch
 from support import truth

@@ -33,14 +33,8 @@ BAD = [
     ({"key": K[None]}, f"key: got shape (1, 7, 4, 16), expected {RANK}"),
     ({"value": K[None]}, f"value: got shape (1, 7, 4, 16), expected {RANK}"),
     ({"key": K[..., :8]}, "head_dim: got 16 for query and 8 for key, expected equal ones"),
-    (
-        {"value": K[:5]},
-        "key and value: got shapes (7, 4, 16) and (5, 4, 16), expected equal lengths",
-    ),
-    (
-        {"value": K[:, :2]},
-        "key and value: got shapes (7, 4, 16) and (7, 2, 16), expected equal lengths",
-    ),
+    ({"value": K[:5]}, "key and value: got shapes (7, 4, 16) and (5, 4, 16), expected equal lengths"),
+    ({"value": K[:, :2]}, "key and value: got shapes (7, 4, 16) and (7, 2, 16), expected equal lengths"),
     (
         {"key": K[:, :2], "value": K[:, :2]},
         "heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)",
@@ -102,10 +96,7 @@ BAD = [
     ({"window_size": (-2, 0)}, f"window_size: got (-2, 0), expected {WINDOW}"),
     ({"window_size": (1, 2, 3)}, f"window_size: got (1, 2, 3), expected {WINDOW}"),
     ({"window_size": (1.0, 0)}, "window_size: got 1.0, expected an integer"),
-    (
-        PAGED | {"key": K},
-        "key: got shape (7, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)",
-    ),
+    (PAGED | {"key": K}, "key: got shape (7, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)"),
     (PAGED | {"block_table": TABLE[0]}, "block_table: got shape (2,), expected 2 dimensions"),
     (PAGED | {"block_table": TABLE.long()}, "block_table: got torch.int64, expected torch.int32"),
     (PAGED | {"block_table": TABLE.view(4, 1)}, f"block_table: got 4 rows, expected 2, {ROWS}"),

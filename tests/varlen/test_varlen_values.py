@@ -108,7 +108,17 @@ def test_a_block_table_reads_pages(front, packed, ran, options, grad):
     pools = [torch.randn(7, 4, 4, 16, generator=generator).requires_grad_(grad) for _ in range(2)]
     flat = [torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(TABLE, USED, strict=True)]) for x in pools]
     results = attnreg.varlen_attn(
-        query, *pools, cu_q, None, max_q, 8, False, LSE, seqused_k=integers(*USED), block_table=TABLE, **options
+        query,
+        *pools,
+        cu_q,
+        None,
+        max_q,
+        8,
+        False,
+        LSE,
+        seqused_k=integers(*USED),
+        block_table=TABLE,
+        **options,
     )
     expected = truth.varlen(query, *flat, cu_q, offsets(*USED), window=options.get("window_size", UNBOUNDED))
     if grad:
