@@ -17,7 +17,7 @@ from attnreg import _autoload, aten
 from attnreg.errors import RegistrationError, UnknownBackendError
 from attnreg.selection import policy
 
-# A training step of a program that knows torch only. What it prints at its end is for the tests.
+# A training step of a program that imports torch only. What it prints at its end is for the tests.
 PROGRAM = """\
 import sys, torch, torch.nn.functional as F
 at_start = sorted(name for name in sys.modules if name.partition(".")[0] in ("attnreg", "pydantic"))
@@ -92,6 +92,10 @@ def test_torch_can_be_told_not_to_load_it():
 # What is wrong
 
 
+VARIABLES = ", ".join(
+    f"ATTNREG_{name}"
+    for name in ("BACKEND", "DISABLE", "CONFIG", "STRICT", "POLICY", "RECORD", "LOCK", "ROUTERS", "BUILD")
+)
 BAD = {
     "unknown backend": (
         {"ATTNREG_BACKEND": "mth"},
@@ -99,15 +103,11 @@ BAD = {
     ),
     "misspelt variable": (
         {"ATTNREG_BACKENDS": "math"},
-        "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
-        "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
+        f"ATTNREG_BACKENDS: unknown variable, expected one of {VARIABLES}; did you mean 'ATTNREG_BACKEND'?",
     ),
     "variable in lower case": (
         {"attnreg_strict": "1"},
-        "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
-        "ATTNREG_BUILD; did you mean 'ATTNREG_STRICT'?",
+        f"attnreg_strict: unknown variable, expected one of {VARIABLES}; did you mean 'ATTNREG_STRICT'?",
     ),
     "missing file": (
         {"ATTNREG_CONFIG": "/no/such/file.toml"},
@@ -141,35 +141,33 @@ def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():
     assert said[1:] == ["Every attention call that this would have governed will raise it."]
 
 
-def test_routers_that_cannot_be_installed_are_a_warning_and_no_error_of_the_import(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (aten, "ensure", RegistrationError("torch 2.13.0 has no aten::_flash_attention_forward")),
+        (policy, "current", ZeroDivisionError("division by zero")),
+    ],
+    ids=["routers that can't be installed", "a fault of attnreg's own"],
+)
+def test_what_fails_in_the_hook_is_a_warning_and_no_error_of_the_import(monkeypatch, module, name, error):
     def fails():
-        raise RegistrationError("torch 2.13.0 has no aten::_flash_attention_forward")
-
-    monkeypatch.setenv("ATTNREG_BACKEND", "math")
-    monkeypatch.setattr(aten, "ensure", fails)
-    with pytest.warns(UserWarning, match="attnreg is not active: ") as caught:
-        _autoload.activate()
-    assert [str(warning.message) for warning in caught] == [
-        "attnreg is not active: RegistrationError: torch 2.13.0 has no aten::_flash_attention_forward"
-    ]
-
-
-def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeypatch):
-    def fails():
-        raise ZeroDivisionError("division by zero")
+        raise error
 
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     monkeypatch.setattr(aten, "ensure", lambda: None)
-    monkeypatch.setattr(policy, "current", fails)
-    with pytest.warns(UserWarning, match="attnreg is not active: ZeroDivisionError: division by zero"):
+    monkeypatch.setattr(module, name, fails)
+    with pytest.warns(UserWarning, match="attnreg is not active: ") as caught:
         _autoload.activate()
+    messages = [str(warning.message) for warning in caught]
+    assert messages == [f"attnreg is not active: {type(error).__name__}: {error}"]
 
 
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
     # Importing torch imports attnreg again, which is half-way in then.
-    told, said = run(program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
-    assert told == [1]
-    assert "UserWarning: attnreg is not active: ImportError: cannot import name" in said[0]
+    program = "import attnreg.dispatch.planning, torch\nprint('[1]')"
+    printed, errors = run(program=program, ATTNREG_BACKEND="math")
+    assert printed == [1]
+    assert "UserWarning: attnreg is not active: ImportError: cannot import name" in errors[0]
 
 
 def test_the_public_names_may_be_imported_before_torch():
@@ -182,7 +180,7 @@ def test_the_public_names_may_be_imported_before_torch():
     assert run(program=program, ATTNREG_BACKEND="math") == ({"math": {"forward": 1, "backward": 0}}, [])
 
 
-def test_good_values_install_the_routers_without_a_word(monkeypatch, caplog):
+def test_good_values_install_the_routers_without_a_warning_or_a_log_line(monkeypatch, caplog):
     installed = aten.installed()
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     with warnings.catch_warnings():
@@ -238,25 +236,24 @@ def test_attnreg_is_a_name_that_torchs_registry_knows():
 
 
 def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
-    known, said = run(
-        program="import torch, json, torch.nn.attention as a\n"
+    program = (
+        "import torch, json, torch.nn.attention as a\n"
         "before = a.list_flash_attention_impls()\n"
         "import attnreg\n"
-        "print(json.dumps([name in impls for impls in (before, a.list_flash_attention_impls())"
-        " for name in ['attnreg']]))",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        "print(json.dumps(['attnreg' in x for x in (before, a.list_flash_attention_impls())]))"
     )
-    assert (known, said) == ([False, True], [])
+    assert run(program=program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ([False, True], [])
 
 
 def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_torch_as_it_was(
     no_routers, sdpa, flash
 ):
     assert sdpa() == "torch"
-    attention.activate_flash_attention_impl("attnreg")
-    assert attention.current_flash_attention_impl() == "attnreg"
-    assert aten.installed()
-    assert sdpa() == "cpu"
+    for _ in range(2):  # twice is as good as once
+        attention.activate_flash_attention_impl("attnreg")
+        assert attention.current_flash_attention_impl() == "attnreg"
+        assert aten.installed()
+        assert sdpa() == "cpu"
     assert flash().shape == (1, 8, 2, 16)
     with attnreg.use_backend("math"):
         assert sdpa() == "math"
@@ -268,39 +265,22 @@ def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_
         flash()
 
 
-def test_activating_it_twice_is_activating_it_once(no_routers, sdpa):
-    for _ in range(2):
-        attention.activate_flash_attention_impl("attnreg")
-        assert sdpa() == "cpu"
-    attention.restore_flash_attention_impl()
-    assert not aten.installed()
-    assert sdpa() == "torch"
-
-
-def test_restoring_leaves_routers_in_that_were_there_before_and_out_of_the_way(no_routers, sdpa):
-    aten.ensure()
+@pytest.mark.parametrize(
+    ("before", "while_active", "afterwards"),
+    [
+        (aten.ensure, "cpu", "torch"),
+        (attnreg.install, "cpu", "cpu"),
+        (lambda: attnreg.register_backend("math"), "math", "math"),
+    ],
+    ids=["routers", "install", "a registration"],
+)
+def test_restoring_leaves_what_was_there_before_as_it_was(no_routers, sdpa, before, while_active, afterwards):
+    before()
     attention.activate_flash_attention_impl("attnreg")
-    assert sdpa() == "cpu"
+    assert sdpa() == while_active
     attention.restore_flash_attention_impl()
     assert aten.installed()
-    assert sdpa() == "torch"
-
-
-def test_restoring_leaves_an_earlier_install_serving(no_routers, sdpa):
-    attnreg.install()
-    attention.activate_flash_attention_impl("attnreg")
-    attention.restore_flash_attention_impl()
-    assert aten.installed()
-    assert sdpa() == "cpu"
-
-
-def test_restoring_leaves_a_registration_from_before_serving(no_routers, sdpa):
-    with attnreg.register_backend("math"):
-        attention.activate_flash_attention_impl("attnreg")
-        assert sdpa() == "math"
-        attention.restore_flash_attention_impl()
-        assert sdpa() == "math"
-    assert sdpa() == "torch"
+    assert sdpa() == afterwards
 
 
 def test_restoring_leaves_a_registration_made_since_serving(no_routers, sdpa):
@@ -331,20 +311,19 @@ class Other:
         self.removed += 1
 
 
-def test_what_was_activated_in_torch_before_is_restored_and_told_of(no_routers, monkeypatch, caplog, sdpa):
+def test_what_was_activated_in_torch_before_is_restored_with_a_warning(no_routers, monkeypatch, caplog, sdpa):
     other = Other()
     monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
     attention.activate_flash_attention_impl("FA99")
     with attnreg.register_backend("math"):
         assert other.removed == 1
         assert attention.current_flash_attention_impl() is None
-        assert [(record.levelno, record.message) for record in caplog.records] == [
-            (
-                logging.WARNING,
-                "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, to which it "
-                "falls back, and chooses for each call from now on; it knows no backend 'FA99'",
-            )
-        ]
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert record.message == (
+            "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, to which it "
+            "falls back, and chooses for each call from now on; it knows no backend 'FA99'"
+        )
         assert sdpa() == "math"
 
 

@@ -1,4 +1,4 @@
-"""A call that a kernel declines when it sees it goes to the next backend, with what the kernel said."""
+"""Promises about declined calls: the next backend runs them, for the reason that the kernel gave."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ from attnreg.dispatch.state import state
 from attnreg.measure import Case, verify
 from attnreg.tuning.checks import Checks
 
-SAID = "no engine for calls of this size"
+REASON = "no engine for calls of this size"
 MATH = math_backend.BACKEND.load()
 
 
 class Choosy:
-    """A backend whose kernels decline while they are told to, before they have done anything."""
+    """A backend whose kernels decline every call of the directions in `declining`; keeps what was called."""
 
     def __init__(self, name="choosy", *directions):
         self.declining = set(directions)
-        self.asked = []
+        self.called = []
         limits = attnreg.Capabilities(
-            devices=("cpu",),
-            dtypes=("float32", "float64"),
-            varlen=True,
-            causal=True,
-            seqused_k=True,
-            dropout=True,
-        )
+            devices=("cpu",), dtypes=("float32", "float64"),
+            varlen=True, causal=True, seqused_k=True, dropout=True,
+        )  # fmt: skip
         self.backend = attnreg.Backend(
             name=name, forward=limits, backward=limits,
             load=lambda: attnreg.Kernels(self.kernel("forward"), self.kernel("backward")),
@@ -47,9 +43,9 @@ class Choosy:
 
     def kernel(self, direction):
         def run(*arguments):
-            self.asked.append(direction)
+            self.called.append(direction)
             if direction in self.declining:
-                raise attnreg.UnsupportedInputError(SAID)
+                raise attnreg.UnsupportedInputError(REASON)
             return getattr(MATH, direction)(*arguments)
 
         return run
@@ -81,9 +77,18 @@ def right(inputs):
     return [out, *torch.autograd.grad(out.sum(), inputs)]
 
 
+def with_gradients(attend, inputs, **options):
+    out = attend(*inputs, **options)
+    return [out, *torch.autograd.grad(out.sum(), inputs[:3])]
+
+
+def assert_same(results, expected):
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def of_sdpa(inputs):
-    out = F.scaled_dot_product_attention(*inputs)
-    return [out, *torch.autograd.grad(out.sum(), inputs)]
+    return with_gradients(F.scaled_dot_product_attention, inputs)
 
 
 def assert_right(got, inputs):
@@ -97,83 +102,74 @@ def assert_right(got, inputs):
     [(("forward",), (0, 3)), (("backward",), (3, 0)), (("forward", "backward"), (0, 0))],
     ids=["forward", "backward", "both"],
 )
-def test_below_sdpa_the_next_runs_it_and_is_known_from_then_on(declining, ran_there, ran, caplog):
+def test_the_next_backend_runs_a_declined_call_of_sdpa_and_repeated_ones(declining, ran_there, ran, caplog):
     choosy, inputs = Choosy("choosy", *declining), dense()
     with caplog.at_level(logging.WARNING, "attnreg"), attnreg.register_backend(choosy.backend):
         for _ in range(3):
             assert_right(of_sdpa(inputs), inputs)
-    assert reasons() == [("choosy", SAID, 3 * len(declining))]
+    assert reasons() == [("choosy", REASON, 3 * len(declining))]
     what_ran = ran()
     assert what_ran.get("choosy", (0, 0)) == ran_there
     assert what_ran["cpu"] == (3 - ran_there[0], 3 - ran_there[1])
-    assert [choosy.asked.count(direction) for direction in declining] == [1] * len(declining)
-    told = f"choosy can't run this call and cpu does: {SAID}"
-    assert [record.message for record in caplog.records] == [told]
+    assert [choosy.called.count(direction) for direction in declining] == [1] * len(declining)
+    message = f"choosy can't run this call and cpu does: {REASON}"
+    assert [record.message for record in caplog.records] == [message]
 
 
 @pytest.mark.usefixtures("router_kind")
-@pytest.mark.parametrize("front", ["aten", "op"])
-def test_so_it_is_of_varlen_attn(front, packed, ran):
+@pytest.mark.parametrize("used", [None, (2, 4)], ids=["plain", "seqused_k"])
+def test_the_next_backend_runs_a_declined_call_of_varlen_attn_and_repeated_ones(used, packed, ran):
     choosy, inputs = Choosy("choosy", "forward"), packed([3, 4])
-    options = {} if front == "aten" else {"seqused_k": torch.tensor([2, 4], dtype=torch.int32)}
-    wanted = attnreg.varlen_attn(*inputs, **options, backend="math")
-    grads = torch.autograd.grad(wanted.sum(), inputs[:3])
+    options = {} if used is None else {"seqused_k": torch.tensor(used, dtype=torch.int32)}
+    expected = with_gradients(attnreg.varlen_attn, inputs, **options, backend="math")
     attnreg.reset_stats()
     with attnreg.register_backend(choosy.backend):
         for _ in range(3):
-            out = attnreg.varlen_attn(*inputs, **options)
-            torch.testing.assert_close(out, wanted)
-            for got, one in zip(torch.autograd.grad(out.sum(), inputs[:3]), grads, strict=True):
-                torch.testing.assert_close(got, one)
+            assert_same(with_gradients(attnreg.varlen_attn, inputs, **options), expected)
     what_ran = ran()
     assert what_ran["choosy"] == (0, 3)
     assert sum(forwards for forwards, _ in what_ran.values()) == 3
-    assert choosy.asked.count("forward") == 1
+    assert choosy.called.count("forward") == 1
 
 
 @pytest.mark.usefixtures("router_kind")
 @pytest.mark.parametrize("call", ["sdpa", "varlen"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_call_that_is_known_may_be_declined_yet(call, direction, packed, ran):
+def test_a_repeated_call_may_be_declined(call, direction, packed, ran):
     """As cuDNN may, whose plan goes by strides, too."""
     choosy, inputs = Choosy(), packed([3, 4]) if call == "varlen" else dense()
     attend = attnreg.varlen_attn if call == "varlen" else F.scaled_dot_product_attention
     with attnreg.register_backend(choosy.backend):
-        results = []
-        for turn in range(12):
-            if turn == 5:
+        expected = with_gradients(attend, inputs)
+        for repetition in range(1, 12):
+            if repetition == 5:
                 choosy.declining.add(direction)
-            out = attend(*inputs)
-            results.append([out, *torch.autograd.grad(out.sum(), inputs[:3])])
-    for one in results[1:]:
-        for got, first in zip(one, results[0], strict=True):
-            torch.testing.assert_close(got, first)
+            assert_same(with_gradients(attend, inputs), expected)
     what_ran = ran()
     assert what_ran["choosy"] == ((5, 12) if direction == "forward" else (12, 5))
     assert sum(map(sum, what_ran.values())) == 24
-    # Where it was known, by its plan, and where it was known once more: then it is known to be another's.
-    assert choosy.asked.count(direction) <= 5 + 3
+    # The cache's launcher declines, then the plan's kernel, and at most once more before neither is used.
+    assert choosy.called.count(direction) <= 5 + 3
 
 
-def test_the_one_after_the_next_runs_it_where_that_declines_too(ran, caplog):
+def test_where_the_next_backend_declines_too_the_one_after_it_runs_the_call(ran, caplog):
     first, second, inputs = Choosy("first", "forward"), Choosy("second", "forward"), dense()
     with attnreg.register_backend(second.backend), attnreg.register_backend(first.backend):
         assert_right(of_sdpa(inputs), inputs)
-    said = reasons()
+    assert reasons() == [("first", REASON, 1), ("second", REASON, 1)]
     assert ran() == {"first": (0, 1), "cpu": (1, 0)}
-    assert said == [("first", SAID, 1), ("second", SAID, 1)]
-    told = [f"{name} can't run this call and cpu does: {SAID}" for name in ("first", "second")]
-    assert [record.message for record in caplog.records] == told
+    messages = [f"{name} can't run this call and cpu does: {REASON}" for name in ("first", "second")]
+    assert [record.message for record in caplog.records] == messages
 
 
-def test_a_backend_that_is_insisted_on_refuses_in_the_kernels_words(packed, ran):
+def test_a_backend_of_the_call_that_declines_is_an_error_with_the_kernels_reason(packed, ran):
     choosy, inputs = Choosy("choosy", "forward"), packed([3, 4])
     with attnreg.register_backend(choosy.backend):
         for _ in range(2):
             with pytest.raises(attnreg.UnsupportedInputError) as caught:
                 attnreg.varlen_attn(*inputs, backend="choosy")
-            assert caught.value.rejected["choosy"] == (SAID,)
-            assert f"choosy  {SAID}" in str(caught.value)
+            assert caught.value.rejected["choosy"] == (REASON,)
+            assert f"choosy  {REASON}" in str(caught.value)
     assert ran() == {}
 
 
@@ -184,13 +180,13 @@ def test_dropout_ties_the_backward_to_the_forward_that_drew(packed):
         out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, None, None, 5, 5, 0.5, False, False
         )
-        with pytest.raises(attnreg.UnsupportedInputError, match=SAID):
+        with pytest.raises(attnreg.UnsupportedInputError, match=REASON):
             torch.ops.aten._flash_attention_backward(
                 out, query, key, value, out, lse, None, None, 5, 5, 0.5, False, rng_state, unused
             )
 
 
-def test_what_a_call_was_declined_for_keeps_nothing_of_it():
+def test_a_declined_call_is_not_kept_alive():
     choosy, inputs = Choosy("choosy", "forward"), dense()
     gone = [weakref.ref(x) for x in inputs]
     gc.disable()
@@ -203,7 +199,7 @@ def test_what_a_call_was_declined_for_keeps_nothing_of_it():
         gc.enable()
 
 
-def test_other_calls_still_go_to_it(packed, ran):
+def test_other_calls_still_go_to_a_backend_that_declined_one(packed, ran):
     choosy = Choosy("choosy", "forward")
     with attnreg.register_backend(choosy.backend):
         F.scaled_dot_product_attention(*dense())
@@ -212,8 +208,8 @@ def test_other_calls_still_go_to_it(packed, ran):
     assert ran() == {"choosy": (1, 0), "cpu": (1, 0)}
 
 
-def test_a_mask_of_dropout_is_the_same_whoever_was_asked_before():
-    """As checkpointing needs it, which runs a forward again from the generator's state of the first time."""
+def test_a_dropout_mask_is_the_same_whether_another_backend_declined_before_or_not():
+    """As checkpointing needs it, which repeats a forward from the generator's state of the first time."""
     first, second = Choosy("first", "forward"), Choosy("second")
     inputs = [torch.randn(2, 5, 3, 8) for _ in "qkv"]
     drawn = []
@@ -224,18 +220,18 @@ def test_a_mask_of_dropout_is_the_same_whoever_was_asked_before():
                 *inputs, None, None, 5, 5, 0.5, False, False
             )
             drawn.append((out, rng_state.view(torch.int64), torch.rand(3)))
-    assert first.asked == ["forward"]
+    assert first.called == ["forward"]
     for one in drawn[1:]:
         assert all(map(torch.equal, one, drawn[0]))
 
 
-def test_what_a_call_was_declined_for_holds_for_no_other_within_it(ran):
-    """The kernel that runs it instead may ask for attention itself."""
+def test_a_backend_that_declined_a_call_may_run_another_inside_of_it(ran):
+    """The kernel that runs the declined call instead may call attention itself."""
     inputs, limits = dense(), attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
 
     def one_at_a_time(query, key, value, call):
         if len(query) > 1:
-            raise attnreg.UnsupportedInputError(SAID)
+            raise attnreg.UnsupportedInputError(REASON)
         return MATH.forward(query, key, value, call)
 
     def nesting(query, key, value, call):
@@ -252,7 +248,7 @@ def test_what_a_call_was_declined_for_holds_for_no_other_within_it(ran):
     assert ran() == {"first": (1, 0), "second": (1, 0)}
 
 
-def test_a_refusal_within_a_kernel_is_a_reason_of_one_line(ran):
+def test_an_error_of_a_call_inside_of_a_kernel_is_a_reason_of_one_line(ran):
     limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
 
     def forward(query, key, value, call):
@@ -271,8 +267,8 @@ def test_a_refusal_within_a_kernel_is_a_reason_of_one_line(ran):
 
 
 @pytest.mark.parametrize("native", [None, Native("cpu")], ids=["no kernel of torch's", "one of torch's"])
-def test_what_a_capture_was_declined_for_holds_for_no_further_one(native):
-    """After a run outside of a graph the next may have the backend that this one had to do without."""
+def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
+    """After a run outside of a graph the next capture may have the backend that this one lacked."""
     choosy = Choosy("choosy", "forward")
     spec = AttentionSpec(
         device=Device("cpu"), dtype="float32", batch=1, max_q=3, max_k=3, heads_q=2, heads_k=2, head_dim=8,
@@ -305,7 +301,7 @@ def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
             "cpu",
             [Case(name="small", lens_q=(3,), lens_k=(3,), dtype="float32")],
         )
-        assert (outcome.reasons, outcome.failure) == ((SAID,), "")
+        assert (outcome.reasons, outcome.failure) == ((REASON,), "")
         assert outcome.errors.keys() == measured
         assert all(error.passed for error in outcome.errors.values())
 
@@ -321,7 +317,7 @@ def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
         ),
     ],
 )
-def test_tune_holds_to_the_rule_what_a_kernel_does_not_decline(declining, forward, backward):
+def test_tune_says_what_it_cannot_check_as_a_kernel_declines(declining, forward, backward):
     entry = Entry("choosy", "a test", Choosy("choosy", declining).backend)
     spec = Case(name="any", lens_q=(64,), lens_k=(64,), dtype="float32").spec(Device("cpu"))
     checks = Checks(torch.device("cpu"))
