@@ -28,6 +28,19 @@ def installed(compiled_routers):
 
 
 @pytest.fixture
+def compiled(compiled_routers):
+    """Have the compiled front of `varlen_attn` serve the calls of a test."""
+    assert compiled_routers.load() is not None
+    return compiled_routers
+
+
+@pytest.fixture
+def pair():
+    """Return the offsets of sequences of 2 and 4 tokens."""
+    return torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+@pytest.fixture
 def planned(monkeypatch):
     """Return how many plans in Python a function's calls took, forwards and backwards, dense and packed."""
     made = []

@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from attnreg.contract.declines import served
 
 import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
-from attnreg.contract.declines import served
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch.planning import Native, make_plan
