@@ -1,7 +1,11 @@
 """Promises of the compiled front of `varlen_attn`: what it leaves to Python, and what autograd gets of it."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
+from support import truth
 from support.varlen_calls import LENGTHS, assert_right, attend
 from test_launchers import PACKED, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +17,13 @@ from attnreg.dispatch import call_cache
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 
 # ---- which calls the compiled front leaves to Python
+
+
+@pytest.fixture(params=["compiled", "python"])
+def front(compiled, request):
+    """Have calls come by the compiled front, or by the one in Python."""
+    with call_cache.paused() if request.param == "python" else contextlib.nullcontext():
+        yield request.param
 
 
 class Subclass(torch.Tensor):
@@ -80,39 +91,68 @@ def test_modes_that_are_to_see_ops_are_left_to_python(packed_plan, pair):
     assert not is_left()
 
 
-@pytest.mark.parametrize("front", ["compiled", "python"])
-def test_dispatch_modes_and_tracers_see_the_custom_op(compiled, packed, front):
+def test_dispatch_modes_and_tracers_see_the_custom_op(front, packed):
     inputs = packed(LENGTHS)
-    with call_cache.paused() if front == "python" else torch.enable_grad():
-        attend(inputs)
-        with Seen() as seen:
-            attend(inputs).sum().backward()
-        assert seen.names == ["attnreg::_varlen_attn", "attnreg::_varlen_attn_backward"]
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-            out = attend(fake)
-        assert type(out) is type(fake[0])
-        assert out.shape == inputs[0].shape
+    attend(inputs)
+    with Seen() as seen:
+        attend(inputs).sum().backward()
+    assert seen.names == ["attnreg::_varlen_attn", "attnreg::_varlen_attn_backward"]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        out = attend(fake)
+    assert type(out) is type(fake[0])
+    assert out.shape == inputs[0].shape
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("front", ["compiled", "python"])
-def test_a_trace_computes_with_its_own_inputs(compiled, packed, front):
+def test_a_trace_computes_with_its_own_inputs(front, packed):
     query, *rest = packed(LENGTHS, grad=False)
-    with call_cache.paused() if front == "python" else torch.enable_grad():
-        traced = torch.jit.trace(lambda q: attnreg.varlen_attn(q, *rest), (query,), check_trace=False)
-        torch.testing.assert_close(traced(query * 2), attend((query * 2, *rest)))
+    traced = torch.jit.trace(lambda q: attnreg.varlen_attn(q, *rest), (query,), check_trace=False)
+    torch.testing.assert_close(traced(query * 2), attend((query * 2, *rest)))
 
 
-def test_functional_gradients_and_subclasses_are_right(compiled, packed):
+def test_function_transforms_are_right(front, packed, ran):
     query, *rest = packed(LENGTHS)
-    wanted = torch.autograd.grad(attend((query, *rest)).square().sum(), query)[0]
     values = [x.detach() for x in rest[:2]] + rest[2:]
+
+    def total(q):
+        return attend((q, *values)).square().sum()
+
+    queries = torch.stack([query.detach(), query.detach() * 2])
+    exact = [x.detach().double().requires_grad_() for x in (query, *rest[:2])]
+    wanted = torch.autograd.grad(truth.varlen(*exact, *rest[2:4])[0].square().sum(), exact[:1])[0]
     for _ in range(4):
-        grad = torch.func.grad(lambda q: attend((q, *values)).square().sum())(query.detach())
-        torch.testing.assert_close(grad, wanted)
-        out = attend((query.detach().as_subclass(Subclass), *values))
-        torch.testing.assert_close(out.as_subclass(torch.Tensor), attend((query, *rest)).detach())
+        truth.assert_near(torch.func.grad(total)(query.detach()), wanted)
+        with attnreg.use_backend("math"):
+            truth.assert_near(torch.func.vjp(total, query.detach())[1](torch.ones(()))[0], wanted)
+    assert ran()["math"] == (4, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        truth.assert_near(torch.vmap(torch.func.grad(total))(queries)[0], wanted)
+        truth.assert_near(torch.func.grad(lambda q: torch.vmap(total)(q).sum())(queries)[0], wanted)
+    with pytest.raises(NotImplementedError, match="varlen_attn is not differentiable"):
+        torch.func.grad(lambda q: torch.func.grad(total)(q).sum())(query.detach())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode AD
+def test_forward_mode_ad_is_an_error_not_a_lost_tangent(front, packed):
+    query, *rest = packed(LENGTHS, grad=False)
+    for _ in range(3):
+        attend((query, *rest))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: attend((q, *rest)), (query,), (query,))
+    dual = torch.autograd.forward_ad
+    for needs_gradient in (False, True):
+        leaf = query.clone().requires_grad_(needs_gradient)
+        with dual.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            attend((dual.make_dual(leaf, query), *rest))
+
+
+def test_subclasses_are_right(front, packed):
+    query, *rest = packed(LENGTHS, grad=False)
+    for _ in range(4):
+        out = attend((query.as_subclass(Subclass), *rest))
+        torch.testing.assert_close(out.as_subclass(torch.Tensor), attend((query, *rest)))
 
 
 # ---- autocast and inference mode
