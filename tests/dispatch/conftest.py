@@ -1,5 +1,6 @@
 """Fixtures of the call cache's tests: what is planned in Python, and ops and plans of the tests' own."""
 
+import contextlib
 import functools
 import warnings
 
@@ -32,6 +33,13 @@ def compiled(compiled_routers):
     """Have the compiled front of `varlen_attn` serve the calls of a test."""
     assert compiled_routers.load() is not None
     return compiled_routers
+
+
+@pytest.fixture(params=["compiled", "python"])
+def front(compiled, request):
+    """Have calls come by the compiled front, or by the one in Python."""
+    with call_cache.paused() if request.param == "python" else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.fixture

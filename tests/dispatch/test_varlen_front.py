@@ -1,6 +1,5 @@
 """Promises of the compiled front of `varlen_attn`: what it leaves to Python, and what autograd gets of it."""
 
-import contextlib
 import warnings
 
 import pytest
@@ -17,13 +16,6 @@ from attnreg.dispatch import call_cache
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 
 # ---- which calls the compiled front leaves to Python
-
-
-@pytest.fixture(params=["compiled", "python"])
-def front(compiled, request):
-    """Have calls come by the compiled front, or by the one in Python."""
-    with call_cache.paused() if request.param == "python" else contextlib.nullcontext():
-        yield request.param
 
 
 class Subclass(torch.Tensor):
