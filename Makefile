@@ -4,10 +4,11 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 BACKENDS ?= FA2,FA4,cuDNN,math
-ROUTERS ?= python
+# The tests run with what attnreg compiles where there is a C++ compiler; ROUTERS=python leaves it out.
+ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-compiled test-slow test-gpu test-gpu-slow demo bench clean
+.PHONY: help venv lint test test-slow test-gpu test-gpu-slow demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -32,22 +33,21 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(PY) -m mypy
 
 # A process for each core, so that each of them needs one thread.
-test: $(READY) ## every test that needs no GPU and no minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal
-
-test-compiled: $(READY) ## the same with compiled routers; takes a C++ compiler
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=compiled
+test: $(READY) ## every test that needs no GPU and no minutes; ROUTERS=python leaves out what is compiled
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=$(ROUTERS)
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"
 
-test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends, ROUTERS=compiled those
+test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
 	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
 	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 demo: $(READY) ## train on real text, packed and padded, and compare
+	@echo "compiling the call cache and the CPU kernel where that hasn't been done and a compiler is there"
+	@$(PY) -m attnreg build --missing || true
 	@$(PY) -m attnreg demo
 
 bench: $(READY) ## list the benchmarks beside `attnreg bench`; NAME=accuracy runs that one, ARGS go to it

@@ -18,7 +18,11 @@ def activate() -> None:
     """Install the routers if the environment asks for something; never an error of `import torch`."""
     offer()
     # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
-    if not any(name.upper().startswith("ATTNREG_") and value.strip() for name, value in os.environ.items()):
+    # ATTNREG_BUILD alone asks for no backend: it is about programs that do.
+    if not any(
+        name.upper().startswith("ATTNREG_") and value.strip() and name != "ATTNREG_BUILD"
+        for name, value in os.environ.items()
+    ):
         return
     from attnreg.errors import ConfigError
 

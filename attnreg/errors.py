@@ -3,15 +3,15 @@
     AttnregError
     ├── UnknownBackendError      (LookupError)   no backend has that name
     ├── BackendUnavailableError  (RuntimeError)  known, but it can't load on this machine
-    ├── UnsupportedInputError    (RuntimeError)  no backend, or not the one asked for, runs the call
-    ├── InvalidInputError        (ValueError)    the call contradicts itself: no backend could run it
+    ├── UnsupportedInputError    (RuntimeError)  no backend, or not the requested one, can run the call
+    ├── InvalidInputError        (ValueError)    the arguments of a call contradict each other
     ├── ConfigError              (ValueError)    a settings file or environment variable is wrong
     ├── RegistrationError        (RuntimeError)  a backend or a router can't be registered
-    ├── BuildError               (RuntimeError)  the routers can't be compiled here
-    └── RanksDifferError         (RuntimeError)  ranks of one job choose kernels by different tables
+    ├── BuildError               (RuntimeError)  the C++ libraries can't be compiled here
+    └── RanksDifferError         (RuntimeError)  ranks of one job choose kernels from different inputs
 
-Each also derives from the built-in exception a caller would expect, so code written against
-PyTorch's own errors keeps working. All of them survive pickling.
+Each also derives from the built-in exception that a caller would expect, so code written for
+PyTorch's own errors keeps working. All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class BackendUnavailableError(AttnregError, RuntimeError):
 
 
 class UnsupportedInputError(AttnregError, RuntimeError):
-    """No backend, or not the one that was insisted on, can run the call.
+    """No backend, or not the requested one, can run the call.
 
     Attributes:
-        rejected: backend name to its reasons, as `Decision.rejected`.
+        rejected: the reasons of each backend by its name, as in `Decision.rejected`.
     """
 
     def __init__(self, message: str, rejected: dict[str, tuple[str, ...]] | None = None) -> None:
@@ -73,7 +73,7 @@ class RegistrationError(AttnregError, RuntimeError):
 
 
 class BuildError(AttnregError, RuntimeError):
-    """The routers can't be compiled here, or what was compiled can't be loaded."""
+    """A C++ library can't be compiled here, or the compiled file can't be loaded."""
 
 
 class RanksDifferError(AttnregError, RuntimeError):
@@ -87,6 +87,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{by_key[near[0]]}'?" if near else ""
 
 
-# Tracebacks and messages show the public place of each class, not the module it lives in.
+# Tracebacks and messages show the public name of each class, not this module.
 for _error in (AttnregError, *AttnregError.__subclasses__()):
     _error.__module__ = "attnreg"

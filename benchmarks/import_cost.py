@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from attnreg.bench.report import save, show, show_machine
-from attnreg.bench.timing import interleaved, median_ratio
+from attnreg.measure.timing import interleaved, median_ratio
 
 TIMED = "import time; {}; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 HOOK = "from attnreg._autoload import activate; activate()"

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
 from attnreg.bench.report import save, show, show_machine
-from attnreg.bench.timing import interleaved, median_ratio, per_call
+from attnreg.measure.timing import interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HEADS, DIM = 8, 64
 DTYPES = (torch.float32, torch.bfloat16)
 OTHERS = ("padded", "loop")
-# How many times as slow as the other a side has to be to be left out: no noise turns that round.
+# A side is left out that is so many times as slow as the other: no noise makes up for that.
 TOO_SLOW = 3.0
 
 
@@ -97,10 +97,14 @@ def sides(lengths: list[int], dtype: torch.dtype, causal: bool) -> dict[str, Cal
         ]
         return torch.cat([out[0].transpose(0, 1) for out in outs])
 
-    def whole(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+    def both_directions(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: list(torch.autograd.grad(forward(), packed, grad_out))
 
-    return {"attnreg": whole(with_attnreg), "padded": whole(padded), "loop": whole(loop)}
+    return {
+        "attnreg": both_directions(with_attnreg),
+        "padded": both_directions(padded),
+        "loop": both_directions(loop),
+    }
 
 
 def check(runs: dict[str, Callable[[], list[Tensor]]], dtype: torch.dtype) -> dict[str, float]:

@@ -21,12 +21,13 @@ from attnreg import _registry, aten
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
-from attnreg.backends.cudnn import sharing
+from attnreg.backends.cudnn import rounding
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.dispatch.state import state
+from attnreg.errors import BuildError
 from attnreg.selection import policy
-from attnreg.torchlib import building, caches
+from attnreg.torchlib import building, caches, compiler
 from attnreg.tuning import tables
 
 
@@ -85,12 +86,15 @@ def no_graph_trees(monkeypatch):
 plans_of_this_run = functools.cache(cudnn_backend.Plans)
 
 
-@pytest.fixture(params=[sharing.exact, sharing.shared], ids=["own plans", "shared plans"])
+@pytest.fixture(
+    params=[rounding.exact, lambda problem: rounding.shared(rounding.exact(problem))],
+    ids=["exact plans", "shared plans"],
+)
 def plans_of_either_kind(request, gpu_is_there, monkeypatch):
-    """Have cuDNN's packed calls planned for just their tokens, or for others, too, whatever came before."""
+    """Have cuDNN's packed calls run by exact plans, or by shared ones, whatever batch came first."""
     plans = _registry.find("cuDNN").kernels().forward.args[0]
     monkeypatch.setattr(
-        plans, "planned", lambda problem: request.param(problem) if problem.packed else problem
+        plans, "select", lambda problem: request.param(problem) if problem.packed else problem
     )
 
 
@@ -126,6 +130,7 @@ def fresh_registry(monkeypatch):
     """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
     for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("ATTNREG_BUILD", "off")  # nor does a process that a test starts compile anything
     for name, value in (("_sources", None), ("_unreadable", None), ("_active", False), ("_watchers", 0)):
         monkeypatch.setattr(policy, name, value)
     for name, value in (("_recordings", ()), ("_followed", None)):
@@ -155,8 +160,10 @@ BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 @contextlib.contextmanager
 def compiled_here(library):
     """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip(f"compiling {library.what} takes a C++ compiler")
+    try:
+        compiler.find()
+    except BuildError as error:
+        pytest.skip(f"{library.title} can't be compiled: {error}")
     BUILT.mkdir(parents=True, exist_ok=True)
     BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
@@ -173,7 +180,7 @@ def compiled_here(library):
 @pytest.fixture(scope="session")
 def built_routers():
     """Compile the routers, as `attnreg build` does, and return the file."""
-    with compiled_here(building.ROUTERS) as file:
+    with compiled_here(building.CALL_CACHE) as file:
         return file
 
 
@@ -249,7 +256,7 @@ def routers():
     yield
     if not was_installed:
         aten.restore()
-    
+
 
 @dataclass
 class Recorder:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import warnings
@@ -10,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import environment
 from torch.nn import attention
 
 import attnreg
@@ -42,10 +42,9 @@ IDLE = ["attnreg", "attnreg._autoload"]
 
 def run(*options, program=PROGRAM, **variables):
     """Run a program of its own process; returns what it printed and its lines on stderr."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     done = subprocess.run(
         [sys.executable, *options, "-c", program],
-        env=environ | variables,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -101,14 +100,14 @@ BAD = {
     "misspelt variable": (
         {"ATTNREG_BACKENDS": "math"},
         "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
-        "did you mean 'ATTNREG_BACKEND'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+        "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
     ),
     "variable in lower case": (
         {"attnreg_strict": "1"},
         "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
-        "did you mean 'ATTNREG_STRICT'?",
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+        "ATTNREG_BUILD; did you mean 'ATTNREG_STRICT'?",
     ),
     "missing file": (
         {"ATTNREG_CONFIG": "/no/such/file.toml"},

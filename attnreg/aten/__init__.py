@@ -7,7 +7,6 @@ With nothing registered they pass every call to torch's own kernel.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import warnings
@@ -25,9 +24,9 @@ from attnreg.torchlib import captured
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from attnreg.aten.routing import Served
+    from attnreg.aten.routing import Layout, Served
 
 __all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by"]
 
@@ -152,11 +151,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
 
     try:
         for route, key, function in routers:
-            with _overriding():
-                if library is None:
-                    module.add_router(route.op, key, tuple(route.layout), _described(function))
-                else:
-                    library.impl(route.op, _results_of(function), key)  # type: ignore[no-untyped-call]
+            _register(library or module, route.op, key, function, route.layout)
     except Exception as error:
         remove()
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
@@ -183,12 +178,15 @@ def _results_of(function: Callable[..., Served]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs)[0]
 
 
-@contextlib.contextmanager
-def _overriding() -> Iterator[None]:
-    """Leave out that torch warns, once per process and for every op to come, of overriding: our purpose."""
+def _register(library: Any, op: str, key: str, function: Callable[..., Served], layout: Layout) -> None:
+    """Register a router, with a library of torch's or with the compiled call cache."""
     with warnings.catch_warnings():
+        # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        yield
+        if isinstance(library, torch.library.Library):
+            library.impl(op, _results_of(function), key)  # type: ignore[no-untyped-call]
+        else:
+            library.add_router(op, key, tuple(layout), _described(function))
 
 
 def _version() -> tuple[int, ...]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.nn.functional as F
 
 from attnreg.contract.backend import Call
+from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import (
-    Kept,
     bounds,
     every_dense_row_sees_a_key,
-    kept_for,
     plan_for,
     scale_of,
     to_bshd,

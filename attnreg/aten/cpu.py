@@ -14,7 +14,7 @@ from attnreg.aten.bhsd import call_of, dense_plan, gradients, inputs_of, kept_de
 from attnreg.aten.routing import Layout, Route, RoutedCall, with_strides_of
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import Kept
+from attnreg.dispatch.call_cache import Kept
 from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:

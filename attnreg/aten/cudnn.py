@@ -23,7 +23,8 @@ from attnreg.aten.routing import (
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import Kept, bounds, plan_for, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.call_cache import Kept
+from attnreg.dispatch.calls import bounds, plan_for, scale_of, wants_deterministic, wants_gradient
 from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplac
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts
 from attnreg.dispatch import scope
+from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import (
-    Kept,
     bounds,
     every_dense_row_sees_a_key,
-    kept_for,
     keys_used,
     plan_for,
     scale_of,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg.dispatch import counters, scope
-from attnreg.dispatch.calls import Kept
+from attnreg.dispatch.call_cache import Kept
 from attnreg.dispatch.declined import DeclinedError, retry_on_decline
 from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError

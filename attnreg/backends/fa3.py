@@ -1,8 +1,8 @@
 """FA3: FlashAttention 3, the Hopper kernels that the package flash_attn_3 registers with torch.
 
-Nobody has run this adapter on a GPU: there is no built package to test it with. Layouts, windows
-and LSE are the contract's. What has to be put right: LSE is +inf where there is no key at all, rows
-past the last offset are never written, and what no query may see has to be finite.
+This adapter hasn't run on a GPU: there is no built package to test it with. Layouts, windows and LSE are the
+contract's. What the kernels do otherwise: the LSE is +inf where there is no key at all, rows past the last
+offset are never written, and NaN in rows that no query may see spreads.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["BACKEND"]
 
 PACKAGE = "flash_attn_3"
 
-# What the adapter passes; the rest of each operator's arguments keeps its default.
+# What the adapter passes to each op; the other arguments keep their defaults.
 SHARED = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
     *("softmax_scale", "is_causal", "window_size_left", "window_size_right"),
 )
-TAKEN = {
+PASSED = {
     "fwd": (*SHARED, "page_table", "num_splits"),
     "bwd": (*SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"),
 }
 
 
 class _Backward(Capabilities):
-    """The fields, and what only this direction adds."""
+    """The fields and what they can't say of a backward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -56,8 +56,8 @@ def _deterministic(spec: AttentionSpec) -> list[str]:
     return []
 
 
-# hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too,
-# where it is FA2 over again; this is for Hopper, and its kernels don't run on anything newer.
+# hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too, where
+# it is FA2's kernels once more; those for Hopper don't run on anything newer.
 LIMITS: dict[str, Any] = {
     "devices": ("cuda",),
     "dtypes": ("float16", "bfloat16"),
@@ -86,7 +86,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
 def _unavailable() -> str | None:
     try:
         here = find_spec(PACKAGE) is not None
-    except ValueError:  # somebody has put a module without a spec in its place
+    except ValueError:  # a module of that name without a spec is loaded
         here = False
     if not here:
         return f"{PACKAGE} isn't installed"
@@ -101,33 +101,33 @@ def _version() -> str | None:
 
 
 def _load() -> Kernels:
-    import_module(f"{PACKAGE}._C")  # registers the operators
-    run_forward, run_backward = (_checked(name) for name in TAKEN)
+    import_module(f"{PACKAGE}._C")  # registers the ops
+    run_forward, run_backward = (_checked(name) for name in PASSED)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if _nothing_to_do(query, key):
-            return _empty(query, call)
-        queries = _rows_past(query, call.cu_seqlens_q)
-        key, value = _blank(_keys_past(key, call), key, value)
-        # One split: several would be added up in an order that changes.
+        if _is_empty(query, key):
+            return _empty_results(query)
+        queries = _unused_rows(query, call.cu_seqlens_q)
+        key, value = _zeroed(_unused_keys(key, call), key, value)
+        # One split: several would be added up in an order that changes from run to run.
         out, lse = run_forward(
             *map(readable, (query, key, value)),
             page_table=call.block_table, num_splits=1, **_arguments(call),
         )[:2]  # fmt: skip
-        (out,) = _blank(queries, out)
-        unseen = lse == torch.inf if queries is None else (lse == torch.inf) | queries
-        return out, lse.masked_fill(unseen, -torch.inf)
+        (out,) = _zeroed(queries, out)
+        without_keys = lse == torch.inf if queries is None else (lse == torch.inf) | queries
+        return out, lse.masked_fill(without_keys, -torch.inf)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Given, because what is returned differs: some versions return these three first, others don't.
+        # Preallocated, as versions differ in what they return: some these three first, others something else.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
-        if _nothing_to_do(query, key):
+        if _is_empty(query, key):
             return grad_q, grad_k, grad_v
-        queries = _rows_past(query, call.cu_seqlens_q)
-        query, grad_out, out = _blank(queries, query, grad_out, out)
-        key, value = _blank(_keys_past(key, call), key, value)
+        queries = _unused_rows(query, call.cu_seqlens_q)
+        query, grad_out, out = _zeroed(queries, query, grad_out, out)
+        key, value = _zeroed(_unused_keys(key, call), key, value)
         run_backward(
             *map(readable, (query, key, value)),
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
@@ -139,7 +139,7 @@ def _load() -> Kernels:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """Return what both operators are given beside their tensors."""
+    """Return the arguments that both ops are given, tensors aside."""
     lengths = (call.max_q, call.max_k) if call.varlen else (None, None)
     return {
         "cu_seqlens_q": call.cu_seqlens_q,
@@ -155,62 +155,62 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 
 def _checked(name: str) -> Callable[..., Any]:
-    """Return an operator by keywords, after checking that it takes what the adapter passes.
+    """Return an op as a function of keywords, after checking that it takes what the adapter passes.
 
     Raises:
-        RegistrationError: it doesn't, or wants more; names the argument and the version.
+        RegistrationError: it doesn't, or needs more; names the argument and the version.
     """
-    package = f"{PACKAGE} {_version() or 'of no known version'}"
-    operator = getattr(getattr(torch.ops, PACKAGE), name, None)
-    if operator is None:
+    package = f"{PACKAGE} {_version() or 'of unknown version'}"
+    op = getattr(getattr(torch.ops, PACKAGE), name, None)
+    if op is None:
         raise RegistrationError(f"{package} registers no operator {PACKAGE}::{name}")
-    arguments = operator.default._schema.arguments
-    if lacking := [taken for taken in TAKEN[name] if taken not in {one.name for one in arguments}]:
+    arguments = op.default._schema.arguments
+    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
         raise RegistrationError(
-            f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {operator.default._schema}"
+            f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {op.default._schema}"
         )
     # Older versions declare no defaults: what isn't used is passed as None.
-    further = [one for one in arguments if one.name not in TAKEN[name] and not one.has_default_value()]
-    if wanted := [one.name for one in further if one.type.kind() != "OptionalType"]:
+    further = [one for one in arguments if one.name not in PASSED[name] and not one.has_default_value()]
+    if needed := [one.name for one in further if one.type.kind() != "OptionalType"]:
         raise RegistrationError(
-            f"{PACKAGE}::{name} of {package} needs {', '.join(wanted)}, which attnreg doesn't know"
+            f"{PACKAGE}::{name} of {package} needs {', '.join(needed)}, which attnreg doesn't know"
         )
     unused = dict.fromkeys((one.name for one in further), None)
 
     def run(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        return operator.default(q=query, k=key, v=value, **given, **unused)
+        return op.default(q=query, k=key, v=value, **given, **unused)
 
     return run
 
 
-def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
+def _is_empty(query: Tensor, key: Tensor) -> bool:
     return query.numel() == 0 or key.numel() == 0
 
 
-def _empty(query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     return torch.zeros_like(query), lse.transpose(-1, -2).contiguous()
 
 
-# Rows that belong to no sequence. The kernels load whole tiles: one that ends beyond its sequence takes the
-# rows after it along, at a weight of zero, and zero times NaN is NaN. So what no query may see is set to zero
-# before; that costs a copy, as only the GPU knows where a packed batch ends.
+# The kernels load tiles of fixed size: one that ends beyond its sequence loads the rows after it, too, at a
+# weight of zero, and zero times NaN is NaN. So rows that no query may see are set to zero before; that costs
+# a copy, as only the GPU knows where a packed batch ends.
 
 
-def _rows_past(packed: Tensor, offsets: Tensor | None) -> Tensor | None:
+def _unused_rows(packed: Tensor, offsets: Tensor | None) -> Tensor | None:
     """Return which rows come after the last sequence; None for a dense call."""
     if offsets is None:
         return None
     return torch.arange(packed.shape[0], device=offsets.device) >= offsets[-1]
 
 
-def _keys_past(key: Tensor, call: Call) -> Tensor | None:
+def _unused_keys(key: Tensor, call: Call) -> Tensor | None:
     """Return which keys no query may see, whatever the mask; None where there can't be any."""
     offsets, used = call.cu_seqlens_k, call.seqused_k
     if call.block_table is not None:
         return None
     if used is None:
-        return _rows_past(key, offsets)
+        return _unused_rows(key, offsets)
     if offsets is None:
         return torch.arange(key.shape[1], device=key.device) >= used[:, None]
     rows = torch.arange(key.shape[0], device=key.device, dtype=offsets.dtype)
@@ -219,7 +219,7 @@ def _keys_past(key: Tensor, call: Call) -> Tensor | None:
     return rows >= ends[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
 
 
-def _blank(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with zeros in those rows; themselves where there are none."""
     if rows is None:
         return tensors
@@ -235,7 +235,7 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
-    # Below FA2, which is tested: whoever wants it asks for it by name.
+    # Below FA2, which is tested: this one has to be asked for by name.
     priority=5,
     experimental=True,
 )

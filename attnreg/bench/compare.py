@@ -1,4 +1,4 @@
-"""Sides held to float64, then timed in turn: what `varlen` and `sdpa` do with each of their shapes."""
+"""Sides held to the accuracy rule, then timed in turn: what `varlen` and `sdpa` do with each shape."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 from attnreg.bench.report import Table
 from attnreg.bench.shapes import FORWARD
-from attnreg.bench.sides import STEPS, ran
-from attnreg.bench.timing import ahead, interleaved, median_ratio
-from attnreg.bench.truth import TOLERANCE
+from attnreg.bench.sides import STEPS, in_words, ran
 from attnreg.dispatch.counters import reset_stats
+from attnreg.measure.timing import interleaved, median_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +22,19 @@ if TYPE_CHECKING:
     from attnreg.bench.report import Job
     from attnreg.bench.shapes import Shape
     from attnreg.bench.sides import Side
+    from attnreg.measure import Sample
 
-__all__ = ["Checked", "checked", "dtype_of", "short", "table", "timed", "wrong_backend"]
+    # What the results of a side, by its name, are compared with, and these by their names in the contract.
+    Expected = Callable[[str, list[Tensor]], tuple[Sample, dict[str, Tensor]]]
+
+__all__ = ["Checked", "checked", "dtype_of", "short", "table", "timed"]
 
 # As long as a measurement takes; long enough for the clock, short enough for many rounds.
 SECONDS = 0.01
 
 
 class Checked(NamedTuple):
-    """A side that is right: how far it is off, and which backend ran in each direction."""
+    """A side that is right: its error in units of the most that passes, and what ran in each direction."""
 
     side: Side
     error: float
@@ -41,50 +44,41 @@ class Checked(NamedTuple):
 def checked(
     shape: Shape,
     sides: Mapping[str, Side],
-    error_of: Callable[[str, list[Tensor]], float],
+    expected: Expected,
     against: Callable[[str, dict[str, str]], str],
     job: Job,
 ) -> dict[str, Checked]:
-    """Return the sides that are right; tells the job why the others are left out.
+    """Return the sides that are right, and record in the job why the others are left out.
 
     Args:
         shape: the call.
         sides: by name.
-        error_of: returns the relative error of a side's results.
+        expected: returns what a side's results are compared with.
         against: returns what speaks against a side, given what ran.
-        job: what is told.
+        job: the measurement.
     """
     right = {}
     for name, side in sides.items():
         reset_stats()
         try:
-            error = error_of(name, side.results(shape.backward))
+            sample, results = expected(name, side.results(shape.backward))
+            verdict = sample.verdict(results)
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
             job.leave_out(f"{shape}, {name}", short(problem))
             continue
         found = ran()
-        if not error <= TOLERANCE[shape.dtype]:
-            job.leave_out(f"{shape}, {name}", f"WRONG, relative error {error:.2g}; ran {_words(found)}")
+        if verdict.wrong:
+            job.leave_out(f"{shape}, {name}", f"WRONG: {verdict.wrong}; ran {in_words(found)}")
         elif why := against(name, found):
             job.leave_out(f"{shape}, {name}", why)
         else:
-            right[name] = Checked(side, error, found)
+            right[name] = Checked(side, verdict.error, found)
     return right
-
-
-def wrong_backend(wanted: str, found: Mapping[str, str], backward: bool = True) -> str:
-    """Return what ran instead of a backend, or an empty string if that did."""
-    ways = ("forward", "backward") if backward else ("forward",)
-    return "" if all(found[way] == wanted for way in ways) else f"ran {_words(found)}"
 
 
 def short(problem: Exception) -> str:
     """Return an exception in one line."""
     return textwrap.shorten(f"{type(problem).__name__}: {problem}".partition("\n")[0], 150)
-
-
-def _words(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({way})" for way, name in found.items())
 
 
 def timed(
@@ -97,7 +91,7 @@ def timed(
     rows = []
     for step, run in STEPS.items():
         measures = {
-            name: one.side.timed(run, one.side.calls(run, SECONDS), ahead) for name, one in right.items()
+            name: one.side.timed(run, one.side.calls(run, SECONDS), "device") for name, one in right.items()
         }
         taken = interleaved(measures, job.rounds)
         for name, seconds in taken.items():
@@ -113,7 +107,7 @@ def timed(
                     "times_yardstick": median_ratio(taken[yardstick], seconds),
                     "teraflops": speed / 1e12,
                     "of_matmul_rate": speed / rate,
-                    "relative_error": right[name].error,
+                    "error": right[name].error,
                     "ran": right[name].ran,
                 }
             )
@@ -122,19 +116,19 @@ def timed(
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
     """Return the rows of one case and step as a table; ratios are to the side `against`."""
-    header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "error", "ran")
+    header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "of allowed", "ran")
     cells = [
         (
             row["side"], f"{row['milliseconds']:.3f}", f"{row['times_yardstick']:.2f}",
-            f"{row['teraflops']:.3g}", f"{row['of_matmul_rate']:.0%}", f"{row['relative_error']:.1e}",
-            _served(row),
+            f"{row['teraflops']:.3g}", f"{row['of_matmul_rate']:.0%}", f"{row['error']:.2f}",
+            _who_ran(row),
         )
         for row in rows
     ]  # fmt: skip
     return Table(title, header, cells)
 
 
-def _served(row: Mapping[str, Any]) -> str:
+def _who_ran(row: Mapping[str, Any]) -> str:
     found = row["ran"]
     same = row["step"] == FORWARD or found["forward"] == found["backward"]
     return str(found["forward"] if same else f"{found['forward']}, {found['backward']}")

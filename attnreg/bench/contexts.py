@@ -1,4 +1,4 @@
-"""Who decides inside a `with` block: torch alone, attnreg by itself, by measurement, or one backend."""
+"""Contexts that decide which kernel runs: torch alone, attnreg by itself or by measurement, one backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnreg import _registry, api, aten
 from attnreg.contract.backend import Backend, Kernels
@@ -25,17 +24,17 @@ __all__ = [
     "in_the_callers_thread",
     "led_by",
     "mixed",
+    "scoped",
     "settings",
     "table_in_force",
     "torch_alone",
-    "torch_by",
     "untouched",
 ]
 
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """Have nothing asked for, neither by variables nor by files; afterwards all is as it was."""
+    """Set aside what environment variables and files ask for; afterwards all is as it was."""
     routers, active = aten.installed(), policy.activate(False)
     put_back = policy.set_aside()
     try:
@@ -58,17 +57,6 @@ def in_the_callers_thread(within: Callable[[], AbstractContextManager[Any]]) -> 
     """Have a backward run in the thread that calls it, inside another of these blocks."""
     with within(), torch.autograd.set_multithreading_enabled(False):
         yield
-
-
-def torch_by(kernel: SDPBackend) -> Callable[[], AbstractContextManager[None]]:
-    """Return what has torch's SDPA without attnreg choose one of its kernels."""
-
-    @contextlib.contextmanager
-    def within() -> Iterator[None]:
-        with torch_alone(), sdpa_kernel(kernel):
-            yield
-
-    return within
 
 
 @contextlib.contextmanager
@@ -104,7 +92,7 @@ def settings(
 
 
 def table_in_force(device: torch.device, table: Path | None = None) -> str:
-    """Return the measured table that decides on a device, or why none does.
+    """Return the name of the measured table that decides on a device, or why none does.
 
     Raises:
         ConfigError: a table was named, and isn't true of this machine.
@@ -114,8 +102,8 @@ def table_in_force(device: torch.device, table: Path | None = None) -> str:
         report = tables.report(planning.device_of(device)) if tables is not None else Report()
     named = report.in_force is not None and bool(report.in_force.source)
     if table is not None and not named:
-        told = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"
-        raise ConfigError(f"--table: {table}: {told}")
+        reason = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"
+        raise ConfigError(f"--table: {table}: {reason}")
     if report.in_force is None:
         return "; ".join(("the default order, as no table is in force", *report.refused))
     return str(report.in_force)
@@ -124,6 +112,11 @@ def table_in_force(device: torch.device, table: Path | None = None) -> str:
 def led_by(backend: str | Backend) -> Callable[[], AbstractContextManager[Any]]:
     """Return what registers a backend for as long as a `with` block lasts."""
     return lambda: api.register_backend(backend)
+
+
+def scoped(backend: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what chooses a backend by `use_backend` for as long as a `with` block lasts."""
+    return lambda: api.use_backend(backend)
 
 
 def mixed(forward: str, backward: str) -> Backend:

@@ -1,10 +1,10 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
-Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host is all there is, and
-what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
+Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host's work is all there is,
+and what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
 
-The least of all rounds counts. A round is the mean of many calls; that one took up to twice as long as
-another, for seconds on end and with all backends alike, was the machine's doing.
+The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
+and with all backends alike, as the machine had slowed down.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
+from attnreg.bench.batches import Batch
 from attnreg.bench.contexts import led_by, untouched
-from attnreg.bench.inputs import Batch
 from attnreg.bench.shapes import dense, packed
-from attnreg.bench.sides import Side, layers, layers_backward, misled
-from attnreg.bench.timing import host_per_call, interleaved
+from attnreg.bench.sides import Side, layers, layers_backward, ran, wrong_backend
 from attnreg.contract.spec import Direction
 from attnreg.dispatch import call_cache
 from attnreg.dispatch.counters import reset_stats
+from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning.failures import check_alive
 from attnreg.tuning.points import Front
@@ -67,20 +67,22 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:
     """Return the seconds that the host takes for one call of the graph, forward and backward."""
-    sets = side.sets
+    sets, timer = side.sets, timer_for(device)
     with side.within():
-        for _ in range(2):  # each of several calls: more than what a registration forgets takes
+        for _ in range(
+            2
+        ):  # each has several calls, more than it takes after a registration until all is cached
             layers_backward(layers(side.front, sets), sets)
         outs: list[Tensor] = []
-        forward = host_per_call(lambda: outs.extend(layers(side.front, sets)), 1, device)
-        backward = host_per_call(lambda: layers_backward(outs, sets), 1, device)
+        forward = timer.host(lambda: outs.extend(layers(side.front, sets)), 1)
+        backward = timer.host(lambda: layers_backward(outs, sets), 1)
     return forward / len(sets), backward / len(sets)
 
 
 def _guarded(
     measures: Mapping[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Measure in turn; without the backends that can't run so many calls at once."""
+    """Measure in rounds, without the backends that can't run so many calls at once."""
     able = {}
     for name, measure in measures.items():
         try:
@@ -99,4 +101,4 @@ def _runs(name: str, side: Side, device: torch.device) -> bool:
     except Exception as error:  # noqa: BLE001 - as above
         check_alive(device, error)
         return False
-    return not misled(name)
+    return not wrong_backend(name, ran())

@@ -1,19 +1,23 @@
-"""Pictures of what was measured: which series, in which panels; `figures` draws them."""
+"""Pictures of what was measured: TFLOP/s under a ceiling, ratios from case to case, microseconds."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnreg.bench.figures import bars, flat, lines
-from attnreg.bench.machine import machine
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from attnreg.bench.report import machine
 from attnreg.bench.shapes import BACKWARD, FORWARD
-from attnreg.bench.summary import BY_HAND, CHOSEN, FIXED
+from attnreg.bench.summary import CHOSEN, DIRECT, FIXED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["draw"]
+    from matplotlib.axes import Axes
+
+__all__ = ["TITLES", "draw"]
 
 TITLES = {
     "varlen": "Packed sequences through varlen_attn",
@@ -22,25 +26,35 @@ TITLES = {
     "selection": "Shapes that no table was tuned on",
 }
 
-
-WORDS = {
+PARTS = {
     "routers": "Routers over torch's ops",
     "varlen": "varlen_attn above kernels that do nothing",
-    "by_hand": "varlen_attn above the cpu backend",
+    "called_directly": "varlen_attn above the cpu backend",
 }
+
+# Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
+# chooses, and each backend, has the same colour in every picture.
+GREYS = ("#404040", "#8C8C8C", "#D0D0D0")
+COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+OF_BACKENDS = dict(zip(("FA2", "FA4", "cuDNN", "cpu", "math"), COLOURS[1:], strict=False))
+MARKS = "osD^vP*X<>"
+INK, FAINT = "#333333", "#D9D9D9"
+
+# Past these a ratio is drawn at the edge: one bad choice must not flatten all others.
+LEAST, MOST = 0.8, 8.0
 
 
 def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the picture of a measurement, as PNG or SVG by its suffix; `known` is another machine's."""
+    """Write the picture of a measurement, as PNG or SVG by its suffix; `known` describes the machine."""
     known = known or machine()
     where = known.get("gpu", known["processor"])
     title = f"{TITLES[name]}, {where}, torch {known['torch']}"
     if name == "selection":
-        lines(_panels(results["rows"]), title, path)
+        _draw_ratios(_panels(results["rows"]), title, path)
     elif name == "overhead":
-        flat(_costs(results), title, path)
+        _draw_times(_costs(results), title, path)
     else:
-        bars(results["rows"], results["matmul_teraflops"], title, path)
+        _draw_speeds(results["rows"], results["matmul_teraflops"], title, path)
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], dict[str, list[float | None]]]]:
@@ -64,20 +78,171 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], dic
 
 def _to_the_best(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     times = dict(found["front"])
-    if found["by_hand"]:
-        times[BY_HAND] = min(found["by_hand"].values())
+    if found["called_directly"]:
+        times[DIRECT] = min(found["called_directly"].values())
     best = min(time for name, time in times.items() if name.startswith(FIXED))
     return {name: time / best for name, time in times.items()}
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return microseconds by what was asked and by side, whichever kind of device they are from."""
+    """Return microseconds by question and side, from results of a CPU or a GPU."""
     found: dict[str, dict[str, float]] = {}
     for part, rows in results.items():
         if isinstance(rows, list):
-            found[WORDS.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
+            found[PARTS.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
             continue
         for side, steps in rows.items():
             for step, microseconds in steps.items():
                 found.setdefault(f"{part}: {step}", {})[side] = microseconds
     return found
+
+
+def _draw_speeds(rows: Sequence[Mapping[str, Any]], ceiling: float, title: str, path: Path) -> None:
+    """Draw rows with `panel`, `case`, `step`, `side` and `teraflops`, below the ceiling in TFLOP/s.
+
+    A panel for each step; where the rows name panels of their own, steps are columns.
+    """
+    panels, steps = _each(rows, "panel"), _each(rows, "step")
+    sides = _colours(_each(rows, "side"))
+    down, across = (len(steps), 1) if len(panels) == 1 else (len(panels), len(steps))
+    most = max(len(_each([row for row in rows if row["panel"] == panel], "case")) for panel in panels)
+    width = min(max(10.0, 0.22 * most * len(sides) + 2), 16.0) / (1 if across == 1 else 1.6)
+    figure = Figure(figsize=(width * across, 3.6 * down + 1.2), dpi=120, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False).flat
+    for axes, (panel, step) in zip(grid, [(p, s) for p in panels for s in steps], strict=True):
+        here = [row for row in rows if (row["panel"], row["step"]) == (panel, step)]
+        _bars(axes, here, sides, ceiling)
+        _dressed(axes, ", ".join(filter(None, (panel, step))), "TFLOP/s (higher is better)")
+    _finish(figure, title, path)
+
+
+def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str], ceiling: float) -> None:
+    speeds = {(row["case"], row["side"]): row["teraflops"] for row in rows}
+    cases, width = _each(rows, "case"), 0.84 / len(sides)
+    for place, (side, colour) in enumerate(sides.items()):
+        at = [number - 0.42 + width * (place + 0.5) for number in range(len(cases))]
+        heights = [speeds.get((case, side), 0.0) for case in cases]
+        axes.bar(at, heights, width * 0.92, color=colour, label=side)
+    label = f"matmul, as measured: {ceiling:.3g} TFLOP/s"
+    axes.axhline(ceiling, color=INK, linestyle="--", linewidth=1.2, label=label)
+    axes.set_ylim(0, 1.08 * max(ceiling, *speeds.values()))
+    axes.set_xlim(-0.6, len(cases) - 0.4)
+    axes.set_xticks(range(len(cases)), cases, fontsize=8)
+
+
+def _draw_ratios(
+    panels: Mapping[str, tuple[Sequence[str], Mapping[str, Sequence[float | None]]]], title: str, path: Path
+) -> None:
+    """Draw ratios to the best: for each panel its cases along the axis, and a mark for each strategy."""
+    names = _colours(dict.fromkeys(name for _, series in panels.values() for name in series))
+    most = max(len(cases) for cases, _ in panels.values())
+    size = (min(max(9.0, 0.24 * most + 3), 24.0), 5.2 * len(panels) + 0.8)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    for axes, (heading, (cases, series)) in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
+    ):
+        for number, (name, ratios) in enumerate(series.items()):
+            shown = [None if ratio is None else min(max(ratio, LEAST), MOST) for ratio in ratios]
+            _marks(axes, number, name, shown, names[name])
+        axes.axhline(1.0, color=INK, linewidth=1.0)
+        _dressed(axes, heading, "ratio, log scale (lower is better)")
+        axes.set_yscale("log")
+        top = max(ratio for series_ in series.values() for ratio in series_ if ratio is not None)
+        axes.set_ylim(LEAST * 0.97, min(max(top * 1.1, 1.3), MOST * 1.1))
+        axes.set_yticks(
+            [tick for tick in (0.8, 0.9, 1, 1.15, 1.5, 2, 3, 4, 6, 8) if tick <= axes.get_ylim()[1]]
+        )
+        axes.yaxis.set_major_formatter(FuncFormatter(_ratio))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(
+            range(len(cases)), cases, rotation=60, ha="right", rotation_mode="anchor", fontsize=7.5
+        )
+        axes.set_xlim(-0.7, len(cases) - 0.3)
+        axes.grid(axis="x", color=FAINT, linewidth=0.4)
+    _finish(figure, title, path)
+
+
+def _ratio(value: float, place: Any) -> str:
+    at_the_edge = f"≥ {value:g}" if value >= MOST else f"≤ {value:g}"
+    return at_the_edge if value in (LEAST, MOST) else f"{value:g}"
+
+
+def _marks(axes: Axes, number: int, name: str, ratios: Sequence[float | None], colour: str) -> None:
+    there = [(x, ratio) for x, ratio in enumerate(ratios) if ratio is not None]
+    first = number == 0
+    axes.plot(
+        [x for x, _ in there], [ratio for _, ratio in there], MARKS[number % len(MARKS)], label=name,
+        color=colour, markersize=6.5 if first else 5, linestyle="-" if first else "none", linewidth=1.6,
+        zorder=5 if first else 3,
+    )  # fmt: skip
+
+
+def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """Draw microseconds as bars from left to right, a panel for each question."""
+    counts = [len(found) for found in parts.values()]
+    figure = Figure(figsize=(10, 0.36 * sum(counts) + 0.9 * len(counts) + 0.8), dpi=120, layout="constrained")
+    grid = figure.subplots(len(parts), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
+    for axes, (part, found) in zip(grid[:, 0], parts.items(), strict=True):
+        names = list(found)[::-1]
+        colours = [COLOURS[0] if _is_ours(name) else GREYS[1] for name in names]
+        drawn = axes.barh(names, [found[name] for name in names], height=0.7, color=colours)
+        axes.bar_label(drawn, fmt="{:.1f}", padding=4, color=INK, fontsize=8)
+        axes.set_xlim(0, 1.12 * max(found.values()))
+        _dressed(axes, f"{part}, µs (lower is better)", "")
+        axes.tick_params(axis="y", length=0, labelsize=8)
+        axes.grid(visible=False)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    _save(figure, path)
+
+
+def _is_ours(name: str) -> bool:
+    return "attnreg" in name or name.endswith(("registered", "active", "use_backend()", "backend="))
+
+
+def _each(rows: Iterable[Mapping[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each name: greys for torch's own, which don't go through attnreg."""
+    backends = {name: name.removeprefix("attnreg, ").removeprefix("always ") for name in names}
+    taken = {OF_BACKENDS[backend] for backend in backends.values() if backend in OF_BACKENDS}
+    greys, colours = iter(GREYS), (colour for colour in COLOURS if colour not in taken)
+    return {
+        name: OF_BACKENDS.get(backend)
+        or next(greys if name.startswith(("torch", "SDPA")) else colours, "#000000")
+        for name, backend in backends.items()
+    }
+
+
+def _dressed(axes: Axes, title: str, y: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_ylabel(y, color=INK, fontsize=9)
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+
+
+def _finish(figure: Figure, title: str, path: Path) -> None:
+    # A side may be missing in some panels; a line that isn't a side comes last.
+    named = {label: handle for axes in figure.axes for handle, label in zip(*_legend(axes), strict=True)}
+    labels = sorted(named, key=lambda label: label.startswith("matmul"))
+    handles = [named[label] for label in labels]
+    columns = min(len(labels), 5)
+    figure.legend(
+        handles, labels, frameon=False, ncols=columns, loc="outside lower center", fontsize=9, labelcolor=INK
+    )
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    _save(figure, path)
+
+
+def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    return list(handles), list(labels)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,25 +1,31 @@
-"""What comes of a measurement: plain data for JSON, tables for people, and lines that have to be said."""
+"""What a measurement returns: plain data for JSON, tables, lines about aims, and the machine it ran on."""
 
 from __future__ import annotations
 
 import json
+import platform
+import re
+import sys
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.bench.machine import machine
+import torch
+
 from attnreg.errors import ConfigError
 from attnreg.tuning.table import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    import torch
     from rich.console import Console
 
-__all__ = ["Job", "Report", "Table", "document", "save", "show", "show_machine"]
+__all__ = ["Job", "Report", "Table", "document", "machine", "save", "show", "show_machine"]
+
+PACKAGES = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 class Table(NamedTuple):
@@ -37,7 +43,7 @@ class Report:
     Attributes:
         results: plain data.
         tables: the same for people.
-        told: whether aims are reached.
+        told: lines that say which aims are reached.
     """
 
     results: Any
@@ -47,17 +53,17 @@ class Report:
 
 @dataclass
 class Job:
-    """What is to be measured, and whom to tell.
+    """What is to be measured, and where progress and results go.
 
     Attributes:
         device: where.
         backends: the names of those that are compared; all of them load there.
-        rounds: how often each side gets its turn.
+        rounds: how often each side is measured.
         quick: whether a few cases are enough.
         deadline: when to begin no further case, in the seconds of `time.monotonic`.
         out: the file in which everything so far is kept after each case.
         table: the measured table to choose by, if not the one that ships for the device.
-        advance: hears the number of cases done, of how many, and the one that comes now.
+        advance: called with the number of cases done, of how many, and the name of the next.
         left_out: what wasn't measured, and why.
         kept: the results so far; None before the first case is done.
     """
@@ -79,19 +85,19 @@ class Job:
         return time.monotonic() >= self.deadline
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say that something isn't measured."""
+        """Record that something isn't measured, and why."""
         self.left_out.append(f"{what}: {why}")
 
     def keep(self, results: Any) -> None:
-        """Keep what there is so far, and write it."""
+        """Keep the results so far, and write them."""
         self.kept = results
         save(self.out, results, self.left_out)
 
 
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
-    told = {"left_out": list(left_out)} if left_out else {}
-    return {"machine": machine(), "results": results, **told}
+    omitted = {"left_out": list(left_out)} if left_out else {}
+    return {"machine": machine(), "results": results, **omitted}
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
@@ -155,3 +161,50 @@ def show_machine(place: Console | None = None, known: dict[str, str] | None = No
 
     facts = " · ".join(f"{key} {value}" for key, value in (known or machine()).items())
     (place or Console(width=110)).print(Text(facts))
+
+
+def machine() -> dict[str, str]:
+    """Return what a figure has to be read with, each fact as text."""
+    facts = {
+        "processor": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnreg": sys.modules["attnreg"].__version__,
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        facts["driver"] = _driver()
+        facts.update(_packages())
+    return facts
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\d{3}\.\d+(\.\d+)?", text)
+    return found.group() if found else "unknown"
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.machine()

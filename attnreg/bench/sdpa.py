@@ -9,15 +9,14 @@ from __future__ import annotations
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from attnreg.bench.cases import sdpa_grid
-from attnreg.bench.compare import checked, dtype_of, timed, wrong_backend
+from attnreg.bench.batches import Batch, sets_beyond_the_cache
+from attnreg.bench.compare import checked, dtype_of, timed
 from attnreg.bench.contexts import led_by, settings, table_in_force, torch_alone
-from attnreg.bench.inputs import Batch, copies_beyond_the_cache
 from attnreg.bench.report import Report, Table
-from attnreg.bench.sides import STEPS, Side
-from attnreg.bench.timing import matmul_rate
-from attnreg.bench.truth import Truth
+from attnreg.bench.shapes import sdpa_grid
+from attnreg.bench.sides import STEPS, Side, wrong_backend
 from attnreg.errors import BackendUnavailableError
+from attnreg.measure.timing import matmul_rate
 
 if TYPE_CHECKING:
     from attnreg.bench.report import Job
@@ -32,7 +31,7 @@ def measure(job: Job) -> Report:
     """Time every side of every case.
 
     Raises:
-        BackendUnavailableError: torch's SDPA, the yardstick, isn't right here.
+        BackendUnavailableError: torch's SDPA, the yardstick, is wrong here.
     """
     shapes = sdpa_grid(job.device.type)
     shapes = shapes[:: len(shapes) // 2] if job.quick else shapes
@@ -54,8 +53,8 @@ def measure(job: Job) -> Report:
 
 
 def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
-    batch = Batch(shape, job.device, copies_beyond_the_cache(shape, job.device))
-    truth = Truth(shape, batch.sets[0])
+    batch = Batch(shape, job.device, sets_beyond_the_cache(shape, job.device))
+    sample = batch.sample()
     sides = {
         TORCH: Side(batch.with_torch, batch.front_sets, torch_alone),
         CHOSEN: Side(batch.with_attnreg, batch.front_sets, settings("measured", job.table, job.backends)),
@@ -65,9 +64,9 @@ def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
     def against(name: str, found: dict[str, str]) -> str:
         return "" if name in (TORCH, CHOSEN) else wrong_backend(name.removeprefix(LED), found)
 
-    right = checked(shape, sides, lambda _, results: truth.error(batch.contract(results)), against, job)
+    right = checked(shape, sides, lambda _, results: (sample, batch.contract(results)), against, job)
     if TORCH not in right:
-        raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it isn't right here")
+        raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it is wrong here")
     length, (heads_q, heads_k) = shape.lengths_q[0], shape.heads
     named = {"panel": _panel(shape), "case": f"{len(shape.lengths_q)} x {length}\n{heads_q}:{heads_k} heads"}
     return [{**row, **named, "yardstick": TORCH} for row in timed(shape, right, TORCH, rate, job)]
@@ -95,12 +94,12 @@ def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _mean_gains(rows: list[dict[str, Any]]) -> list[str]:
-    told = []
+    lines = []
     for step in STEPS:
         gains = [r["times_yardstick"] for r in rows if (r["step"], r["side"]) == (step, CHOSEN)]
         if gains:
-            told.append(
+            lines.append(
                 f"{step}: {geometric_mean(gains):.2f} x {TORCH} in the geometric mean of {len(gains)} cases, "
                 f"{min(gains):.2f} at worst"
             )
-    return told
+    return lines

@@ -1,14 +1,14 @@
 """How good attnreg's choices are, end to end, on shapes that no table was tuned on.
 
 For each case and direction: the time through attnreg with a measured table, over that of the best
-single kernel. The best is taken twice, since a small call is bound by the host: of the kernels called
-by hand, joined by the least autograd, and of the backends through the same front, each led by
-`register_backend`. Beside it attnreg's plain order, each fixed order, and torch alone: its default
-SDPA, its `varlen_attn`.
+single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
+directly, joined by a bare `autograd.Function`, and the backends through the same front, each led by
+`register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
+its default SDPA, its `varlen_attn`.
 
 Times are of calls one right after the other; where the host is slower than the device it is the host's.
-The tensors change with every call, so that they come from memory as they do in a model, and the calls
-on them are one graph, through which autograd goes in one pass. The backward alone is that of a kept graph.
+The tensors change with every call, so that they come from memory as they do in a model, and the calls on
+them are one graph, through which autograd goes in one pass. The backward alone is repeated on one graph.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import functools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from attnreg.bench.cases import held_out
+from attnreg.bench.batches import Batch, named, sets_beyond_the_cache
 from attnreg.bench.compare import Checked, checked, short
 from attnreg.bench.contexts import table_in_force
-from attnreg.bench.inputs import Batch, copies_beyond_the_cache
 from attnreg.bench.report import Report, Table
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.bench.sides import ran
-from attnreg.bench.strategies import Runner, by_direction, hands, strategies
+from attnreg.bench.strategies import Runner, by_direction, direct, strategies
 from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, aims, gains, ratios, summary
-from attnreg.bench.timing import interleaved
-from attnreg.bench.truth import TOLERANCE, Truth
 from attnreg.dispatch import counters
 from attnreg.errors import BackendUnavailableError
+from attnreg.measure.timing import interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 QUICK = 6
-HAND = "by hand, "
+DIRECTLY = "called directly, "
 
 
 def measure(job: Job) -> Report:
@@ -69,11 +67,11 @@ def measure(job: Job) -> Report:
         job.keep(results)
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
-    told = [f"chosen by: {table}"]
-    told += [
+    lines = [f"chosen by: {table}"]
+    lines += [
         f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {_reached(one)}" for one in results["aims"]
     ]
-    return Report(results, list(_tables(results)), told)
+    return Report(results, list(_tables(results)), lines)
 
 
 def _summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -87,22 +85,21 @@ def _reached(aim: Mapping[str, Any]) -> str:
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     """Return what one case took, microseconds by direction and strategy; None if attnreg didn't run it."""
-    batch = Batch(shape, job.device, copies_beyond_the_cache(shape, job.device))
-    truth = Truth(shape, batch.sets[0])
+    batch = Batch(shape, job.device, sets_beyond_the_cache(shape, job.device))
+    sample = batch.sample()
     right = checked(
-        shape, strategies(batch, job), lambda _, got: truth.error(batch.contract(got)), lambda *_: "", job
+        shape, strategies(batch, job), lambda _, got: (sample, batch.contract(got)), lambda *_: "", job
     )
     if CHOSEN not in right:
         return None
     runners = {name: Runner.through(one.side, shape.backward) for name, one in right.items()}
-    for name, (runner, side, backward) in hands(batch, job).items():
-        error = truth.error(side.results(backward))
-        if error <= TOLERANCE[shape.dtype]:
-            runners[HAND + name] = runner
+    for name, (runner, side, backward) in direct(batch, job).items():
+        if wrong := sample.verdict(named(side.results(backward))).wrong:
+            job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
-            job.leave_out(f"{shape}, {HAND}{name}", f"WRONG, relative error {error:.2g}")
-    turns = interleaved(
-        {name: functools.partial(runner.turn, job.device) for name, runner in runners.items()}, job.rounds
+            runners[DIRECTLY + name] = runner
+    measured = interleaved(
+        {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
     )
     return {
         "case": str(shape),
@@ -111,7 +108,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         "ran": {name: _ran(one) for name, one in right.items()},
         "directions": {
             direction: _direction({name: statistics.median(seconds) * 1e6 for name, seconds in found.items()})
-            for direction, found in by_direction(turns).items()
+            for direction, found in by_direction(measured).items()
         },
     }
 
@@ -124,20 +121,22 @@ def _ran(one: Checked) -> dict[str, str]:
 
 
 def _direction(taken: Mapping[str, float]) -> dict[str, Any]:
-    by_hand = {name.removeprefix(HAND): time for name, time in taken.items() if name.startswith(HAND)}
-    front = {name: time for name, time in taken.items() if not name.startswith(HAND)}
-    return {"by_hand": by_hand, "front": front, "ratios": ratios(by_hand, front)}
+    directly = {
+        name.removeprefix(DIRECTLY): time for name, time in taken.items() if name.startswith(DIRECTLY)
+    }
+    front = {name: time for name, time in taken.items() if not name.startswith(DIRECTLY)}
+    return {"called_directly": directly, "front": front, "ratios": ratios(directly, front)}
 
 
 def _tables(results: Mapping[str, Any]) -> list[Table]:
     """Return the means, the gains over torch, and a row for each case."""
     found = []
-    told = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
-    for direction, yardstick in dict.fromkeys(key[:2] for key in told):
-        names = dict.fromkeys(key[2] for key in told if key[:2] == (direction, yardstick))
+    rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
+    for direction, yardstick in dict.fromkeys(key[:2] for key in rows_of):
+        names = dict.fromkeys(key[2] for key in rows_of if key[:2] == (direction, yardstick))
         rows = []
         for name in names:
-            cells = [told.get((direction, yardstick, name, group)) for group in GROUPS]
+            cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
             rows.append((name, *(f"{one['mean']:.3f} / {one['worst']:.2f}" if one else "-" for one in cells)))
         title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
         found.append(Table(title, ("strategy", *GROUPS), rows))
@@ -160,9 +159,9 @@ def _cases(direction: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         found, chosen = row["directions"][direction], row["ran"][CHOSEN]
         parts = ("forward, grad", BACKWARD) if direction == BOTH else (direction,)
         times = [found["front"].get(name) for name in names]
-        hand = min(found["by_hand"].values(), default=None)
+        directly = min(found["called_directly"].values(), default=None)
         which = "+".join(dict.fromkeys(chosen[part] for part in parts))
-        shown = ("-" if time is None else f"{time:.1f}" for time in (*times, hand))
+        shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
         cells.append((row["case"], which, *shown))
     short = [name.removeprefix("attnreg, ").removeprefix(FIXED) for name in names]
-    return Table(f"{direction}, µs", ("case", "chosen", *short, "by hand"), cells)
+    return Table(f"{direction}, µs", ("case", "chosen", *short, "called directly"), cells)

@@ -1,45 +1,52 @@
-"""The sides of a comparison: a function of query, key and value, its inputs, and its context."""
+"""The sides of a comparison: a function of query, key and value, its inputs, and its context.
+
+The context decides which kernel runs (see `contexts`), the function which front is called: attnreg's or
+torch's `varlen_attn`, SDPA, or a backend's kernels called directly.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.bench.timing import back_to_back, calls_for
 from attnreg.dispatch.counters import stats
+from attnreg.measure.timing import calls_for, timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from attnreg.bench.inputs import Tensors
+    from attnreg.bench.batches import Tensors
+    from attnreg.measure.timing import Timer
 
     Front = Callable[[Tensor, Tensor, Tensor], Tensor]
     Step = Callable[[Front, Tensors], object]
-    Timer = Callable[[Callable[[], object], int, torch.device], float]
-
-# A registration forgets the plans. The first call makes one, the second finds that it may be kept, and a
-# backend may want to watch one, too.
-WARM_UP = 4
+    Clock = Literal["device", "eager", "host"]
 
 __all__ = [
     "STEPS",
     "WARM_UP",
     "Side",
+    "called_directly",
     "forward",
     "forward_backward",
+    "in_words",
     "layers",
     "layers_backward",
-    "misled",
     "ran",
-    "served",
+    "seconds",
+    "wrong_backend",
 ]
+
+# A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
+# backend may prepare a launcher in the next.
+WARM_UP = 4
 
 
 def ran() -> dict[str, str]:
@@ -49,22 +56,30 @@ def ran() -> dict[str, str]:
     """
     calls = stats().calls
     return {
-        way: "+".join(name for name, counts in calls.items() if counts[way]) or "torch"
-        for way in ("forward", "backward")
+        direction: "+".join(name for name, counts in calls.items() if counts[direction]) or "torch"
+        for direction in ("forward", "backward")
     }
 
 
-def served() -> str:
-    """Return the same in words, and why not others."""
-    found = stats()
-    told = ", ".join(f"{name} ({' and '.join(d for d in n if n[d])})" for name, n in found.calls.items())
-    return "; ".join((told or "none", *(f"{row.backend}: {row.reason}" for row in found.fallbacks[:2])))
+def wrong_backend(wanted: str, found: Mapping[str, str], backward: bool = True) -> str:
+    """Return what ran instead of a backend, or an empty string if that did."""
+    directions = ("forward", "backward") if backward else ("forward",)
+    if all(found[direction] == wanted for direction in directions):
+        return ""
+    reasons = [f"{row.backend}: {row.reason}" for row in stats().fallbacks[:2]]
+    return "; ".join((f"ran {in_words(found)}", *reasons))
 
 
-def misled(backend: str) -> str:
-    """Return what ran, if that isn't both directions of the backend that was to run; else nothing."""
-    told = served()
-    return "" if told == f"{backend} (forward and backward)" else f"ran {told}"
+def in_words(found: Mapping[str, str]) -> str:
+    """Return what ran as a text."""
+    return ", ".join(f"{name} ({direction})" for direction, name in found.items())
+
+
+def seconds(timer: Timer, clock: Clock, run: Callable[[], object], calls: int) -> float:
+    """Return what one of so many calls takes, by one of the three times that `measure.timing` explains."""
+    if clock == "device":
+        return timer.device_and_host(run, calls).device
+    return timer.host(run, calls) if clock == "host" else timer.back_to_back(run, calls)
 
 
 @dataclass(frozen=True)
@@ -91,35 +106,39 @@ class Side:
             out = self.front(*tensors.inputs())
             return [out.detach(), *torch.autograd.grad(out, tensors.inputs(), tensors.grad)]
 
-    def timed(self, step: Step, calls: int, timer: Timer = back_to_back) -> Callable[[], float]:
+    def timed(self, step: Step, calls: int, clock: Clock = "eager") -> Callable[[], float]:
         """Return what measures the seconds of a call of `step`."""
-        device = self.sets[0].q.device
+        timer, sets = timer_for(self.sets[0].q.device), cycle(self.sets)
+
+        def run() -> object:
+            return step(self.front, next(sets))
 
         def measure() -> float:
-            sets = cycle(self.sets)
             with self.within():
                 for _ in range(WARM_UP):
-                    step(self.front, next(sets))
-                return timer(lambda: step(self.front, next(sets)), calls, device)
+                    run()
+                return seconds(timer, clock, run, calls)
 
         return measure
 
-    def calls(self, step: Step, seconds: float) -> int:
-        """Return how many calls of `step` take so long, about."""
+    def calls(self, step: Step, total: float) -> int:
+        """Return how many calls of `step` take so many seconds, about."""
         self.timed(step, 1)()
         # Fewer launches than a GPU's queue holds: else the host can't get ahead.
-        return calls_for(seconds, self.timed(step, 3)(), most=50)
+        return calls_for(total, self.timed(step, 3)(), most=50)
 
 
 def forward(front: Front, tensors: Tensors) -> Tensor:
-    """Run a forward of which no gradient will be asked."""
+    """Run a forward without gradients."""
     with torch.no_grad():
         return front(*tensors.inputs())
 
 
 def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:
     """Run a forward and its backward."""
-    return torch.autograd.grad(front(*tensors.inputs()), tensors.inputs(), tensors.grad)
+    out = front(*tensors.inputs())
+    # What is timed as the least that autograd costs uses the query only.
+    return torch.autograd.grad(out, tensors.inputs(), tensors.grad, allow_unused=True)
 
 
 def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:
@@ -134,3 +153,35 @@ def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors], **options: 
 
 
 STEPS: dict[str, Step] = {FORWARD: forward, BOTH: forward_backward}
+
+
+def called_directly(
+    forward: Callable[..., Any], backward: Callable[..., Any] | None, *last: object
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return attention by a backend's two functions, joined by an `autograd.Function` and nothing else.
+
+    `forward` is given query, key, value and what comes `last`, and returns the output first; `backward` the
+    gradient of that, the three, what `forward` has returned, and what comes last.
+    """
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            found: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
+            return found
+        out: Tensor = forward(query, key, value, *last)[0]
+        return out
+
+    return attention
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, last: tuple[object, ...], *inputs: Tensor) -> Any:
+        results = forward(*inputs, *last)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.kernel, ctx.last = backward, last
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        return None, None, None, *ctx.kernel(grad_out, *ctx.saved_tensors, *ctx.last)

@@ -1,4 +1,4 @@
-"""Who decides, for `selection`: each strategy served through the front, and each kernel called by hand."""
+"""What `selection` times: each strategy through the front, and each kernel called directly."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg import _registry
 from attnreg.bench.contexts import by_default, led_by, settings, torch_alone
-from attnreg.bench.joined import joined
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
-from attnreg.bench.sides import WARM_UP, Side, forward, layers, layers_backward
+from attnreg.bench.sides import WARM_UP, Side, called_directly, forward, layers, layers_backward
 from attnreg.bench.summary import CHOSEN, FIXED, ORDER, TORCH
-from attnreg.bench.timing import back_to_back, calls_for
 from attnreg.dispatch import planning
+from attnreg.measure.timing import calls_for, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attnreg.bench.inputs import Batch
+    from attnreg.bench.batches import Batch
     from attnreg.bench.report import Job
 
-__all__ = ["Runner", "by_direction", "hands", "strategies"]
+__all__ = ["Runner", "by_direction", "direct", "strategies"]
 
 # As long as a measurement takes, but for calls that take longer.
 SECONDS = 0.005
@@ -49,29 +48,29 @@ class Timed(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """What is timed in its turn: functions by direction, made inside a context.
+    """What is timed in a round: functions by direction, made inside a context.
 
     Attributes:
         within: the context.
         steps: makes the functions; a backward needs a forward first, which isn't timed.
-        times: how often each is run in a measurement, by direction; filled by the first turn.
+        times: how often each is run in a measurement, by direction; filled in the first round.
     """
 
     within: Callable[[], AbstractContextManager[Any]]
     steps: Callable[[], Iterator[Timed]]
     times: dict[str, int]
 
-    def turn(self, device: torch.device) -> dict[str, float]:
-        """Return the seconds of a call in each direction; the first turn is a warm-up, too."""
-        taken = {}
+    def measure(self, device: torch.device) -> dict[str, float]:
+        """Return the seconds of a call in each direction; the first round is a warm-up as well."""
+        taken, timer = {}, timer_for(device)
         with self.within():
             for direction, run, calls in self.steps():
                 for _ in range(WARM_UP):
                     run()
                 if direction not in self.times:
-                    once = back_to_back(run, 2, device)
+                    once = timer.back_to_back(run, 2)
                     self.times[direction] = calls_for(SECONDS, once, most=100)
-                taken[direction] = back_to_back(run, self.times[direction], device) / calls
+                taken[direction] = timer.back_to_back(run, self.times[direction]) / calls
         return taken
 
     @classmethod
@@ -84,8 +83,8 @@ class Runner(NamedTuple):
         sets = side.sets
 
         def steps() -> Iterator[Timed]:
-            turn = cycle(sets)
-            yield Timed(FORWARD, lambda: forward(side.front, next(turn)))
+            in_turn = cycle(sets)
+            yield Timed(FORWARD, lambda: forward(side.front, next(in_turn)))
             if not backward:
                 return
             yield Timed(BOTH, lambda: layers_backward(layers(side.front, sets), sets), len(sets))
@@ -95,9 +94,9 @@ class Runner(NamedTuple):
         return cls(side.within, steps, {})
 
 
-def hands(batch: Batch, job: Job) -> dict[str, tuple[Runner, Side, bool]]:
-    """Return each backend's kernels called by hand: what times them, what is called, whether it goes back."""
-    spec, call = batch.shape.spec(planning.device_of(job.device)), batch.call()
+def direct(batch: Batch, job: Job) -> dict[str, tuple[Runner, Side, bool]]:
+    """Return each backend's kernels called directly: the runner, the side, whether there is a backward."""
+    spec, call = batch.shape.spec(planning.device_of(job.device)), batch.call
     found = {}
     for name in job.backends:
         entry = _registry.find(name)
@@ -105,15 +104,15 @@ def hands(batch: Batch, job: Job) -> dict[str, tuple[Runner, Side, bool]]:
             continue
         backward = batch.shape.backward and not entry.reasons(spec, "backward")
         kernels = entry.kernel("forward"), entry.kernel("backward") if backward else None
-        side = Side(joined(*kernels, call), batch.sets, by_default)
+        side = Side(called_directly(*kernels, call), batch.sets, by_default)
         found[name] = Runner.through(side, backward), side, backward
     return found
 
 
-def by_direction(turns: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+def by_direction(measured: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each round by direction and name."""
     found: dict[str, dict[str, list[float]]] = {}
-    for name, rounds in turns.items():
+    for name, rounds in measured.items():
         for taken in rounds:
             for direction, seconds in taken.items():
                 found.setdefault(direction, {}).setdefault(name, []).append(seconds)

@@ -1,4 +1,4 @@
-"""What the rows of `selection` come to: ratios to the best, their means and worst, and the aims. Pure."""
+"""The rows of `selection` in sum: ratios to the best, their means and worst, and the aims."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 
 __all__ = [
-    "BY_HAND",
     "CHOSEN",
+    "DIRECT",
     "FIXED",
     "GROUPS",
     "SAME_FRONT",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
-BY_HAND, SAME_FRONT = "best by hand", "best through the same front"
+DIRECT, SAME_FRONT = "best called directly", "best through the same front"
 GROUPS = ("all", "dense", "varlen", "decode")
 
 MEAN_AIM, WORST_AIM = 1.02, 1.15
@@ -31,16 +31,16 @@ GAIN_AIMS = {"dense": 1.10, "varlen": 1.6}
 Row = Mapping[str, Any]
 
 
-def ratios(by_hand: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def ratios(directly: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return, for each yardstick that there is, each strategy's time over that of the best.
 
     Args:
-        by_hand: the time of each backend's kernel called by hand.
+        directly: the time of each backend's kernel called directly.
         front: the time of each strategy through the front; those that name a fixed order are the
             candidates for the best one there.
     """
     fixed = [time for name, time in front.items() if name.startswith(FIXED)]
-    best = {BY_HAND: min(by_hand.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}
+    best = {DIRECT: min(directly.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}
     return {
         yardstick: {name: time / least for name, time in front.items()}
         for yardstick, least in best.items()
@@ -52,7 +52,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return geometric mean, worst and number of the ratios, by direction, yardstick, group and strategy."""
     found = []
     for direction in (FORWARD, BACKWARD, BOTH):
-        for yardstick in (BY_HAND, SAME_FRONT):
+        for yardstick in (DIRECT, SAME_FRONT):
             for group in GROUPS:
                 named: dict[str, list[tuple[float, str]]] = {}
                 for row in rows:

@@ -2,7 +2,7 @@
 
 8 sequences, lengths random multiples of 64 up to 2048, 16 heads, bfloat16; head dim 64 and 128, causal or
 not; on a CPU 4 sequences up to 256, 4 heads, float32. Padded SDPA gets its tensors already padded;
-without a mask it computes something else, since its tokens see the padding, and is held to that.
+without a mask its tokens see the padding, and it is compared with what attention gives then.
 TFLOP/s count what the real lengths need.
 """
 
@@ -16,23 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from attnreg.bench.cases import pull_request, pull_request_lengths
-from attnreg.bench.compare import checked, dtype_of, table, timed, wrong_backend
+from attnreg.bench.batches import Batch, named
+from attnreg.bench.compare import checked, dtype_of, table, timed
 from attnreg.bench.contexts import by_default, led_by, mixed, torch_alone
-from attnreg.bench.inputs import Batch
 from attnreg.bench.report import Report
-from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.bench.sides import STEPS, Side
-from attnreg.bench.timing import matmul_rate
-from attnreg.bench.truth import Truth
+from attnreg.bench.shapes import BOTH, FORWARD, pull_request, pull_request_lengths
+from attnreg.bench.sides import STEPS, Side, wrong_backend
 from attnreg.errors import BackendUnavailableError
+from attnreg.measure import Inputs, Sample
+from attnreg.measure.timing import matmul_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.bench.inputs import Tensors
+    from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
     from attnreg.contract.backend import Backend
 
@@ -58,7 +57,7 @@ def measure(job: Job) -> Report:
             job.leave_out(str(shape), "the time was spent")
             continue
         batch = Batch(shape, job.device, sets=3)
-        right = checked(shape, _sides(batch, job.backends), _Errors(batch), _against, job)
+        right = checked(shape, _sides(batch, job.backends), _Expected(batch), _against, job)
         yardstick = next((name for name in (TORCH, MASKED) if name in right), None)
         if yardstick is None:
             raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
@@ -107,7 +106,7 @@ def _against(name: str, found: dict[str, str]) -> str:
 
 
 def _padded(batch: Batch) -> tuple[list[Tensors], Callable[..., Tensor]]:
-    """Return the batch's sets as (B, H, S, D), and SDPA over such tensors."""
+    """Return the batch's sets padded as (B, H, S, D), and SDPA over such tensors."""
     lengths = list(batch.shape.lengths_q)
 
     def pad(x: Tensor) -> Tensor:
@@ -117,30 +116,37 @@ def _padded(batch: Batch) -> tuple[list[Tensors], Callable[..., Tensor]]:
 
 
 def _is_token(batch: Batch) -> Tensor:
-    positions = torch.arange(batch.max_q, device=batch.device)
-    return positions < batch.offsets_q.diff()[:, None]
+    positions = torch.arange(batch.call.max_q, device=batch.device)
+    lengths: Tensor = batch.offsets[0].diff()
+    return positions < lengths[:, None]
 
 
 def _visible(batch: Batch) -> Tensor:
     """Return the mask that hides the padding, (B, 1, 1 or S, S)."""
-    visible, positions = _is_token(batch)[:, None, None, :], torch.arange(batch.max_q, device=batch.device)
+    visible, positions = (
+        _is_token(batch)[:, None, None, :],
+        torch.arange(batch.call.max_q, device=batch.device),
+    )
     return visible & (positions[:, None] >= positions) if batch.shape.causal else visible
 
 
-class _Errors:
-    """How far the results of each side are off: each has its own layout, and one another truth."""
+class _Expected:
+    """What each side should give: they have different layouts, and unmasked SDPA sees the padding."""
 
     def __init__(self, batch: Batch) -> None:
-        self._batch, shape = batch, batch.shape
-        whole = replace(
-            shape, lengths_q=(batch.max_q,) * len(shape.lengths_q),
-            lengths_k=(batch.max_k,) * len(shape.lengths_k), varlen=False,
-        )  # fmt: skip
-        padded = _padded(batch)[0][0].mapped(lambda x: x.transpose(1, 2))
-        self._packed, self._whole = Truth(shape, batch.sets[0], True), Truth(whole, padded)
+        self._batch, case, batch_size = batch, batch.case, len(batch.case.lens_q)
+        padded = replace(
+            case, lens_q=(case.max_q,) * batch_size, lens_k=(case.max_k,) * batch_size, varlen=False
+        )
+        to_bshd = _padded(batch)[0][0].mapped(lambda x: x.transpose(1, 2).detach())
+        call = batch.call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+        self._packed = batch.sample()
+        self._padded = Sample(padded, Inputs(*to_bshd, call))
 
-    def __call__(self, name: str, results: list[Tensor]) -> float:
-        apart = [x.detach().transpose(1, 2) for x in results]
+    def __call__(self, name: str, results: list[Tensor]) -> tuple[Sample, dict[str, Tensor]]:
+        if name not in (UNMASKED, MASKED):
+            return self._packed, named(results)
+        bshd = [x.transpose(1, 2) for x in results]
         if name == UNMASKED:
-            return self._whole.error(apart)
-        return self._packed.error([x[_is_token(self._batch)] for x in apart] if name == MASKED else results)
+            return self._padded, named(bshd)
+        return self._packed, named(x[_is_token(self._batch)] for x in bshd)

@@ -1,8 +1,9 @@
 """The command line: `attnreg` and `python -m attnreg`.
 
-A command is a function in a file of its own, both of its name. The files import neither torch nor
-rich at the top, so that `--help` answers at once. Exit codes: 0; 1 nothing can run, or a backend is
-wrong; 2 usage; 130 and 141 for Ctrl-C and a closed pipe.
+A command is a function in a file of its own, both of its name; `output`, `options`, `errors` and
+`backends` are shared. Any room may be imported, but torch, rich and what imports them only inside
+functions, so that `--help` answers at once. Exit codes: 0; 1 nothing can run, or a backend is wrong;
+2 usage; 130 and 141 for Ctrl-C and a closed pipe. Read `info.py` first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 from typer.main import get_command
 
 from attnreg import __version__
-from attnreg.cli.failures import reported
+from attnreg.cli.errors import report_errors
 from attnreg.errors import AttnregError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ COMMANDS = ("info", "explain", "verify", "warmup", "build", "tune", "lock", "run
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.
 app = typer.Typer(
     name="attnreg",
-    help="One registry for all the attention kernels of this machine.",
+    help="One registry for the attention kernels of this machine, behind PyTorch's entry points.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -39,21 +40,21 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line of this process; `attnreg run` has the program start after it is done."""
+    """Run the command line of this process; the program of `attnreg run` starts once that has returned."""
     programs: list[Callable[[], None]] = []
     try:
-        with _dying_with_its_reader():
+        with _ended_by_closed_pipe():
             get_command(app).main(obj=programs)
     except SystemExit:
         if not programs:
             raise
-    # Out here nothing of the command line stands between the program and its exceptions.
+    # Outside of the `try`: the program's exceptions, SystemExit among them, are its own.
     programs[0]()
 
 
 @contextlib.contextmanager
-def _dying_with_its_reader() -> Iterator[None]:
-    """End quietly, as any other tool, when nobody reads the output any more."""
+def _ended_by_closed_pipe() -> Iterator[None]:
+    """Let a closed pipe end the process without a message, as it ends other command-line tools."""
     if not hasattr(signal, "SIGPIPE"):
         yield
         return
@@ -65,8 +66,8 @@ def _dying_with_its_reader() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, before)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"attnreg {__version__}")
         raise typer.Exit
 
@@ -80,7 +81,7 @@ def _options(
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return a command's function; one that says what is wrong if its file can't be imported."""
+    """Return a command's function; if its file can't be imported, one that says why."""
     module = name.replace("-", "_")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(f"attnreg.cli.{module}"), module)
@@ -97,11 +98,11 @@ def _function(name: str) -> Callable[..., Any]:
 
 for _name in COMMANDS:
     # What follows the first positional argument belongs to the program that `run` is to start.
-    app.command(_name, context_settings={"allow_interspersed_args": False})(reported(_function(_name)))
+    app.command(_name, context_settings={"allow_interspersed_args": False})(report_errors(_function(_name)))
 
 # A command with commands of its own, unless its file can't be imported.
 _bench = _function("bench")
 if isinstance(_bench, typer.Typer):
     app.add_typer(_bench, name="bench")
 else:
-    app.command("bench")(reported(_bench))
+    app.command("bench")(report_errors(_bench))

@@ -1,47 +1,67 @@
-"""`attnreg build`: compile what attnreg has in C++, so that calls cost less."""
+"""`attnreg build`: compile what attnreg has in C++ now, so that calls cost less."""
 
 import time
+from typing import Annotated
 
 import typer
 
-from attnreg.cli.failures import NOTHING_RUNS
-from attnreg.cli.output import AsJson, console, print_json, table
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli.errors import FAILED, import_torch
+from attnreg.cli.options import AsJson
+from attnreg.cli.output import console, print_json, table
 
 __all__ = ["build"]
 
+OnlyMissing = Annotated[
+    bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
+]
 
-def build(as_json: AsJson = False) -> None:
-    """Compile the routers, so that a call costs the host less, and a kernel for this CPU.
 
-    For this torch and Python, with the C++ compiler that CXX names or that is found, into the user's cache
-    folder. Programs that start from then on use them; ATTNREG_ROUTERS=python leaves both out. Where one
-    can't be compiled the other is, and the exit status is 1.
+def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
+    """Compile the call cache and the kernel for this CPU now.
+
+    The call cache serves repeated calls without Python. Both are compiled for this torch and Python, with the
+    C++ compiler that CXX names or that is found, into the user's cache folder; it takes about half a minute.
+    Programs that start after it use them. Without this command the first program that runs attention has
+    them compiled in the background, which ATTNREG_BUILD=off forbids. ATTNREG_ROUTERS=python leaves out what
+    is compiled.
+
+    The exit status is 1 if one of them can't be compiled; the other is kept.
+
+    Example: attnreg build
     """
     import_torch()
     from attnreg.errors import BuildError
     from attnreg.torchlib import building
 
-    place, began = console(stderr=True), time.perf_counter()
+    began = time.perf_counter()
     made: dict[str, str] = {}
     failures: list[str] = []
-    for name, library in (("file", building.ROUTERS), ("cpu_kernel", building.CPU_KERNEL)):
+    libraries = {"file": building.CALL_CACHE, "cpu_kernel": building.CPU_KERNEL}
+    found = {name: building.status(library) for name, library in libraries.items()}
+    others = {status.reason for status in found.values() if status.state == "building"}
+    for reason in others:
+        typer.echo(f"attnreg: {reason}, waiting for it", err=True)
+    for name, library in libraries.items():
         try:
-            with place.status(f"compiling {library.what}"):
-                made[name] = str(building.build(library))
+            if missing and found[name].state == "failed":
+                raise BuildError(found[name].reason)
+            with console(stderr=True).status(f"compiling {library.title}"):
+                made[name] = str(building.build(library, missing or bool(others)))
         except BuildError as error:
             failures.append(str(error))
-            typer.echo(f"attnreg: {error}", err=True)
-    took = round(time.perf_counter() - began, 1)
+            typer.echo(f"attnreg: {_first_lines(str(error)) if missing else error}", err=True)
+    seconds = round(time.perf_counter() - began, 1)
     if as_json:
-        said = (
-            {"error": {"type": "BuildError", "message": "\n".join(failures)}}
-            if failures
-            else {"seconds": took}
-        )
-        print_json({**made, **said})
-    elif made:
-        rows = [*zip(("built", "and"), made.values(), strict=False), ("in", f"{took} s")]
-        table(console(), ("", ""), rows)
+        problem = {"type": "BuildError", "message": "\n".join(failures)}
+        print_json({**made, **({"error": problem} if failures else {"seconds": seconds})})
+    elif made and not missing:
+        titles = {"file": "call cache", "cpu_kernel": "CPU kernel"}
+        rows = [(titles[name], file) for name, file in made.items()]
+        table(console(), ("", ""), [*rows, ("compiled in", f"{seconds} s")])
     if failures:
-        raise typer.Exit(NOTHING_RUNS)
+        raise typer.Exit(FAILED)
+
+
+def _first_lines(text: str) -> str:
+    """Return what fits into one line of a log: what failed, and the compiler's first line."""
+    return " ".join(line.strip() for line in text.splitlines()[:2])

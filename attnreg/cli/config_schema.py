@@ -11,12 +11,14 @@ __all__ = ["config_schema"]
 
 def config_schema(
     json: Annotated[
-        bool, typer.Option("--json", help="As every command takes it; the schema is JSON.")
+        bool, typer.Option("--json", show_default=False, help="Has no effect: the schema is JSON.")
     ] = True,
 ) -> None:
-    """Print the JSON schema of settings files.
+    """Print the JSON schema of a settings file.
 
-    Editors complete and check a file with it.
+    Editors use it to complete and check settings files.
+
+    Example: attnreg config-schema > attnreg.schema.json
     """
     from attnreg.settings import config
 

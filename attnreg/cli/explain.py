@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnreg.cli.failures import NOTHING_RUNS
-from attnreg.cli.output import AsJson, print_json
-from attnreg.cli.parsing import names, spec_of
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli.errors import FAILED, import_torch
+from attnreg.cli.options import AsJson, Causal, Deterministic, ValueDim, Varlen, Window, names, spec_of
+from attnreg.cli.output import print_json
 
 if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
@@ -15,66 +14,63 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-# Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
 Query = Annotated[
     str,
     typer.Option(
-        "--q", metavar="B,S,H,D", help="Batch, length, heads and head dim (varlen: longest length)."
+        "--q", metavar="B,S,H,D", help="Query: batch, length (--varlen: the longest), heads, head dim."
     ),
 ]
-Key = Annotated[
-    str, typer.Option("--kv", metavar="B,S,H,D", help="The same of key and value; as the query unless given.")
-]
+Key = Annotated[str, typer.Option("--kv", metavar="B,S,H,D", help="Key and value. Default: as --q.")]
 Where = Annotated[
     str,
     typer.Option(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90; else this machine's."
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90. Default: this machine's."
     ),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16, fp32, fp64, or torch's name.")
 ]
-Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
-Window = Annotated[
-    str,
-    typer.Option("--window", metavar="L,R", show_default=False, help="Keys seen before and after; -1: all."),
-]
-Backward = Annotated[bool, typer.Option("--backward", help="Gradients are needed.")]
-Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
+Backward = Annotated[bool, typer.Option("--backward", help="The call needs gradients.")]
 TokensQ = Annotated[
     int,
     typer.Option(
-        "--tokens-q", metavar="N", show_default=False, help="Packed tokens; batch x longest unless given."
+        "--tokens-q",
+        metavar="N",
+        show_default=False,
+        help="With --varlen: query tokens in total. Default: batch x length.",
     ),
 ]
 TokensK = Annotated[
-    int, typer.Option("--tokens-k", metavar="N", show_default=False, help="The same of key and value.")
+    int,
+    typer.Option(
+        "--tokens-k",
+        metavar="N",
+        show_default=False,
+        help="With --varlen: key tokens in total. Default: batch x length.",
+    ),
 ]
-ValueDim = Annotated[
-    int | None,
-    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it is another."),
-]
-Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Factor on the scores.")]
+Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Softmax scale.")]
 Dropout = Annotated[
-    float, typer.Option("--dropout", metavar="P", show_default=False, help="Probability of dropping.")
+    float, typer.Option("--dropout", metavar="P", show_default=False, help="Dropout probability.")
 ]
 Bias = Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")]
 Alibi = Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")]
 Paged = Annotated[
-    int | None, typer.Option("--paged", metavar="N", min=1, help="Key-value cache in pages of N tokens.")
+    int | None, typer.Option("--paged", metavar="N", min=1, help="Paged key-value cache, N tokens a page.")
 ]
-SequsedK = Annotated[bool, typer.Option("--seqused-k", help="With a count of keys for each sequence.")]
+SequsedK = Annotated[
+    bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
+]
 NumSplits = Annotated[
-    int | None, typer.Option("--num-splits", metavar="N", help="Split the keys into so many pieces.")
+    int | None, typer.Option("--num-splits", metavar="N", help="Split the keys into N parts (split-KV).")
 ]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are on.")]
 Capture = Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")]
 Only = Annotated[
-    str, typer.Option("--backend", metavar="NAME", help="As backend= on the call: obeyed or refused.")
+    str, typer.Option("--backend", metavar="NAME", help="As with backend= on the call: this one or an error.")
 ]
 Prefer = Annotated[
     list[str],
-    typer.Option("--prefer", metavar="NAME", help="As use_backend(...): names by comma, or repeated."),
+    typer.Option("--prefer", metavar="NAMES", help="As inside use_backend(...): one or several with commas."),
 ]
 
 
@@ -103,9 +99,12 @@ def explain(
     prefer: Prefer = [],  # noqa: B006 - typer makes a new list for each call
     as_json: AsJson = False,
 ) -> None:
-    """Say which backend runs a call, and why.
+    """Say which backend would run a call, and why.
 
-    Every other backend is listed with every reason against it. Nothing is run.
+    Every other backend is listed with all reasons why it can't run the call. Nothing is run, so the
+    device may be one that this machine doesn't have.
+
+    Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
     """
     import_torch()
     spec = spec_of(
@@ -123,21 +122,21 @@ def _report(found: "Explanation", as_json: bool) -> None:
     else:
         typer.echo(str(found))
     if not found.runs:
-        raise typer.Exit(NOTHING_RUNS)
+        raise typer.Exit(FAILED)
 
 
 def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> "Explanation":
-    """Explain a call as if it came with `backend=` or inside `use_backend`.
+    """Explain a call as if it was made with `backend=` or inside `use_backend`.
 
-    Those two load their backends; here they needn't be loadable, so that a call for another machine
-    is explained with all its reasons.
+    Those two would load the backends. Here they need not load, so that a call on another machine can be
+    explained.
     """
     from attnreg import _registry, explanation
     from attnreg.dispatch import scope
     from attnreg.selection.decision import Preference
 
-    asked = (only,) if only else preferred
-    found = tuple(_registry.find(name).name for name in asked)
+    named = (only,) if only else preferred
+    found = tuple(_registry.find(name).name for name in named)
     if not found:
         return explanation.explain(spec)
     source = f"{'--backend' if only else '--prefer'} {','.join(found)}"

@@ -1,30 +1,42 @@
-"""`attnreg info`: devices, backends, settings with their sources, and what torch itself would do."""
+"""`attnreg info`: devices, backends, settings with their sources, and what torch does without attnreg.
 
-import contextlib
-import sys
+Whatever is broken on a machine is what `info` is run for, so nothing that it collects raises.
+"""
+
+from __future__ import annotations
+
+import os
 from typing import TYPE_CHECKING, Any
 
-from attnreg.cli.output import AsJson, console, heading, print_json, table
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli import backends
+from attnreg.cli.errors import import_torch
+from attnreg.cli.options import AsJson  # noqa: TC001 - typer reads it
+from attnreg.cli.output import console, counted, heading, print_json, stdout_to_stderr, table
+from attnreg.errors import AttnregError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
 
-__all__ = ["info"]
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import Device
+    from attnreg.selection.decision import Policy
+    from attnreg.torchlib.libraries import Library
+
+__all__ = ["info", "inventory"]
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show devices, backends and settings.
+    """Show devices, backends, settings, and what torch would do.
 
-    What is broken is a row among the others; so is what torch would do by itself.
+    A backend that can't load and settings that can't be read are rows like any other: they don't stop
+    the command.
+
+    Example: attnreg info --json > report.json
     """
     import_torch()
-    # A provider that greets on import must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        from attnreg.cli.inventory import inventory
-
+    with stdout_to_stderr():
         found = inventory()
     if as_json:
         print_json(found)
@@ -32,26 +44,172 @@ def info(as_json: AsJson = False) -> None:
         _print(console(), found)
 
 
-def _print(place: "Console", found: dict[str, Any]) -> None:
+def inventory() -> dict[str, Any]:
+    """Return what `info` shows, as plain data."""
+    from attnreg import _registry, aten
+    from attnreg.cli import torch_facts
+    from attnreg.dispatch import planning
+    from attnreg.selection import policy
+    from attnreg.torchlib import building
+
+    in_force, problem = _policy()
+    devices = [(planning.device_of(device), facts) for device, facts in torch_facts.devices()]
+    return {
+        "versions": torch_facts.versions(),
+        "devices": [facts | backends.order(device, in_force) for device, facts in devices],
+        "backends": [_backend(entry, in_force) for entry in _registry.entries().values()],
+        "settings": {
+            "variables": list(_variables()),
+            "in_force": list(_settings(in_force)),
+            "problem": problem,
+        },
+        "tables": [_table(device, in_force) for device, _ in devices],
+        "routers": {
+            "installed": aten.installed(),
+            "compiled": _compiled(),
+            "serving": policy.is_active(),
+            "shadowed_by": aten.shadowed_by(),
+            "untouched_programs": torch_facts.untouched_programs(),
+        },
+        "compiled": [_library(library) for library in building.LIBRARIES],
+        "torch": torch_facts.own_choice(),
+    }
+
+
+def _compiled() -> dict[str, str | None]:
+    """Return the file of compiled routers, and why programs that start here don't use it."""
+    from attnreg.torchlib import building
+
+    file, problem = building.built(), None
+    try:
+        building.loaded()
+    except AttnregError as error:
+        problem = str(error)
+    if os.environ.get("ATTNREG_ROUTERS", "").strip().casefold() == "python":
+        problem = "ATTNREG_ROUTERS=python leaves them out"
+    return {"file": str(file) if file else None, "problem": problem}
+
+
+def _library(library: Library) -> dict[str, str | None]:
+    """Return whether a library in C++ is compiled for the torch and the Python that run this."""
+    from attnreg.torchlib import building
+
+    found = building.status(library)
+    return {
+        "library": library.title.removeprefix("the "),
+        "state": found.state,
+        "file": str(found.file) if found.file else None,
+        "reason": found.reason,
+    }
+
+
+def _policy() -> tuple[Policy, str]:
+    """Return the settings in force; if they can't be read, none and why."""
+    from attnreg.selection import policy
+    from attnreg.selection.decision import Policy
+
+    try:
+        return policy.current(), ""
+    except AttnregError as error:
+        return Policy(), str(error)
+
+
+def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
+    state, reason = backends.state(entry, in_force)
+    return {
+        "name": entry.name,
+        "version": entry.version(),
+        "state": state,
+        "reason": reason,
+        "origin": entry.origin,
+        "devices": list(entry.backend.devices) if entry.backend is not None else [],
+    }
+
+
+def _table(device: Device, in_force: Policy) -> dict[str, Any]:
+    """Return which measured table decides on a device, and why others don't."""
+    place = device.type if device.index is None else f"{device.type}:{device.index}"
+    if in_force.tables is None:
+        return {"device": place, "in_force": None, "points": 0, "notes": [], "refused": []}
+    found = in_force.tables.report(device)
+    return {
+        "device": place,
+        "in_force": None if found.in_force is None else str(found.in_force),
+        "points": 0 if found.in_force is None else len(found.in_force.table.points),
+        "notes": list(found.notes),
+        "refused": list(found.refused),
+    }
+
+
+def _variables() -> Iterator[dict[str, str | None]]:
+    """Yield attnreg's variables, then those that start with its prefix but are unknown."""
+    from attnreg.settings import environment
+
+    unknown = [name for name in os.environ if name.upper().startswith(environment.PREFIX)]
+    for name in dict.fromkeys([*environment.VARIABLES, *sorted(unknown)]):
+        known = environment.VARIABLES.get(name)
+        purpose = known.description if known else "unknown to attnreg"
+        yield {"name": name, "value": os.environ.get(name), "purpose": purpose}
+
+
+def _settings(in_force: Policy) -> Iterator[dict[str, str]]:
+    """Yield the settings in force, highest precedence first."""
+    from attnreg import _registry
+    from attnreg.selection import policy
+
+    for preference in in_force.preferences:
+        where = f" on {', '.join(preference.devices)}" if preference.devices else ""
+        yield _setting(f"prefer{where}", ", ".join(preference.names), preference.source)
+    for name, source in in_force.disabled.items():
+        yield _setting("disabled", _registry.find(name).name, source)
+    if in_force.strict:
+        yield _setting("strict", "true", in_force.strict)
+    try:
+        sources = policy.sources()
+    except AttnregError:
+        return
+    if sources.lock is not None:
+        rows = counted(len(sources.lock.rows), "row")
+        yield _setting("lock", f"{sources.lock.path}, {rows}", "ATTNREG_LOCK")
+    for key in ("policy", "record"):
+        if value := getattr(sources.environment, key):
+            yield _setting(key, str(value), f"ATTNREG_{key.upper()}")
+    for one in sources.loaded:
+        for key in ("log_level", "policy", "tuned"):
+            if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
+                yield _setting(key, str(value), one.describe((key,)))
+        if one.source is not None:
+            by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
+            yield _setting("settings file", str(one.source), by)
+
+
+def _setting(name: str, value: str, source: str) -> dict[str, str]:
+    return {"setting": name, "value": value, "source": source}
+
+
+def _print(place: Console, found: dict[str, Any]) -> None:
+    versions = found["versions"]
+    compiled_for = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
     for title, headers, rows in (
-        ("Versions", ("", ""), _versions(found["versions"])),
-        ("Devices, and who serves them, the most preferred first", ("", ""), _devices(found)),
-        ("Backends", ("name", "version", "state", "from"), _backends(found["backends"])),
-        ("Environment", ("", ""), _variables(found["settings"])),
-        ("Settings in force, the strongest first", ("", ""), _settings(found["settings"])),
-        ("Measured tables", ("", ""), _tables(found["tables"])),
-        ("PyTorch's entry points", ("", ""), _routers(found)),
-        ("What torch does by itself", ("", ""), _torch(found["torch"])),
+        ("Versions", ("", ""), _version_rows(versions)),
+        ("Devices, and their backends in order of preference", ("", ""), _device_rows(found)),
+        ("Backends", ("name", "version", "state", "from"), _backend_rows(found["backends"])),
+        ("Environment", ("", ""), _variable_rows(found["settings"])),
+        ("Settings in force, highest precedence first", ("", ""), _setting_rows(found["settings"])),
+        ("Measured tables", ("", ""), _table_rows(found["tables"])),
+        ("PyTorch's entry points", ("", ""), _router_rows(found)),
+        (compiled_for, ("", ""), _library_rows(found["compiled"])),
+        ("What torch does without attnreg", ("", ""), _torch_rows(found["torch"])),
     ):
         heading(place, title)
         table(place, headers, rows)
 
 
-def _versions(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _version_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     return ((name, found[name] or "none") for name in ("attnreg", "python", "torch", "cuda", "cudnn"))
 
 
-def _devices(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _device_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for device in found["devices"]:
         capability = device["compute_capability"]
         yield device["device"], device["name"] + (f", compute capability {capability}" if capability else "")
@@ -63,61 +221,69 @@ def _devices(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
         yield "cuda", f"none: {trouble}"
 
 
-def _backends(found: list[dict[str, Any]]) -> "Iterator[tuple[str, ...]]":
+def _backend_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for backend in found:
         yield backend["name"], backend["version"], backend["state"], backend["origin"]
         if backend["reason"]:
             yield "", "", "", backend["reason"]
 
 
-def _variables(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _variable_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for one in found["variables"]:
         yield one["name"], "not set" if one["value"] is None else repr(one["value"])
         yield "", one["purpose"]
 
 
-def _settings(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _setting_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for line in found["problem"].splitlines():
         yield "problem", line
     if found["problem"]:
-        yield "", "every attention call that they would have governed is refused until they are mended"
+        yield "", "attention calls are refused until this is corrected"
     for one in found["in_force"]:
         yield one["setting"], f"{one['value']}, by {one['source']}"
     if not (found["problem"] or found["in_force"]):
-        yield "none", "every device has its default order"
+        yield "none", "each device has its default order of backends"
 
 
-def _tables(found: list[dict[str, Any]]) -> "Iterator[tuple[str, str]]":
+def _table_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for one in found:
-        state = f"{one['in_force']}, {one['points']} points" if one["in_force"] else "none: the default order"
-        yield one["device"], state
+        in_force = f"{one['in_force']}, {counted(one['points'], 'point')}" if one["in_force"] else ""
+        yield one["device"], in_force or "none: the default order decides"
         for line in (*one["refused"], *one["notes"]):
             yield "", line
 
 
-def _routers(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _router_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     routers = found["routers"]
-    calls = "go to the backends" if routers["serving"] else "left to torch: nothing asks for a backend"
-    missed = routers["untouched_programs"]
+    unserved = routers["untouched_programs"]
+    calls = "run by attnreg's backends" if routers["serving"] else "run by torch, as no backend is selected"
     yield "routers", "installed" if routers["installed"] else "not installed"
-    compiled = routers["compiled"]
-    yield "compiled", compiled["file"] or "no: `attnreg build` does it, for less host time per call"
-    if compiled["file"] and compiled["problem"]:
-        yield "", f"not used: {compiled['problem']}"
+    yield from _compiled_rows(routers["compiled"])
     yield "calls", "refused: see the problems above" if found["settings"]["problem"] else calls
     if routers["shadowed_by"]:
-        yield "shadowed", f"torch.nn.attention has {routers['shadowed_by']!r} active above the routers"
+        yield "shadowed", f"torch.nn.attention has activated {routers['shadowed_by']!r} above the routers"
     yield (
-        "programs nobody touched",
-        f"not served: {missed}" if missed else "served when a variable asks for it",
+        "programs that import only torch",
+        f"can't use attnreg: {unserved}" if unserved else "use attnreg if a variable selects a backend",
     )
 
 
-def _torch(found: dict[str, Any]) -> "Iterator[tuple[str, str]]":
+def _compiled_rows(compiled: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "repeated calls", f"served by {'Python' if compiled['problem'] else 'the compiled call cache'}"
+    if compiled["file"] and compiled["problem"]:
+        yield "", f"the compiled call cache is not used: {compiled['problem']}"
+
+
+def _library_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for one in found:
+        yield one["library"], one["file"] or f"{one['state']}: {one['reason']}"
+
+
+def _torch_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for device, kernel in found["chooses"].items():
         yield f"bfloat16, causal, on {device}", kernel
-    # On the CPU torch heeds neither; it tries flash, then math.
-    yield "order on CUDA", ", ".join(found["priority"])
-    yield "enabled", ", ".join(name for name, on in found["enabled"].items() if on)
+    # On a CPU torch ignores both: it tries flash, then math.
+    yield "order of kernels on CUDA", ", ".join(found["priority"])
+    yield "enabled kernels", ", ".join(name for name, on in found["enabled"].items() if on)
     yield "flash implementation", found["flash_implementation"] or "torch's own"
-    yield "others it knows", ", ".join(found["flash_implementations"])
+    yield "other implementations", ", ".join(found["flash_implementations"])

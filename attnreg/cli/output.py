@@ -1,23 +1,24 @@
-"""How the commands print: tables that fit 80 columns, and JSON that is all there is on stdout."""
+"""How the commands print: tables that fit 80 columns, progress on stderr, and JSON alone on stdout."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
-from typing import TYPE_CHECKING, Annotated
+import sys
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
 
-__all__ = ["AsJson", "console", "finite", "heading", "print_json", "table"]
+__all__ = ["console", "counted", "finite", "heading", "print_json", "progress", "stdout_to_stderr", "table"]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
-
-# Words that a reader looks for; everything else keeps the colour of the terminal.
+# Cells that a reader looks for; all others keep the colour of the terminal.
 STYLES = {
     "ready": "green",
     "right": "green",
@@ -31,10 +32,10 @@ STYLES = {
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return where to print; without colours where that isn't a terminal."""
+    """Return a console on stdout or stderr; without colours where that isn't a terminal."""
     from rich.console import Console
 
-    # Messages are full of brackets and colons: `pip install 'attnreg[fa2]'` is no markup.
+    # Messages have brackets and colons that are no markup: `pip install 'attnreg[fa2]'`.
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
@@ -46,7 +47,7 @@ def heading(place: Console, text: str) -> None:
 
 
 def table(place: Console, headers: Iterable[str], rows: Iterable[Iterable[str]], right: int = 0) -> None:
-    """Print aligned rows, the last `right` columns to the right; a cell too wide goes on below itself."""
+    """Print aligned rows, the last `right` columns flush right; a cell that is too wide is folded."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -63,6 +64,26 @@ def table(place: Console, headers: Iterable[str], rows: Iterable[Iterable[str]],
     place.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
+@contextlib.contextmanager
+def progress(total: int | None, description: str = "") -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr if that is a terminal.
+
+    Yields a function that updates it: rich's `Progress.update` without its first argument.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    place = console(stderr=True)
+    columns: tuple[Any, ...] = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    columns += (TextColumn("{task.description}"),)
+    with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task(description, total=total))
+
+
+def stdout_to_stderr() -> contextlib.AbstractContextManager[Any]:
+    """Send what backends' packages print while they load or compile to stderr, away from the JSON."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 def print_json(data: object) -> None:
     """Print data as JSON."""
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
@@ -71,3 +92,8 @@ def print_json(data: object) -> None:
 def finite(number: float) -> float | None:
     """Return the number, or None for an infinity or NaN, which JSON doesn't have."""
     return number if math.isfinite(number) else None
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

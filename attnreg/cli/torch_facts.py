@@ -1,4 +1,4 @@
-"""What PyTorch says of this machine and of itself, as plain data. Nothing here raises."""
+"""What PyTorch reports about this machine and itself, as plain data. Nothing here raises."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import __version__
+from attnreg.cli.output import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +23,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that a bug report needs."""
+    """Return the versions that belong in a bug report."""
     return {
         "attnreg": __version__,
         "python": platform.python_version(),
@@ -41,10 +42,9 @@ def _gpu_trouble() -> str | None:
 
 
 def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
-    """Yield the CPU and every CUDA GPU, each with what is known of it."""
-    cpu = (
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    )
+    """Yield the CPU and every CUDA GPU, each with its name and compute capability."""
+    threads = counted(torch.get_num_threads(), "thread")
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads}"
     yield torch.device("cpu"), {"device": "cpu", "name": cpu, "compute_capability": None}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -58,8 +58,8 @@ def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
 
 
 def own_choice() -> dict[str, Any]:
-    """Return what `F.scaled_dot_product_attention` goes by where attnreg serves nothing."""
-    # On CUDA torch settles its order at the first choice it makes; until then it reports another.
+    """Return which kernels `F.scaled_dot_product_attention` uses without attnreg."""
+    # On CUDA torch settles its order with its first choice; until then it reports another one.
     chosen = {str(device): _chosen(device) for device, _ in devices()}
     order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     return {
@@ -75,11 +75,11 @@ def own_choice() -> dict[str, Any]:
 
 
 def _chosen(device: torch.device) -> str:
-    """Return the kernel torch picks for an ordinary call: bfloat16, 8 heads of 128, causal."""
+    """Return the kernel that torch picks for a common call: bfloat16, 8 heads of 128, causal."""
     try:
         query = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device=device)
         return _short(SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name)
-    except Exception as error:  # noqa: BLE001 - a GPU that others have filled is no reason to fail
+    except Exception as error:  # noqa: BLE001 - a GPU without free memory is no reason to fail
         return f"{type(error).__name__}: {error}"
 
 
@@ -88,9 +88,9 @@ def _short(name: str) -> str:
 
 
 def untouched_programs() -> str:
-    """Return why a program that imports only torch isn't served, or an empty string."""
+    """Return why a program that imports only torch can't use attnreg; empty if it can."""
     if not entry_points(group="torch.backends", name="attnreg"):
-        return "attnreg isn't installed as a package, so torch doesn't know it"
+        return "attnreg isn't installed as a package, so torch can't load it"
     if os.environ.get(AUTOLOAD, "1") != "1":
         return f"{AUTOLOAD}={os.environ[AUTOLOAD]} keeps torch from loading it"
     return ""

@@ -1,132 +1,298 @@
-"""`attnreg tune`: what each backend costs on this machine, as a table that decides by itself."""
+"""`attnreg tune`: measure what each backend costs here, and save a table by which attnreg chooses."""
 
-import contextlib
-import sys
+from __future__ import annotations
+
+import logging
 import time
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from attnreg.cli.explain import Causal, ValueDim, Varlen, Window
-from attnreg.cli.failures import INTERRUPTED, NOTHING_RUNS
-from attnreg.cli.output import AsJson, console, print_json
-from attnreg.cli.parsing import names, present_device, seconds
-from attnreg.cli.torch_first import import_torch
-from attnreg.cli.warmup import Backends, Backward, Deterministic, Dtypes
+from attnreg.cli import options
+from attnreg.cli.backends import measurable
+from attnreg.cli.errors import FAILED, INTERRUPTED, import_torch
+from attnreg.cli.output import console, counted, heading, print_json, progress, stdout_to_stderr, table
+from attnreg.errors import ConfigError, InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec
+    from collections.abc import Iterable, Iterator
+
+    import torch
+    from rich.console import Console
+
+    from attnreg.contract.spec import AttentionSpec, Device
+    from attnreg.tuning.points import Front, Measured, Point
     from attnreg.tuning.session import Session
 
 __all__ = ["tune"]
 
+log = logging.getLogger("attnreg")
+
+GRIDS = ("quick", "full")
+
 Grid = Annotated[
-    str, typer.Option("--grid", metavar="NAME", help="quick or full; quick if no calls are given.")
+    str, typer.Option("--grid", metavar="NAME", help="quick or full. Default: quick, if no calls are given.")
 ]
 Queries = Annotated[
     list[str],
-    typer.Option("--q", metavar="B,S,H,D", help="A call: batch, length, heads, head dim; repeated."),
-]
-Keys = Annotated[
-    list[str], typer.Option("--kv", metavar="B,S,H,D", help="Its key and value, one for each --q.")
+    typer.Option(
+        "--q", metavar="B,S,H,D", help="A call: batch, length, heads, head dim. Repeat for several."
+    ),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option("--from", metavar="FILE", help="The calls that attnreg.record or ATTNREG_RECORD wrote."),
+    typer.Option("--from", metavar="FILE", help="Calls recorded by attnreg.record or ATTNREG_RECORD."),
 ]
-Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="Stop in time: 60s, 5m; else all.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="The table; else named after the device.")
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="The table to write. Default: named after the device."),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Begin anew; else points that FILE has are kept.")]
-Where = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; the GPU where there is one.")
-]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")]
 
 
 def tune(
     grid: Grid = "",
     q: Queries = [],  # noqa: B006 - typer makes a new list for each call
-    kv: Keys = [],  # noqa: B006
+    kv: options.Keys = [],  # noqa: B006
     trace: Trace = None,
-    budget: Budget = "",
+    budget: options.Budget = "",
     out: Out = None,
     fresh: Fresh = False,
-    device: Where = "",
-    dtype: Dtypes = [],  # noqa: B006
-    causal: Causal = False,
-    window: Window = "-1,-1",
-    varlen: Varlen = False,
-    head_dim_v: ValueDim = None,
-    deterministic: Deterministic = False,
-    backward: Backward = True,
-    backend: Backends = [],  # noqa: B006
-    as_json: AsJson = False,
+    device: options.DeviceHere = "",
+    dtype: options.Dtypes = [],  # noqa: B006
+    causal: options.Causal = False,
+    window: options.Window = "-1,-1",
+    varlen: options.Varlen = False,
+    head_dim_v: options.ValueDim = None,
+    deterministic: options.Deterministic = False,
+    backward: options.Backward = True,
+    backend: options.Backends = [],  # noqa: B006
+    as_json: options.AsJson = False,
 ) -> None:
-    """Measure what backends cost here, for attnreg to choose by.
+    """Measure the backends here and save a table to choose by.
 
-    Each is held to float64 first; a wrong one is never chosen. The table is saved after every
-    call, so whatever ends this early loses nothing.
+    Each backend is checked against float64 first; one that is wrong is never chosen. The table is saved
+    after every call: a run that is stopped keeps what it has. To use the table, name it in a settings
+    file: tuned = "FILE".
+
+    Example: attnreg tune --grid quick --budget 5m --out here.json
     """
     began = time.monotonic()
     import_torch()
-    place, longest = present_device("--device", device), seconds("--budget", budget)
-    # A provider that talks while it compiles must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        from attnreg.cli import tuned, tunings
-        from attnreg.errors import InvalidInputError
-
-        given = tunings.given(
-            q, kv, place, names("--dtype", dtype), window, causal, head_dim_v,
-            varlen=varlen, deterministic=deterministic, needs_backward=backward,
-        )  # fmt: skip
+    place, longest = options.present_device("--device", device), options.seconds("--budget", budget)
+    with stdout_to_stderr():
         described = {
             "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
             "--head-dim-v": head_dim_v, "--deterministic": deterministic,
         }  # fmt: skip
-        if not q and (idle := [name for name, told in described.items() if told]):
-            raise InvalidInputError(f"{' and '.join(idle)}: describes a call of --q, and there is none")
-        specs = tunings.wanted(given, trace, grid, place, backward, out)
-        session = tunings.begun(out, place, names("--backend", backend), fresh)
-        end, told = _run(session, specs, began + longest)
+        if not q and (unused := [name for name, given in described.items() if given]):
+            raise InvalidInputError(f"{' and '.join(unused)}: got it without --q, the call that it describes")
+        given = options.specs_of(
+            q, kv, str(place), dtype, window, causal, head_dim_v,
+            varlen=varlen, deterministic=deterministic, needs_backward=backward,
+        )  # fmt: skip
+        if trace and out and trace.exists() and out.exists() and trace.samefile(out):
+            raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
+        specs = _specs(given, trace, grid, place, backward)
+        session = _session(out, place, options.names("--backend", backend), fresh)
+        end, problem = _run(session, specs, began + longest)
     if as_json:
-        print_json(tuned.summary(session, specs, end))
+        print_json(_data(session, specs, end))
     else:
-        tuned.show(console(), session, specs, end)
-    if told:
-        typer.echo(f"attnreg: {told}", err=True)
+        _print(console(), session, specs, end)
+    if problem:
+        typer.echo(f"attnreg: {problem}", err=True)
     if end == "interrupted":
         raise typer.Exit(INTERRUPTED)
-    if told or not session.points:
-        raise typer.Exit(NOTHING_RUNS)
+    if problem or not session.points:
+        raise typer.Exit(FAILED)
 
 
-def _run(session: "Session", specs: "list[AttentionSpec]", deadline: float) -> tuple[str, str]:
-    """Measure behind a progress bar; return how it ended, and what has to be said of that."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _specs(
+    given: list[AttentionSpec], trace: Path | None, name: str, place: torch.device, backward: bool
+) -> list[AttentionSpec]:
+    """Return the calls to measure, the most valuable first: given ones, recorded ones, then a grid."""
+    from attnreg.dispatch import planning
+    from attnreg.tuning.grids import grid
 
-    from attnreg.cli import tunings
+    if name and name not in GRIDS:
+        raise InvalidInputError(
+            f"--grid: got {name!r}, expected {' or '.join(GRIDS)}{did_you_mean(name, GRIDS)}"
+        )
+    device = planning.device_of(place)
+    found = [*given, *(_recorded(trace, device) if trace is not None else [])]
+    if name or not found:
+        found += grid(name or "quick", device)
+    if not backward:
+        found = [replace(spec, needs_backward=False) for spec in found]
+    return list(dict.fromkeys(found))
+
+
+def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
+    """Return the calls of a trace as if they were made on this device, the most work first."""
+    from attnreg.tuning import traces
+    from attnreg.tuning.kinds import kind_of, size_of, work
+
+    weights: dict[AttentionSpec, float] = {}
+    recorded = traces.read(trace)
+    here = [one for one in recorded if one.spec.device.type == device.type]
+    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device.type}))
+    if elsewhere and not here:
+        raise InvalidInputError(
+            f"--from: got calls on {elsewhere}, expected some on {device.type}, the device of --device"
+        )
+    if elsewhere:
+        left_out = counted(len(recorded) - len(here), "call")
+        log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device.type)
+    for one in here:
+        spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
+        # A backward has five matrix products where a forward has two.
+        cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
+        weights[spec] = weights.get(spec, 0.0) + cost
+    if not weights:
+        raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
+    return sorted(weights, key=weights.__getitem__, reverse=True)
+
+
+def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fresh: bool) -> Session:
+    """Return a session that starts from the points its table has, once the file is known to be writable."""
+    from attnreg import _registry
+    from attnreg.dispatch import planning
+    from attnreg.measure import timing
+    from attnreg.tuning.checks import Checks
+    from attnreg.tuning.machine import environment, file_name
+    from attnreg.tuning.session import Session, kept
+    from attnreg.tuning.table import Table, check_writable, load
+
+    entries = measurable(named, place, files=False)
+    here = environment(planning.device_of(place), _registry.entries())
+    file = (out or Path(file_name(here.device))).absolute()
+    try:
+        check_writable(file)
+    except ConfigError as error:
+        raise ConfigError(f"--out: {error}") from None
+    if fresh and file.exists():
+        load(file)  # raises unless it is a table: no other file is overwritten
+    known = Table(here, ()) if fresh else kept(file, here)
+    points = {point.place: point for point in known.points}
+    return Session(file, here, entries, place, Checks(place), timing.timer_for(place), points, known.fronts)
+
+
+def measure_fronts(session: Session) -> None:
+    """Measure the host time per call on a GPU, for each backend of which the table doesn't have it."""
+    from attnreg import aten
+    from attnreg.torchlib import captured
+
+    if session.device.type != "cuda":
+        return
+    aten.ensure()  # installs the routers: after that it is known whether they are compiled
+    known = {front.backend for front in session.fronts if front.compiled or not captured.compiled}
+    if missing := [entry.name for entry in session.entries if entry.name not in known]:
+        from attnreg.bench.fronts import host_costs
+
+        session.add_fronts(host_costs(session.device, missing))
+
+
+def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple[str, str]:
+    """Measure behind a progress bar; return how it ended, and the problem if there is one."""
     from attnreg.tuning.failures import DeviceLostError
 
-    place, done = console(stderr=True), 0
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    done = 0
     try:
-        with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as progress:
-            task = progress.add_task("what calls take the host", total=len(specs))
-            tunings.measure_fronts(session)
+        with progress(len(specs), "host time per call") as update:
+            measure_fronts(session)
             for spec in session.run(specs, deadline - time.monotonic()):
                 done += 1
-                progress.update(task, completed=done, description=_short(spec))
+                update(completed=done, description=f"{spec.max_q} x {spec.max_k}, head dim {spec.head_dim}")
     except KeyboardInterrupt:
         return "interrupted", ""
     except DeviceLostError as error:
         return "stopped", f"{error}; what was measured before is in {session.out}"
     if done == len(specs):
         return "finished", ""
-    nothing = "the time was spent before a single call was measured: give it more"
+    nothing = "the time was spent before any call was measured; give --budget more time"
     return "budget spent", "" if session.points else nothing
 
 
-def _short(spec: "AttentionSpec") -> str:
-    return f"{spec.max_q} x {spec.max_k}, head dim {spec.head_dim}"
+def _data(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, Any]:
+    skipped = {spec for spec, _ in session.skipped}
+    left = sum(bool(session.todo(spec)) for spec in specs if spec not in skipped)
+    return {
+        "device": session.environment.device,
+        "out": str(session.out),
+        "end": end,
+        "calls": len(specs),
+        "left": left,
+        "measured": len(session.fresh),
+        "points": [point.to_dict() for point in session.fresh],
+        "fronts": [front.to_dict() for front in session.fronts],
+        "skipped": [{"call": str(spec), "reason": reason} for spec, reason in session.skipped],
+        "table_points": len(session.points),
+    }
+
+
+def _print(place: Console, session: Session, specs: list[AttentionSpec], end: str) -> None:
+    found = sorted(session.fresh, key=lambda point: (str(point.kind), point.size))
+    names = list(dict.fromkeys(entry.name for entry in session.entries))
+    for kind, points in groupby(found, key=lambda point: point.kind):
+        heading(place, str(kind))
+        table(place, ("call", *names, "fastest"), (_row(point, names) for point in points), right=len(names))
+    if session.fronts:
+        heading(place, "Host time per call, µs")
+        headers = ("backend", "front", "routers", "forward", "backward")
+        table(place, headers, host_rows(session.fronts), right=2)
+    if failures := {
+        (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
+    }:
+        heading(place, "Wrong or failed, and so never chosen for these calls")
+        table(place, ("backend", "why"), sorted(failures))
+    if session.skipped:
+        heading(place, "Not measured")
+        table(place, ("call", "why"), ((str(spec), reason) for spec, reason in session.skipped))
+    data = _data(session, specs, end)
+    heading(place, "Summary")
+    rows = (
+        ("end", end),
+        (
+            "measured",
+            f"{counted(data['measured'], 'point')}; {data['left']} of {data['calls']} calls are left",
+        ),
+        ("table", f"{session.out}, {counted(data['table_points'], 'point')}"),
+    )
+    table(place, ("", ""), rows)
+
+
+def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
+    """Return a row for each backend, front and kind of router, with the host time of each direction."""
+    from attnreg.contract.spec import Direction
+
+    taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
+    return [
+        (
+            name,
+            "varlen_attn" if varlen else "SDPA",
+            "compiled" if compiled else "Python",
+            *(taken.get((name, varlen, one, compiled), "-") for one in get_args(Direction)),
+        )
+        for name, varlen, compiled in dict.fromkeys((*place[:2], place[3]) for place in taken)
+    ]
+
+
+def _row(point: Point, names: list[str]) -> Iterator[str]:
+    timed = {
+        name: max(one.gpu_us, one.host_us) for name, one in point.backends.items() if one.gpu_us is not None
+    }
+    yield str(point.size)
+    yield from (_cell(point.backends.get(name)) for name in names)
+    yield min(timed, key=timed.__getitem__, default="-")
+
+
+def _cell(found: Measured | None) -> str:
+    if found is None:
+        return "-"
+    if found.gpu_us is None:
+        return "wrong" if found.wrong else "failed"
+    return f"{max(found.gpu_us, found.host_us):.1f} µs"

@@ -1,94 +1,64 @@
-"""`attnreg warmup`: have backends compile ahead what given calls need."""
+"""`attnreg warmup`: run given calls once, so that backends compile their kernels ahead of time."""
 
-import contextlib
-import sys
+from __future__ import annotations
+
+import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from attnreg.cli.failures import INTERRUPTED, NOTHING_RUNS
-from attnreg.cli.output import AsJson, console, heading, print_json, table
-from attnreg.cli.parsing import names, present_device, spec_of
-from attnreg.cli.torch_first import import_torch
+from attnreg.cli import options
+from attnreg.cli.backends import candidates
+from attnreg.cli.errors import FAILED, INTERRUPTED, import_torch
+from attnreg.cli.output import console, heading, print_json, progress, stdout_to_stderr, table
+from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from attnreg.cli.first_calls import FirstCall
-    from attnreg.contract.spec import AttentionSpec
+    from attnreg.contract.discovery import Entry
+    from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["pairs", "warmup"]
+__all__ = ["warmup"]
 
 Queries = Annotated[
     list[str],
     typer.Option(
-        "--q", metavar="B,S,H,D", help="Batch, length, heads and head dim; repeated for several calls."
-    ),
-]
-Keys = Annotated[
-    list[str],
-    typer.Option(
-        "--kv", metavar="B,S,H,D", help="The same of key and value, one for each --q; else as the query."
-    ),
-]
-Where = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; the GPU where there is one.")
-]
-Dtypes = Annotated[
-    list[str], typer.Option("--dtype", metavar="DTYPE", help="By comma or repeated; bf16 unless given.")
-]
-Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
-Window = Annotated[
-    str,
-    typer.Option("--window", metavar="L,R", show_default=False, help="Keys seen before and after; -1: all."),
-]
-Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences with offsets.")]
-ValueDim = Annotated[
-    int | None,
-    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it is another."),
-]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms on.")]
-Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="The gradients, too.")]
-Backends = Annotated[
-    list[str],
-    typer.Option(
-        "--backend", metavar="NAME", help="Only these, by comma or repeated; else all that run here."
+        "--q", metavar="B,S,H,D", help="Query: batch, length, heads, head dim. Repeat it for several calls."
     ),
 ]
 
 
 def warmup(
     q: Queries,
-    kv: Keys = [],  # noqa: B006 - typer makes a new list for each call
-    device: Where = "",
-    dtype: Dtypes = [],  # noqa: B006
-    causal: Causal = False,
-    window: Window = "-1,-1",
-    varlen: Varlen = False,
-    head_dim_v: ValueDim = None,
-    deterministic: Deterministic = False,
-    backward: Backward = True,
-    backend: Backends = [],  # noqa: B006
-    as_json: AsJson = False,
+    kv: options.Keys = [],  # noqa: B006 - typer makes a new list for each call
+    device: options.DeviceHere = "",
+    dtype: options.Dtypes = [],  # noqa: B006
+    causal: options.Causal = False,
+    window: options.Window = "-1,-1",
+    varlen: options.Varlen = False,
+    head_dim_v: options.ValueDim = None,
+    deterministic: options.Deterministic = False,
+    backward: options.Backward = True,
+    backend: options.Backends = [],  # noqa: B006
+    as_json: options.AsJson = False,
 ) -> None:
-    """Run calls once, so that backends compile ahead.
+    """Run calls once, so that backends compile their kernels now.
 
-    What a backend keeps on disk is there when the next program starts; the rest is only timed.
+    Kernels that a backend keeps on disk are then ready when the next program starts. Prints how long
+    each first call took.
+
+    Example: attnreg warmup --q 1,4096,32,128 --causal --backend FA4
     """
     import_torch()
-    place, asked = present_device("--device", device), names("--backend", backend)
-    specs = [
-        spec_of(
-            *shapes, str(place), name, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
-        )
-        for shapes in pairs(q, kv)
-        for name in names("--dtype", dtype) or ("bf16",)
-    ]
-    # A provider that talks while it compiles must not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        done, finished = _run(asked, place, specs, backward)
+    place, named = options.present_device("--device", device), options.names("--backend", backend)
+    specs = options.specs_of(
+        q, kv, str(place), dtype, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
+    )
+    with stdout_to_stderr():
+        done, finished = _run(_planned(named, place, specs, backward), place)
     if as_json:
         found = [call.to_dict() for call in done]
         print_json({"device": str(place), "finished": finished, "calls": found})
@@ -96,55 +66,145 @@ def warmup(
         _print(console(), done)
     if not finished:
         raise typer.Exit(INTERRUPTED)
-    refused = bool(asked) and any(call.reason for call in done)
+    refused = bool(named) and any(call.reason for call in done)
     if refused or any(call.failed for call in done) or all(call.seconds is None for call in done):
-        raise typer.Exit(NOTHING_RUNS)
+        raise typer.Exit(FAILED)
 
 
-def pairs(queries: list[str], keys: list[str]) -> list[tuple[str, str]]:
-    """Return each `--q` with its `--kv`."""
-    from attnreg.errors import InvalidInputError
+class FirstCall(NamedTuple):
+    """One direction of a call on one backend.
 
-    if keys and len(keys) != len(queries):
-        raise InvalidInputError(f"--kv: got {len(keys)}, expected none or one for each --q, {len(queries)}")
-    return list(zip(queries, keys or queries, strict=True))
+    Attributes:
+        entry: the backend.
+        spec: the call.
+        direction: forward or backward.
+        seconds: how long it took; None if it wasn't run.
+        reason: why it wasn't run, or how it failed; empty if it ran.
+        failed: whether it was run and failed.
+    """
+
+    entry: Entry
+    spec: AttentionSpec
+    direction: Direction
+    seconds: float | None = None
+    reason: str = ""
+    failed: bool = False
+
+    def run(self, device: torch.device) -> FirstCall:
+        """Run it, unless there is a reason not to; returns it with the time or the error."""
+        if self.reason:
+            return self
+        try:
+            kernel = self.entry.kernel(self.direction)
+            arguments = _arguments(self.spec, self.direction, device)
+            _synchronize(device)
+            started = time.perf_counter()
+            kernel(*arguments)
+            _synchronize(device)
+        except UnsupportedInputError as error:
+            return self._replace(reason=str(error))
+        except Exception as error:  # noqa: BLE001 - the other backends are still run
+            return self._replace(reason=f"{type(error).__name__}: {error}", failed=True)
+        return self._replace(seconds=time.perf_counter() - started)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        return {
+            "backend": self.entry.name,
+            "version": self.entry.version(),
+            "call": str(self.spec),
+            "direction": self.direction,
+            "state": "failed" if self.failed else "refused" if self.reason else "ran",
+            "seconds": self.seconds,
+            "reason": self.reason,
+        }
 
 
-def _run(
-    asked: tuple[str, ...], device: "torch.device", specs: "list[AttentionSpec]", backward: bool
-) -> "tuple[list[FirstCall], bool]":
-    """Run everything behind a progress bar; the second is False if that was broken off."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _planned(
+    named: tuple[str, ...], device: torch.device, specs: list[AttentionSpec], backward: bool
+) -> list[FirstCall]:
+    """Return the calls of all backends, those that can't run with the reason."""
+    from attnreg.contract.spec import Direction
 
-    from attnreg.cli.first_calls import planned
+    directions = [direction for direction in get_args(Direction) if backward or direction == "forward"]
+    # A backend for other devices is listed only if it is named.
+    found = [one for one in candidates(named, device) if named or _runs_on(one.entry, device)]
+    return [
+        FirstCall(entry, spec, direction, reason=reason or "; ".join(entry.reasons(spec, direction)))
+        for spec in specs
+        for entry, reason in found
+        for direction in directions
+    ]
 
-    place, done = console(stderr=True), []
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    todo = planned(asked, device, specs, backward)
+
+def _runs_on(entry: Entry, device: torch.device) -> bool:
+    return entry.backend is None or device.type in entry.backend.devices
+
+
+def _arguments(spec: AttentionSpec, direction: Direction, device: torch.device) -> tuple[Any, ...]:
+    """Return what a backend's kernel is called with: tensors of zeros and the rest of the call."""
+    import torch
+
+    from attnreg.contract.backend import Call
+
+    def zeros(length: int, heads: int, dim: int) -> torch.Tensor:
+        rows = (spec.batch * length,) if spec.varlen else (spec.batch, length)
+        return torch.zeros((*rows, heads, dim), dtype=getattr(torch, spec.dtype), device=device)
+
+    def cu_seqlens(length: int) -> torch.Tensor | None:
+        offsets = torch.arange(spec.batch + 1, dtype=torch.int32, device=device) * length
+        return offsets if spec.varlen else None
+
+    call = Call(
+        scale=float((spec.head_dim or 1) ** -0.5),
+        max_q=spec.max_q,
+        max_k=spec.max_k,
+        window=spec.window,
+        cu_seqlens_q=cu_seqlens(spec.max_q),
+        cu_seqlens_k=cu_seqlens(spec.max_k),
+        deterministic=spec.deterministic,
+    )
+    query = zeros(spec.max_q, spec.heads_q, spec.head_dim)
+    key = zeros(spec.max_k, spec.heads_k, spec.head_dim)
+    value = zeros(spec.max_k, spec.heads_k, spec.head_dim_v)
+    if direction == "forward":
+        return query, key, value, call
+    out = zeros(spec.max_q, spec.heads_q, spec.head_dim_v)
+    shape = (spec.heads_q, len(out)) if spec.varlen else (spec.batch, spec.heads_q, spec.max_q)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros_like(out), query, key, value, out, lse, call
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _run(planned: list[FirstCall], device: torch.device) -> tuple[list[FirstCall], bool]:
+    """Run all calls behind a progress bar; the second value is False if that was interrupted."""
+    done: list[FirstCall] = []
     try:
-        with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as progress:
-            task = progress.add_task("", total=len(todo))
-            for call in todo:
-                progress.update(task, description=f"{call.entry.name} {call.direction}")
+        with progress(len(planned)) as update:
+            for call in planned:
+                update(description=f"{call.entry.name} {call.direction}")
                 done.append(call.run(device))
-                progress.update(task, advance=1)
+                update(advance=1)
     except KeyboardInterrupt:
         return done, False
     return done, True
 
 
-def _print(place: "Console", done: "list[FirstCall]") -> None:
+def _print(place: Console, done: list[FirstCall]) -> None:
     for spec, calls in groupby(done, key=lambda call: call.spec):
         heading(place, f"{spec} on {spec.device}")
         table(place, ("backend", "direction", "seconds", ""), (_row(call) for call in calls))
 
 
-def _row(call: "FirstCall") -> tuple[str, ...]:
+def _row(call: FirstCall) -> tuple[str, ...]:
     seconds = "-" if call.seconds is None else f"{call.seconds:.3f}"
-    told = call.reason.partition("\n")[0]
-    return (
-        call.entry.name,
-        call.direction,
-        seconds.rjust(7),
-        told if call.failed or not told else f"not run: {told}",
-    )
+    reason = call.reason.partition("\n")[0]
+    note = reason if call.failed or not reason else f"not run: {reason}"
+    return call.entry.name, call.direction, seconds.rjust(7), note

@@ -1,7 +1,7 @@
-"""What a backend can run, as data, and the one function that turns the data into sentences.
+"""What a backend can run, as data, and the one function that turns the data into reasons.
 
-A limit is a field. What no field can say goes into `Backend.refuses`, which returns sentences of
-the same form: lower case, no full stop, subject first, what was got and what was expected.
+A limit is a field. A limit that no field can express goes into `Backend.refuses`, which returns reasons of
+the same form: lower case, no full stop, subject first, what was expected and what was got.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range"]
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line"]
 
 
 class Range(NamedTuple):
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 ANY_SIZE = Range(0, 2**31 - 1)
 
-# Where the second and third dimension of a CUDA grid end: https://docs.nvidia.com/cuda/cuda-c-programming-guide
+# The maximum of the second and third dimension of a CUDA grid: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 GRID = 65535
 
 
@@ -50,13 +50,13 @@ class Capabilities:
         head_dim: head dims of query and key.
         head_dim_v: head dims of the value; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
-        batch, heads: how many sequences and query heads a call may have: many kernels give each a place in
-            a dimension of their grid, which ends at `GRID`.
+        batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
+            grid, which `GRID` limits.
 
-    The switches say whether it takes: dense and varlen (packed) tensors; fewer key than query heads
+    The booleans say whether it accepts dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
     slopes; `seqused_k`; a given number of splits; a scale of 0 or below (`any_scale`); whether it is
-    `deterministic`, and whether it can be recorded in a CUDA graph (`capture`).
+    `deterministic`; and whether it can be captured in a CUDA graph (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type; the message names it.
@@ -91,9 +91,9 @@ class Capabilities:
                 raise RegistrationError(f"Capabilities.{field.name}: got {value!r}, expected {problem}")
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
+        """Return every reason why the backend can't run `spec`; empty if it can."""
         if spec.device.type not in self.devices:
-            # Every further reason would speak of a device that this backend doesn't serve.
+            # Further reasons would be about a device that this backend doesn't serve.
             return (f"device must be {_listed(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
 
@@ -124,7 +124,7 @@ class Capabilities:
             yield f"query heads must be {self.heads}, got {spec.heads_q}"
 
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
-        asked_and_offered = (
+        requested_and_supported = (
             (spec.varlen, self.varlen, "input must be dense, got varlen"),
             (not spec.varlen, self.dense, "input must be varlen, got dense"),
             (
@@ -151,11 +151,20 @@ class Capabilities:
             ),
             (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
         )
-        return (reason for asked, offered, reason in asked_and_offered if asked and not offered)
+        return (
+            reason for requested, supported, reason in requested_and_supported if requested and not supported
+        )
+
+
+def one_line(reasons: Iterable[str]) -> str:
+    """Return reasons as one line, for logs and for sentences about one backend."""
+    return "; ".join(
+        " ".join(reason.split()) for reason in reasons
+    )  # the text of an exception may have lines
 
 
 def _badly_typed(name: str, value: object) -> str:
-    """Return what the field should have been, or an empty string."""
+    """Return what was expected of the field, or an empty string."""
     if name in ("devices", "dtypes"):
         names = isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)
         return "" if names else "a non-empty tuple of names"

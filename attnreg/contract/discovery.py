@@ -1,7 +1,7 @@
-"""Finding backends: the files of `attnreg/backends/` and the entry points `attnreg.backends`.
+"""Finding backends: the modules of `attnreg/backends/` and the entry points `attnreg.backends`.
 
-Nothing is imported before somebody asks, and a broken backend never hides the others: it becomes an
-`Entry` that keeps its cause, so that `info` and `explain` can show it.
+Backends are imported at the first call of `discover`, not at import. A broken backend never hides the others:
+it becomes an `Entry` that keeps the exception, so that `info` and `explain` can show it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["GROUP", "Entry", "discover"]
 
 GROUP = "attnreg.backends"
 
-# One for all: two backends that load each other's packages can't wait for each other.
+# One lock for all: two backends that load each other's packages would deadlock with one each.
 _loading = open_after_fork(threading.RLock())
 
 
 class Entry:
-    """A backend as the registry keeps it: where it came from and whether it loads here.
+    """A backend in the registry: its origin, its declaration, and its kernels once they are loaded.
 
     Attributes:
-        name: the backend's name, or that of its file or entry point where it is broken.
-        origin: where it came from, in words.
-        backend: what it declares; None where it is broken.
-        cause: the exception that broke it, or that its loading raised.
-        own: whether the program brought it, so that it goes with its last registration.
+        name: the backend's name; of a broken one, that of its module or entry point.
+        origin: where it was found, as text.
+        backend: its declaration; None if it is broken.
+        cause: the exception of importing or loading it.
+        own: whether the program registered its object, so that it is dropped with its last registration.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Entry:
         self._missing: str | None = None
 
     def unavailable(self) -> str:
-        """Return why it can't load here, or an empty string; imports no kernel package."""
+        """Return why the backend can't load here, or an empty string; imports no kernel package."""
         with _loading:
             if self.cause is not None:
                 return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
@@ -72,7 +72,7 @@ class Entry:
         """Load the backend, once per process, and return its kernels.
 
         Raises:
-            BackendUnavailableError: it can't load here; says why and what to install.
+            BackendUnavailableError: it can't load here; the message says why and what to install.
         """
         with _loading:
             if self._kernels is None and not self.unavailable() and self.backend is not None:
@@ -103,31 +103,31 @@ class Entry:
         return None if found is None else functools.partial(found, direction)
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        """Return everything that speaks against running `spec` here in that direction."""
+        """Return every reason against running one direction of `spec` here."""
         if self.backend is None:
             return (self.unavailable(),)
-        offered = self.backend.forward if direction == "forward" else self.backend.backward
-        if offered is None:
+        capabilities = self.backend.forward if direction == "forward" else self.backend.backward
+        if capabilities is None:
             return ("has no backward",)
         spec = spec.of(direction)
-        # What is missing here needn't be missing on the machine that is being asked about.
+        # A package that is missing here needn't be missing on the simulated machine.
         missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         try:
-            against = offered.unsupported(spec)
+            against = capabilities.unsupported(spec)
             if not against and self.backend.refuses is not None:
                 against = _reasons(self.backend.refuses(spec))
             if not against and not missing:
                 against = known_issues.against(self.name, self.backend.version, spec, direction)
-        except Exception as error:  # noqa: BLE001 - a backend's own check must not end the program
+        except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
     def version(self) -> str:
-        """Return the provider's version, or an empty string where it has none or can't say."""
+        """Return the provider's version, or an empty string if it has none or the check raises."""
         try:
             found = self.backend.version() if self.backend else None
             return str(found) if found else ""
-        except Exception:  # noqa: BLE001 - the version is a courtesy
+        except Exception:  # noqa: BLE001 - only shown and compared
             return ""
 
     def _probe(self, backend: Backend) -> str:
@@ -136,7 +136,7 @@ class Entry:
         except Exception as error:  # noqa: BLE001 - as in `reasons`
             missing = f"availability check failed: {type(error).__name__}: {error}"
         if missing and missing.startswith("torch "):
-            return f"can't load here: {missing}"  # no package would help
+            return f"can't load here: {missing}"  # installing a package wouldn't help
         return f"can't load here: {missing}{self._hint()}" if missing else ""
 
     def _hint(self) -> str:
@@ -152,25 +152,25 @@ class Entry:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - kept as the cause, shown everywhere
-            self.cause = strip_tracebacks(error)  # for good, and a call may be what asked for it
+        except BaseException as error:  # noqa: BLE001 - kept as the cause
+            self.cause = strip_tracebacks(error)  # kept for good, and its frames may hold a call's tensors
             return None
         return kernels
 
 
-def _reasons(told: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(told, str):  # each of its letters would become a reason
-        raise TypeError(f"refuses() returned {told!r}, expected a tuple of reasons")
-    return tuple(told)
+def _reasons(found: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(found, str):  # as a sequence, each letter would be a reason
+        raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+    return tuple(found)
 
 
 def discover() -> list[Entry]:
-    """Return every backend that this installation has, broken ones included."""
+    """Return all backends of this installation, broken ones included."""
     return [*_builtin(), *_plugins()]
 
 
 def _builtin() -> Iterator[Entry]:
-    # Named, not imported: this room lies below theirs.
+    # By name: the contract is below the backends in the order of imports.
     for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__):
         if not module.name.startswith("_"):
             path = f"{GROUP}.{module.name}"
@@ -178,7 +178,7 @@ def _builtin() -> Iterator[Entry]:
 
 
 def _plugins() -> Iterator[Entry]:
-    # Sorted, because which of two backends of one name comes first mustn't be the file system's choice.
+    # Sorted: which of two backends of one name comes first mustn't depend on the file system.
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
         yield _entry(point.name, f"entry point {point.value}{package}", point.load)
@@ -195,6 +195,6 @@ def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - the others have to load
+    except BaseException as error:  # noqa: BLE001 - the other backends have to load
         return Entry(name, origin, cause=strip_tracebacks(error))
     return Entry(found.name, origin, found)

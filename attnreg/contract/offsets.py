@@ -1,9 +1,10 @@
-"""What is derived from the offsets of packed sequences, kept for as long as they exist unchanged.
+"""Values derived from the offsets of packed sequences, cached for as long as the offsets exist unchanged.
 
-The layers of a model share their offsets, so whatever a backend derives from them, it derives once.
-A CUDA tensor's values aren't at hand on the host; `facts` asks the device and doesn't wait: until
-the answer is there, nothing is taken for granted, and rows that may belong to no sequence cost what
-they cost. While a CUDA graph is captured nothing is kept: a replay reads what the offsets hold then.
+The layers of a model share their offsets, so a backend derives each value once per batch, not once per layer.
+
+The host doesn't know the values of a CUDA tensor; `facts` starts an async read-back and doesn't wait. Until
+it has arrived no property is assumed to hold, and backends zero rows that may belong to no sequence. During
+the capture of a CUDA graph nothing is cached: a replay has to read the values that the offsets have then.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["GRAPH_TREES", "Facts", "derived", "derived_from", "facts", "facts_of", "of_a_graph"]
+__all__ = [
+    "GRAPH_TREES",
+    "Facts",
+    "derived",
+    "derived_from",
+    "facts",
+    "facts_of",
+    "needs_graph_memory",
+]
 
-# Offsets in use at a time: of a model's self and cross attention, in a few micro-batches, for each of
-# the purposes that something is derived for.
-_KEPT = 64
+# Entries for the offsets in use: those of a model's self and cross attention, in a few micro-batches, times
+# the number of purposes.
+_MOST_CACHED = 64
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
@@ -38,41 +47,41 @@ T = TypeVar("T")
 
 
 _lock = open_after_fork(threading.Lock())
-# By stream, as another one doesn't wait for what this one derives; by identity and version of the
-# tensors; and by purpose. Then what they were, as identities come back, and what was derived.
-_kept: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] = {}
+# Keys: stream (another one doesn't wait for a value derived on this one), purpose, and ids and versions of
+# the tensors. Values: references to the tensors, because ids are reused, and the derived value.
+_cache: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] = {}
 
 
 def derived(call: Call, stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return what `make` derives from a call's offsets for a purpose, made anew only if they changed."""
+    """Return the value that `make` derives from a call's offsets, cached per purpose until they change."""
     tensors = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k) if x is not None]
     return derived_from(tensors, stream, purpose, make)
 
 
 def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return the same for these offsets, and how many keys count if that is told."""
-    if tensors and of_a_graph(tensors[0]):
+    """Return the same for these tensors: offsets, and `seqused_k` if there is one."""
+    if tensors and needs_graph_memory(tensors[0]):
         return make()
     try:
         source = (stream, purpose, *[(id(x), x._version) for x in tensors])
     except RuntimeError:
-        return make()  # an inference tensor: its changes leave no trace
-    found = _kept.get(source)
+        return make()  # an inference tensor has no version counter
+    found = _cache.get(source)
     if found is not None and all(map(operator.is_, [ref() for ref in found[0]], tensors)):
         return found[1]  # type: ignore[return-value]
     made = make()
     with _lock:
-        while len(_kept) >= _KEPT:
-            _kept.pop(next(iter(_kept), ()), None)
-        _kept[source] = tuple(weakref.ref(x, lambda _: _kept.pop(source, None)) for x in tensors), made
+        while len(_cache) >= _MOST_CACHED:
+            _cache.pop(next(iter(_cache), ()), None)
+        _cache[source] = tuple(weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors), made
     return made
 
 
 class Facts:
-    """What the device has said about a packed batch; nothing holds before it has."""
+    """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
 
-    def __init__(self, answer: AsyncReadback | None = None) -> None:
-        self._answer = answer
+    def __init__(self, readback: AsyncReadback | None = None) -> None:
+        self._readback = readback
         self._no_unused_rows = self._every_row_sees_a_key = False
 
     @property
@@ -83,22 +92,22 @@ class Facts:
 
     @property
     def every_row_sees_a_key(self) -> bool:
-        """Whether, beside that, no sequence has fewer keys than queries, so that no mask blinds a row."""
+        """Whether also no sequence has fewer keys than queries: a causal mask leaves each row a key."""
         self._read()
         return self._every_row_sees_a_key
 
     def _read(self) -> None:
-        answer = self._answer  # once: another thread may hear it meanwhile
-        if answer is not None and (numbers := answer.read()) is not None:
+        readback = self._readback  # read once: another thread may reset it
+        if readback is not None and (numbers := readback.read()) is not None:
             self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
-            self._answer = None
+            self._readback = None
 
 
 _UNKNOWN = Facts()
 
 
 def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
-    """Return what is known of a packed call's sequences by now."""
+    """Return the known properties of a packed call's sequences."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if (
         cu_seqlens_q is None
@@ -111,24 +120,24 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
 
 
 def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
-    """Return what is known by now of the sequences that two offsets describe, all of whose keys count."""
+    """Return the known properties of the sequences of two offsets, without `seqused_k`."""
     if (
         cu_seqlens_q.is_cpu
-        or of_a_graph(cu_seqlens_q)
+        or needs_graph_memory(cu_seqlens_q)
         or cu_seqlens_q.is_inference()
         or cu_seqlens_k.is_inference()
     ):
-        return _UNKNOWN  # nothing is kept of those, so that the answer would come too late
+        return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
     purpose = ("facts", tokens_q, tokens_k)
 
-    def ask() -> Facts:
-        return Facts(AsyncReadback(_said(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)))
+    def start_readback() -> Facts:
+        return Facts(AsyncReadback(_properties(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)))
 
-    return derived_from([cu_seqlens_q, cu_seqlens_k], stream, purpose, ask)
+    return derived_from([cu_seqlens_q, cu_seqlens_k], stream, purpose, start_readback)
 
 
-def _said(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
-    """Return both facts on the device, as one number where they are the same."""
+def _properties(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
+    """Return both properties as a tensor on the device; one number if they are equal."""
     queries = cu_seqlens_q.diff()
     filled = (cu_seqlens_q[0] == 0) & (cu_seqlens_q[-1] == tokens_q) & (queries >= 0).all()
     if cu_seqlens_k is cu_seqlens_q:
@@ -139,11 +148,11 @@ def _said(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: i
     return torch.stack((no_unused, no_unused & (keys >= queries).all()))
 
 
-def of_a_graph(offsets: Tensor) -> bool:
-    """Whether a CUDA graph is captured, or what is allocated may have to go with one.
+def needs_graph_memory(offsets: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, or new tensors may be in a graph's memory pool.
 
-    Inductor's CUDA-graph trees run a function once in a graph's memory before they capture it, and
-    count what is left there afterwards.
+    Inductor's CUDA-graph trees run a function once in the graph's pool before they capture it, and check
+    that no tensor is left there afterwards.
     """
     if GRAPH_TREES in sys.modules:
         return True

@@ -1,7 +1,7 @@
-"""What one attention call asks, without its tensors.
+"""An attention call without its tensors.
 
-`AttentionSpec` is what selection reads: capabilities turn it into reasons, `explain` prints it, a
-test builds it for hardware that isn't there. `Device` is where it would run.
+Selection reads an `AttentionSpec` instead of tensors: capabilities turn it into reasons, `explain` prints it,
+and tests build it for hardware that isn't there. `Device` is the device of the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 
 UNBOUNDED = (-1, -1)
 
-# The least that each number may be; None is a number that isn't asked for.
+# The minimum of each number; None means that the call doesn't have it.
 LEAST = {
     **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"), 0),
     "page_size": 1,
@@ -46,8 +46,8 @@ def canonical_dtype(dtype: object) -> str:
 class Device:
     """A device as selection sees it: its type and, for CUDA, its compute capability.
 
-    `capability` is None where it isn't known ("cuda" on a machine without a GPU) or means nothing.
-    A `simulated` device is one that `explain` asks about from a machine that needn't have it.
+    `capability` is None where it isn't known ("cuda" on a machine without a GPU) or doesn't exist.
+    A `simulated` device needn't be in this machine: `explain` takes one to show its decisions.
     """
 
     type: str
@@ -72,7 +72,7 @@ class Device:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The settings keys that govern this device, the most exact first."""
+        """The settings keys that apply to this device, the most specific first."""
         return (self.arch, self.type) if self.arch else (self.type,)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One attention call, as far as choosing a kernel for it goes.
+    """One attention call, as far as the choice of a kernel depends on it.
 
     Lengths count tokens. `max_q` and `max_k` are the longest sequence of the batch (the length
     itself where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
@@ -146,7 +146,7 @@ class AttentionSpec:
             raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
 
     def of(self, direction: str) -> AttentionSpec:
-        """Return what one direction is asked: a backward is given no number of splits."""
+        """Return the spec of one direction: `num_splits` is for forwards only."""
         return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
 
     @property
@@ -156,11 +156,11 @@ class AttentionSpec:
 
     @property
     def windowed(self) -> bool:
-        """Whether the mask is a window that plain causal attention doesn't cover."""
+        """Whether the mask is a window other than plain causal."""
         return self.window[0] >= 0 or self.window[1] > 0
 
     def __str__(self) -> str:
-        """Return the input line of errors and `explain`: shapes, dtype, and what was asked."""
+        """Return the input line of errors and `explain`: shapes, dtype and options."""
         rows_q = (self.tokens_q,) if self.varlen else (self.batch, self.max_q)
         rows_k = (self.tokens_k,) if self.varlen else (self.batch, self.max_k)
         query = (*rows_q, self.heads_q, self.head_dim)

@@ -1,7 +1,7 @@
-"""Checks of a call's tensors against the contract: an error that says what was got and expected.
+"""Checks of a call's arguments against the contract; errors say what was got and what was expected.
 
-`check` reads shapes, dtypes and devices only, so it runs once per kind of call, when its decision
-is made. `check_values` reads values, which costs nothing on a CPU and would cost a sync elsewhere.
+`check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
+chosen. `check_values` reads values, which on a GPU would mean a synchronization.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["check", "check_scale", "check_values"]
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
-    """Refuse a call that contradicts itself.
+    """Check that the arguments of a call fit each other.
 
     Raises:
-        InvalidInputError: a rank, dtype, device, head count or length doesn't fit.
+        InvalidInputError: a rank, dtype, device, head count or length doesn't.
     """
     tensors = {"query": query, "key": key, "value": value}
     _check_kind(tensors)
@@ -50,7 +50,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
 
 
 def _check_kind(tensors: dict[str, Tensor]) -> None:
-    """Check that all live on one device in one floating dtype."""
+    """Check that all tensors have one device and one floating-point dtype."""
     for what in ("dtype", "device"):
         if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
             got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
@@ -91,14 +91,14 @@ def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None
 
 
 def check_values(query: Tensor, key: Tensor, call: Call) -> None:
-    """Check the values of a varlen call's integers; for tensors whose values are at hand.
+    """Check the values of a varlen call's integer tensors, which have to be on the CPU.
 
     Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
 
     Raises:
         InvalidInputError: offsets don't start at 0, decrease or end past the last token; a sequence
-            is longer than `max_q` or `max_k`; `seqused_k` counts keys, or `block_table` names pages,
-            that aren't there.
+            is longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table`
+            has other pages, than there are.
     """
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None:
@@ -109,7 +109,7 @@ def check_values(query: Tensor, key: Tensor, call: Call) -> None:
         return
     if offsets_k is None:
         return
-    # In self-attention both sides are one, and were checked just now.
+    # In self-attention the key's offsets are the query's, which are checked above.
     if offsets_k is not offsets_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
         lengths = _checked_lengths(offsets_k.tolist(), key.shape[0], call.max_k, "k")
     if call.seqused_k is not None:

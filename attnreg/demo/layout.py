@@ -1,7 +1,7 @@
-"""The same documents in two shapes: packed without padding, and padded to the longest.
+"""The same documents as a batch in two layouts: packed without padding, and padded to the longest.
 
-A `Layout` holds all that a model needs to train on them; the model can't tell which of the two it
-is given. Each is written as its user would write it.
+A `Layout` has all that a model trains on, its attention included; so the model is the same for both.
+Each layout is written as a user of attnreg or of plain torch would write it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = ["IGNORED", "Layout", "packed", "padded"]
 
-# The target of a place that holds no byte; what `cross_entropy` leaves out unless told otherwise.
+# The target at padding: the default `ignore_index` of `cross_entropy`.
 IGNORED = -100
 
 
 class Layout(NamedTuple):
-    """One batch of documents as a model sees it.
+    """One batch of documents, as the model takes it.
 
     Attributes:
         tokens: bytes, any shape.
-        positions: the place of each in its document; broadcasts to `tokens`.
+        positions: the index of each in its document; broadcasts to `tokens`.
         targets: the byte that follows each.
-        attend: causal attention of query, key and value, each (*tokens.shape, heads, head dim),
-            within each document.
+        attend: causal attention within each document; query, key and value are each
+            (*tokens.shape, heads, head dim).
     """
 
     tokens: Tensor
@@ -48,11 +48,11 @@ def packed(documents: list[bytes], device: torch.device) -> Layout:
     tokens, targets = (torch.cat(rows).to(device) for rows in _shifted(documents))
     lengths = [len(document) - 1 for document in documents]
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = attnreg.varlen_attn(query, key, value, offsets, offsets, longest, longest, is_causal=True)
+        out = attnreg.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -60,9 +60,9 @@ def packed(documents: list[bytes], device: torch.device) -> Layout:
 
 
 def padded(documents: list[bytes], device: torch.device) -> Layout:
-    """Fill a rectangle, (B, S), and attend through `F.scaled_dot_product_attention`.
+    """Pad the documents to the longest, (B, S), and attend through `F.scaled_dot_product_attention`.
 
-    The padding comes last, where a causal mask hides it from all text, so the fast `is_causal` does.
+    The padding is at the end, where a causal mask hides it from all text, so `is_causal` is enough.
     """
     rows, following = _shifted(documents)
     tokens = pad_sequence(rows, batch_first=True).to(device)

@@ -1,6 +1,6 @@
-"""A transformer over bytes, as small as one that learns: for packed and padded batches alike.
+"""A small transformer over bytes, the same for packed and padded batches.
 
-Nothing but its attention knows which bytes belong to one document, and that comes with the batch.
+Only the attention depends on which bytes belong to one document, and it comes with the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Block(nn.Module):
-    """Attention, then a multilayer perceptron, each on normalised input and added to it."""
+    """A pre-norm transformer block: attention, then a multilayer perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Return what the next block reads."""
+        """Return the hidden states after the block."""
         qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, HEADS, HEAD_DIM))
         hidden = hidden + self.out(attend(*qkv.unbind(-3)).flatten(-2))
         out: Tensor = hidden + self.perceptron(hidden)
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts from the bytes of a document so far the next one; `context` is the most that it reads."""
+    """Predicts the next byte of a document from at most `context` bytes."""
 
     def __init__(self, context: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ByteTransformer(nn.Module):
         self.logits = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, batch: Layout) -> Tensor:
-        """Return the mean cross entropy per byte of text, in nats."""
+        """Return the mean cross entropy per byte of text, in nats; padding is not counted."""
         hidden = self.bytes(batch.tokens) + self.positions(batch.positions)
         for block in self.blocks:
             hidden = block(hidden, batch.attend)

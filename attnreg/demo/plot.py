@@ -1,4 +1,4 @@
-"""One picture of a `Result`: the losses, the documents' lengths, and the speed."""
+"""One picture of a `Result`: the losses, the lengths of the documents, and the speed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from attnreg.demo.result import Result
+    from attnreg.demo.train import Result
 
 __all__ = ["draw"]
 
-# Blue and orange of Okabe and Ito's palette: apart for every kind of colour vision, and in grey.
+# Blue and orange of Okabe and Ito's palette, distinct for every kind of colour vision and in grey.
 COLOURS = {"packed": "#0072B2", "padded": "#E69F00"}
 INK, NEUTRAL, FAINT = "#333333", "#8C8C8C", "#D9D9D9"
 BINS = [2**power for power in range(12)]
@@ -36,10 +36,10 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _losses(axes: Axes, result: Result) -> None:
-    _titled(axes, f"Losses at most {result.largest_difference:.0e} apart", "step", "loss, nats per byte")
+    _titled(axes, f"Losses differ by at most {result.largest_difference:.0e}", "step", "loss, nats per byte")
     steps = range(1, len(result.steps) + 1)
     packed, padded = ([step.loss[name] for step in result.steps] for name in LAYOUTS)
-    # Rings around the line: where the two agree, a second line would hide the first.
+    # Rings around the line: a second line would hide the first where the two agree.
     axes.plot(steps, padded, "o", label="padded", color=COLOURS["padded"], fillstyle="none", markersize=7)
     axes.plot(steps, packed, label="packed", color=COLOURS["packed"], linewidth=1.8)
     axes.legend(frameon=False, labelcolor=INK)
@@ -61,7 +61,7 @@ def _speed(axes: Axes, result: Result) -> None:
     axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
     axes.set_xlim(0, max(values) * 1.25)
     axes.set_ylim(-0.6, 1.6)
-    axes.set_xticks([])  # the bars carry their numbers
+    axes.set_xticks([])  # the bars are labelled
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
 

@@ -1,7 +1,7 @@
-"""Real text for the demo: what every Python installation carries, at the lengths that it has.
+"""Real text for the demo, found in every Python installation, so that nothing is downloaded.
 
-A document is a docstring of the standard library, its licence, or a file of attnreg's own. Nothing
-is downloaded, and nothing is chosen for its length: only what exceeds the model's context is cut.
+A document is a docstring of the standard library, its licence, or a file of attnreg's. None is chosen
+for its length; what exceeds the model's context is cut.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def corpus(context: int) -> list[bytes]:
-    """Return every document that can be found here, each once and `context` bytes at most."""
+    """Return every document found here, each once and cut to `context` bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     found = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
     found += [_text(path) for path in (library / "LICENSE.txt", *_own_files())]
     cut = (text.encode()[:context] for text in found)
-    return list(dict.fromkeys(text for text in cut if len(text) > 1))  # the shortest predicts one byte
+    return list(dict.fromkeys(text for text in cut if len(text) > 1))  # one byte has none to predict
 
 
 def batches(documents: list[bytes], size: int, count: int, seed: int) -> Iterator[list[bytes]]:
-    """Yield `count` batches of `size` documents, drawn at random, whatever their lengths."""
+    """Yield `count` batches of `size` documents, drawn at random."""
     draw = random.Random(seed)
     for _ in range(count):
         yield draw.sample(documents, size)
@@ -41,14 +41,14 @@ def _docstrings(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(_text(path))
     except (SyntaxError, ValueError):
-        return  # distributions ship templates and files for other Pythons among their modules
+        return  # some distributions have templates among their modules
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
             yield docstring
 
 
 def _own_files() -> list[Path]:
-    """Return attnreg's modules, and its pages where this is a checkout."""
+    """Return attnreg's modules, and its documentation if this is a checkout."""
     root = _OWN.parent
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")] if (root / "pyproject.toml").exists() else []
     return [*sorted(_OWN.rglob("*.py")), *sorted(pages)]
@@ -58,4 +58,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""  # Debian keeps the licence elsewhere, an embedded Python its modules in an archive
+        return ""  # Debian has the licence elsewhere; an embedded Python has its modules in an archive

@@ -3,7 +3,7 @@
 Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
 Each describes a call by everything but the values of its tensors, and runs the launcher that is kept for that
 description. A call that isn't kept goes to the plan in Python, which returns its results together with what
-is to be kept (`dispatch.calls.Kept`), or with nothing. Whatever changes in the registry or the settings drops
+is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings drops
 everything.
 """
 
@@ -12,23 +12,31 @@ from __future__ import annotations
 import atexit
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg import _registry
 from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.contract.validation import check_values
 from attnreg.dispatch import counters, scope
-from attnreg.errors import AttnregError, BuildError
+from attnreg.errors import AttnregError, BuildError, UnsupportedInputError
 from attnreg.settings import environment
 from attnreg.torchlib import building, captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnreg.dispatch.calls import Kept
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+    from attnreg.contract.launchers import Launcher
+    from attnreg.dispatch.counters import Counter
+    from attnreg.dispatch.state import Plan
 
 __all__ = [
+    "Kept",
     "active",
     "described",
+    "kept_for",
     "load",
     "module_for_routers",
     "paused",
@@ -39,6 +47,8 @@ __all__ = [
 
 log = logging.getLogger("attnreg")
 
+FORWARD_TENSORS = 3  # query, key and value
+
 # The module, while it answers calls; None while it is paused or there is none. `load` sets it.
 active: Any = None
 is_loaded = False  # whether `load` has looked for it
@@ -47,6 +57,92 @@ _module: Any = None  # what was loaded stays loaded: torch may have its code in 
 _plans: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 _pauses = 0
 _has_routers = False  # whether the routers over torch's ops are the module's
+
+
+class Kept(NamedTuple):
+    """How the call cache is to run further calls like one that a plan has run.
+
+    Attributes:
+        launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
+        counters: what to add to at each.
+        is_final: whether the plan need not be asked for a better launcher from time to time.
+        auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
+            tensors, on the device "meta". Nobody reads the values of these.
+        offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
+            every row sees a key. The launcher is used only where that is known.
+    """
+
+    launcher: Launcher | None
+    counters: tuple[Counter, ...]
+    is_final: bool = True
+    auxiliary: tuple[Any, ...] = ()
+    offsets: tuple[Tensor, Tensor, int, int] | None = None
+
+
+def kept_for(
+    plan: Plan,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    auxiliary: tuple[Any, ...] = (),
+    offsets: tuple[Tensor, Tensor, int, int] | None = None,
+) -> Kept | None:
+    """Return how to run further calls like one that `plan` has just run, of which every row sees a key.
+
+    Args:
+        plan: what ran it.
+        tensors: what its kernel was given.
+        call: its other arguments, with both offsets of a packed call.
+        auxiliary, offsets: see `Kept`.
+
+    Returns:
+        None for what the call cache doesn't tell apart or a launcher isn't given: a bias, dropout, pages,
+        lengths in use, slopes; and for a first call, whose results were only just checked.
+    """
+    others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
+    if active is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
+        return None
+    launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
+    if launcher is not None:
+        return Kept(launcher, plan.counters, True, auxiliary, offsets)
+    run = _unspecialized(plan, call)
+    return Kept(run, plan.counters, plan.specialize is None, auxiliary, offsets)
+
+
+def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+    try:
+        return plan.specialize(tensors, call) if plan.specialize is not None else None
+    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        return None
+
+
+def _unspecialized(plan: Plan, call: Call) -> Launcher:
+    """Return the backend's function as a launcher."""
+    kernel = plan.kernel
+    if call.cu_seqlens_q is None:
+
+        def run(*tensors: Tensor) -> Any:
+            try:
+                return kernel(*tensors, call)
+            except UnsupportedInputError:
+                return None  # a new plan finds out what runs the call
+
+        return run
+
+    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)  # the offsets of this call would be kept alive
+
+    def run_packed(*given: Tensor) -> Any:
+        *tensors, cu_seqlens_q, cu_seqlens_k = given
+        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
+            # Whatever shares the memory of the offsets may have written to them without a trace.
+            check_values(tensors[0], tensors[1], call)
+        try:
+            return kernel(*tensors, call)
+        except UnsupportedInputError:
+            return None
+
+    return run_packed
 
 
 def load() -> Any:

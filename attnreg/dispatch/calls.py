@@ -2,14 +2,11 @@
 
 `plan_for` makes the key of a call and looks up its plan; only a call without one is checked, described as a
 spec and decided about. No host sync, no query of a device, no environment variable, no log line on that way.
-What the compiled call cache needs to run further calls like this one without coming here is returned beside
-the results: `kept_for` makes it.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,16 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.contract.backend import Call
-    from attnreg.contract.launchers import Launcher
     from attnreg.contract.spec import Direction
-    from attnreg.dispatch.counters import Counter
     from attnreg.dispatch.scope import ScopedChoice
 
 __all__ = [
-    "Kept",
     "bounds",
     "every_dense_row_sees_a_key",
-    "kept_for",
     "keys_used",
     "plan_for",
     "scale_of",
@@ -39,31 +32,6 @@ __all__ = [
     "wants_deterministic",
     "wants_gradient",
 ]
-
-
-log = logging.getLogger("attnreg")
-
-FORWARD_TENSORS = 3  # query, key and value
-
-
-class Kept(NamedTuple):
-    """How the call cache is to run further calls like one that a plan has run.
-
-    Attributes:
-        launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
-        counters: what to add to at each.
-        is_final: whether the plan need not be asked for a better launcher from time to time.
-        auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
-            tensors, on the device "meta". Nobody reads the values of these.
-        offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
-            every row sees a key. The launcher is used only where that is known.
-    """
-
-    launcher: Launcher | None
-    counters: tuple[Counter, ...]
-    is_final: bool = True
-    auxiliary: tuple[Any, ...] = ()
-    offsets: tuple[Tensor, Tensor, int, int] | None = None
 
 
 def plan_for(
@@ -123,73 +91,6 @@ def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     if key.shape[1] > call.max_k:
         key, value = key[:, : call.max_k], value[:, : call.max_k]
     return query, key, value
-
-
-def kept_for(
-    plan: Plan,
-    tensors: tuple[Tensor, ...],
-    call: Call,
-    auxiliary: tuple[Any, ...] = (),
-    offsets: tuple[Tensor, Tensor, int, int] | None = None,
-) -> Kept | None:
-    """Return how to run further calls like one that `plan` has just run, of which every row sees a key.
-
-    Args:
-        plan: what ran it.
-        tensors: what its kernel was given.
-        call: its other arguments, with both offsets of a packed call.
-        auxiliary, offsets: see `Kept`.
-
-    Returns:
-        None for what the call cache doesn't tell apart or a launcher isn't given: a bias, dropout, pages,
-        lengths in use, slopes; and for a first call, whose results were only just checked.
-    """
-    others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
-    if not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
-        return None
-    launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
-    if launcher is not None:
-        return Kept(launcher, plan.counters, True, auxiliary, offsets)
-    run = _unspecialized(plan, call)
-    return Kept(run, plan.counters, plan.specialize is None, auxiliary, offsets)
-
-
-def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-    try:
-        return plan.specialize(tensors, call) if plan.specialize is not None else None
-    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
-        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
-        return None
-
-
-def _unspecialized(plan: Plan, call: Call) -> Launcher:
-    """Return the backend's function as a launcher."""
-    kernel = plan.kernel
-    if call.cu_seqlens_q is None:
-
-        def run(*tensors: Tensor) -> Any:
-            try:
-                return kernel(*tensors, call)
-            except UnsupportedInputError:
-                return None  # a new plan finds out what runs the call
-
-        return run
-
-    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)  # the offsets of this call would be kept alive
-
-    def run_packed(*given: Tensor) -> Any:
-        *tensors, cu_seqlens_q, cu_seqlens_k = given
-        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
-            check_values(
-                tensors[0], tensors[1], call
-            )  # who shares their memory may have written to the offsets
-        try:
-            return kernel(*tensors, call)
-        except UnsupportedInputError:
-            return None
-
-    return run_packed
 
 
 def every_dense_row_sees_a_key(call: Call) -> bool:

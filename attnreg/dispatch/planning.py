@@ -19,6 +19,7 @@ from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, select
 from attnreg.selection.render import fallback_line, refuse
 from attnreg.selection.replay import replayed
+from attnreg.torchlib import building
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +63,8 @@ def make_plan(
         BackendUnavailableError: one that the settings ask for can't load here.
         RanksDifferError: another rank of the job chooses by another table.
     """
-    policy = now.policy.led_by(leading)
+    building.ensure_built()  # the program serves calls: its next start has the compiled part
+    policy = now.policy.with_first(leading)
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries
     if direction == "forward" and spec.needs_backward:
@@ -105,12 +107,12 @@ def decide(
     """
     spec = spec.of(direction)
     for preference in policy.preferences:
-        if preference.required and preference.governs(spec.device):
+        if preference.required and preference.applies_to(spec.device):
             for name in preference.names:
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
     if policy.lock is not None:
         return replayed(policy.lock, spec, direction, entries, policy, native)
-    leaves_native = native and (policy.watching or not policy.by_measurement)
+    leaves_native = native and (policy.only_recording or not policy.by_measurement)
     tables = None if leaves_native else policy.tables
     prediction = tables.predict(spec, direction) if tables is not None else None
     return select(spec, direction, entries, policy, native, prediction)

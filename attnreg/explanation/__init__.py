@@ -161,12 +161,12 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         backward = _elsewhere(described, "backward", now.entries) if spec.needs_backward else None
         return Explanation(spec, _elsewhere(described, "forward", now.entries), backward, _front_notes())
     entries = entries_with_native(described.native, now.entries)
-    policy = now.policy.led_by(leading)
+    policy = now.policy.with_first(leading)
     native = described.native.name if described.native is not None else ""
     forward, backward = _decision(spec, "forward", entries, policy, native), None
     if spec.needs_backward:
         if spec.dropout > 0.0 and forward.backend is not None:
-            policy = policy.led_by(tied_to(forward.backend))
+            policy = policy.with_first(tied_to(forward.backend))
         backward = _decision(spec, "backward", entries, policy, native)
     measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
     unknown = _unmeasured(spec, policy, (forward, backward))

@@ -1,14 +1,14 @@
-"""Whether kernels are right: the input matrix and the accuracy rule, for tests and the command line.
+"""Whether kernels are right and how long they take: for `verify`, `tune`, `bench` and the tests.
 
-A kernel passes if its largest error against attention in float64 is at most twice that of plain
-PyTorch operations in the inputs' own dtype, plus the rounding of the result itself. Nothing here
-knows a backend; a new one is held to the same matrix by `verify`.
+Each exists once: a description of a call and the input matrix (`cases`), its tensors (`inputs`), attention
+in float64 (`reference`), the accuracy rule (`rule`, and `sample` for calls too large to compute), the
+timers (`timing`). Nothing here knows a backend; it may import the contract. Read `rule` first.
 """
 
-from attnreg.measure.cases import Case
-from attnreg.measure.inputs import Inputs, inputs
-from attnreg.measure.matrix import CASES, QUICK
+from attnreg.measure.cases import CASES, QUICK, Case
+from attnreg.measure.inputs import Inputs, copies, copies_beyond_the_cache, inputs
 from attnreg.measure.rule import Error, Outcome, measure, measure_taken, verify
+from attnreg.measure.sample import Sample
 
 __all__ = [
     "CASES",
@@ -17,6 +17,9 @@ __all__ = [
     "Error",
     "Inputs",
     "Outcome",
+    "Sample",
+    "copies",
+    "copies_beyond_the_cache",
     "inputs",
     "measure",
     "measure_taken",

@@ -1,18 +1,23 @@
-"""One call to hold a kernel to, described without its tensors."""
+"""A call described without its tensors, and the cases that every kernel is held to.
+
+The cases are every shape, mask and memory layout that kernels have been wrong on. Where the numbers
+come from: the test suites of flash-attention, PyTorch, xformers and tokamax, and the issues that their
+users reported.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnreg.contract.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attnreg.contract.spec import Device
 
-__all__ = ["Case", "Layout"]
+__all__ = ["CASES", "QUICK", "Case", "Layout"]
 
-Layout = Literal["plain", "heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+Layout = Literal["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 Bias = Literal["none", "key padding", "additive"]
 
 
@@ -29,11 +34,14 @@ class Case:
         scale: factor on the scores; None for 1 / sqrt(dim).
         magnitude: factor on the values of query, key and value.
         layout, grad_layout: how query, key and value, and the incoming gradient, lie in memory.
+        one_cu_seqlens: whether query and key share one tensor of offsets, as in self-attention; some
+            backends check for that.
         bias: what kind of `attn_bias`.
         seqused_k: how many keys of each sequence count.
         page_size: tokens in a page of the key-value cache.
         tail: rows past the last sequence of a varlen call.
         poison: whether all that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
+        deterministic: whether the gradients have to be bitwise repeatable.
         heavy: whether it takes seconds or gigabytes; not part of `QUICK`.
     """
 
@@ -48,13 +56,15 @@ class Case:
     scale: float | None = None
     magnitude: float = 1.0
     layout: Layout = "plain"
-    grad_layout: Literal["plain", "heads first", "expanded"] = "plain"
+    grad_layout: Literal["plain", "bhsd", "expanded"] = "plain"
+    one_cu_seqlens: bool = False
     bias: Bias = "none"
     alibi: bool = False
     seqused_k: tuple[int, ...] | None = None
     page_size: int | None = None
     tail: int = 0
     poison: bool = False
+    deterministic: bool = False
     heavy: bool = False
 
     def __str__(self) -> str:
@@ -74,6 +84,12 @@ class Case:
     def lens_seen(self) -> tuple[int, ...]:
         """How many keys of each sequence count."""
         return self.lens_k if self.seqused_k is None else self.seqused_k
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory query, key, value and the gradient of the output take."""
+        rows = sum(self.lens_q) * self.heads[0] + sum(self.lens_k) * self.heads[1]
+        return rows * sum(self.dims) * (DTYPES[self.dtype])
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return what the call asks of a backend."""
@@ -96,5 +112,100 @@ class Case:
             seqused_k=self.seqused_k is not None,
             page_size=self.page_size,
             positive_scale=self.scale is None or self.scale > 0.0,
+            deterministic=self.deterministic,
             needs_backward=needs_backward,
         )
+
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes
+
+
+def _dense(name: str, len_q: int, len_k: int, batch: int = 2, **options: Any) -> Case:
+    return replace(Case(name=name, lens_q=(len_q,) * batch, lens_k=(len_k,) * batch), **options)
+
+
+def _varlen(name: str, *lens: tuple[int, int], **options: Any) -> Case:
+    lens_q, lens_k = zip(*lens, strict=True)
+    return replace(Case(name=name, lens_q=lens_q, lens_k=lens_k, varlen=True), **options)
+
+
+CAUSAL = (-1, 0)
+ODD_LENGTHS = (1, 3, 7, 15, 31, 33, 63, 65, 113, 127, 129, 143, 203, 257, 587, 799, 1023)
+UNEQUAL = ((64, 1), (1, 239), (799, 3), (256, 8), (8, 256), (7, 8), (64, 32), (113, 211), (1024, 1023))
+HEADS = ((1, 1), (4, 2), (3, 1), (4, 1), (6, 3), (12, 4), (8, 1))
+DIMS = (1, 2, 3, 4, 5, 6, 7, 8, 21, 31, 40, 80, 96, 128, 160, 192, 203, 256, 288, 512)
+UNEQUAL_DIMS = ((64, 32), (32, 64), (192, 128), (40, 64), (5, 3))
+WINDOWS = (
+    *((-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (1, 0), (0, 1), (0, -1), (4, 4), (8, 2)),
+    (1025, 1025),
+)
+LAYOUTS: tuple[Layout, ...] = (
+    *("bhsd", "fused qkv", "last dim strided"),
+    *("one key head", "offset", "odd rows"),
+)
+
+RAGGED = ((113, 113), (1, 1), (64, 64), (7, 7), (129, 129))
+RAGGED_UNEQUAL = ((113, 203), (1, 65), (64, 1), (31, 33), (203, 113))
+EMPTIES = {
+    "empty first": ((0, 0), (33, 33)),
+    "empty between": ((33, 33), (0, 0), (7, 7)),
+    "empty last": ((33, 33), (0, 0)),
+    "all empty": ((0, 0), (0, 0)),
+    "no queries": ((0, 33), (7, 7)),
+    "no keys": ((33, 0), (7, 7)),
+    "at most one": ((1, 1), (0, 0), (1, 1)),
+}
+
+SHAPES: tuple[Case, ...] = (
+    *(_dense(f"length {n}", n, n, window=CAUSAL if n % 4 == 3 else (-1, -1)) for n in ODD_LENGTHS),
+    *(_dense(f"lengths {q} and {k}", q, k) for q, k in UNEQUAL),
+    *(_dense(f"causal lengths {q} and {k}", q, k, window=CAUSAL) for q, k in UNEQUAL),
+    _dense("no queries", 0, 33),
+    _dense("no keys", 33, 0),
+    _dense("no batch", 33, 33, batch=0),
+    *(_varlen(f"varlen {name}", *lens) for name, lens in EMPTIES.items()),
+    *(_dense(f"heads {q}:{k}", 65, 129, heads=(q, k), window=CAUSAL) for q, k in HEADS),
+    *(_varlen(f"varlen heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL) for q, k in HEADS),
+    *(_dense(f"dim {n}", 33, 65, dims=(n, n)) for n in DIMS),
+    *(_dense(f"dims {qk} and {v}", 33, 65, dims=(qk, v), heads=(4, 2)) for qk, v in UNEQUAL_DIMS),
+    *(_dense(f"window {w}", 113, 113, window=w) for w in WINDOWS),
+    *(_dense(f"window {w}, few queries", 63, 203, window=w) for w in WINDOWS),
+    *(_dense(f"window {w}, few keys", 203, 63, window=w) for w in WINDOWS),
+    # As far to the right as there are keys, and yet a bound: rows see keys one more with each row.
+    _dense("window (-1, 100), few keys", 203, 63, window=(-1, 100)),
+    *(_varlen(f"varlen window {w}", *RAGGED_UNEQUAL, window=w, heads=(4, 2)) for w in WINDOWS),
+    *(_dense(f"layout {name}", 65, 65, layout=name, heads=(4, 2)) for name in LAYOUTS),
+    *(_varlen(f"varlen layout {name}", *RAGGED, layout=name, heads=(4, 2)) for name in LAYOUTS),
+    _dense("gradient bhsd", 65, 33, grad_layout="bhsd"),
+    _dense("gradient of a sum", 65, 33, grad_layout="expanded"),
+    _varlen("varlen gradient of a sum", *RAGGED, grad_layout="expanded"),
+    _dense("values x5", 113, 203, magnitude=5.0),
+    _dense("values x5, causal", 203, 203, magnitude=5.0, window=CAUSAL),
+    _dense("scale 0", 33, 65, scale=0.0),
+    _dense("scale below 0", 33, 65, scale=-0.125),
+    _dense("key padding mask", 63, 113, bias="key padding"),
+    _dense("additive bias", 63, 113, bias="additive", heads=(4, 2)),
+    _dense("additive bias, causal", 113, 63, bias="additive", window=CAUSAL),
+    _dense("alibi", 113, 203, alibi=True, heads=(4, 2), window=CAUSAL),
+    _varlen("varlen alibi", *RAGGED_UNEQUAL, alibi=True),
+    _varlen("varlen tail", *RAGGED, tail=17),
+    _varlen("varlen tail of NaN", *RAGGED_UNEQUAL, tail=17, poison=True, window=CAUSAL),
+    _dense("seqused_k", 33, 65, seqused_k=(65, 31), window=CAUSAL),
+    _varlen("varlen seqused_k", *RAGGED_UNEQUAL, seqused_k=(200, 0, 1, 32, 65), window=CAUSAL, poison=True),
+    _varlen("pages", (1, 65), (7, 40), (0, 9), seqused_k=(65, 39, 9), page_size=16),
+    _varlen(
+        "pages of NaN", (1, 600), (113, 113), seqused_k=(513, 99), page_size=256, poison=True, window=CAUSAL
+    ),
+    _dense("long", 4224, 4224, batch=1, window=CAUSAL, heavy=True),
+    _dense("long, few keys", 4224, 1023, batch=1, heads=(4, 1), heavy=True),
+    _dense("wide window", 2304, 2304, batch=1, window=(1025, 1025), heavy=True),
+    _dense("300 heads", 129, 129, heads=(300, 300), heavy=True),
+    *(
+        _dense(f"batch {n}", 2, 3, batch=n, dims=(8, 8), heads=(1, 1), heavy=True)
+        for n in (65535, 65536, 65537)
+    ),
+    _varlen("varlen batch 65537", *(((1, 2),) * 65537), dims=(32, 32), heads=(1, 1), heavy=True),
+)
+
+CASES = tuple(replace(case, dtype=dtype) for dtype in DTYPES for case in SHAPES)
+QUICK = tuple(case for case in CASES if not case.heavy)

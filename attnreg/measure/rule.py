@@ -1,4 +1,8 @@
-"""The accuracy rule, and holding kernels to it."""
+"""The accuracy rule, and holding kernels to it.
+
+A kernel is right if its largest error against attention in float64 is at most twice that of plain PyTorch
+operations in the inputs' own dtype, plus the rounding of the result itself.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from attnreg.contract.launchers import AddressLauncher
 from attnreg.contract.spec import Device
 from attnreg.errors import UnsupportedInputError
 from attnreg.measure.inputs import inputs
-from attnreg.measure.oracle import Results, attention
+from attnreg.measure.reference import Results, attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
 
-__all__ = ["Error", "Outcome", "measure", "measure_taken", "verify"]
+__all__ = ["Error", "Outcome", "compare", "measure", "measure_taken", "verify"]
 
 FACTOR = 2.0
 
@@ -39,7 +43,7 @@ class Error(NamedTuple):
     """The largest error of one tensor, against float64.
 
     Attributes:
-        kernel: that of the kernel; infinite where it has NaN or another shape.
+        kernel: that of the kernel; infinite where the result has NaN or another shape.
         math: that of plain PyTorch operations in the inputs' dtype.
         atol: what rounding the result costs by itself.
     """
@@ -65,13 +69,20 @@ class Error(NamedTuple):
             return 0.0
         return self.kernel / self.math if self.math else torch.inf
 
+    @property
+    def share(self) -> float:
+        """The error in units of the most that passes."""
+        if self.kernel == 0.0:
+            return 0.0
+        return self.kernel / self.allowed if self.allowed else torch.inf
+
     def __str__(self) -> str:
         sign = "<=" if self.passed else ">"
         return f"{self.kernel:.3g} {sign} {FACTOR:g} * {self.math:.3g} + {self.atol:.3g}"
 
 
 class Outcome(NamedTuple):
-    """What became of a case: errors by tensor name, and why what wasn't run wasn't."""
+    """The errors of one case by tensor name, the reasons why a direction wasn't run, and what was raised."""
 
     case: Case
     errors: dict[str, Error]
@@ -89,7 +100,7 @@ def measure(
 ) -> dict[str, Error]:
     """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward.
 
-    Where the kernels have a shorter way of doing the call again, the larger error counts.
+    Where the kernels return launchers for repeated calls, these are run as well, and the larger error counts.
     """
     given = inputs(case, device, seed)
     q, k, v, grad_out, call = given
@@ -99,16 +110,22 @@ def measure(
         out, lse = kernels.forward(q, k, v, call)
         grads = kernels.backward(grad_out, q, k, v, out, lse, call) if kernels.backward else ()
         results = [(out, lse, *grads)]
-        if kernels.specialize is not None and _may_be_done_again(case, call, truth):
-            results += _done_again(kernels.specialize, given, (out, lse, *grads))
-    return {
-        name: Error(
-            max(_distance(one, getattr(truth, name)) for one in got),
-            _distance(getattr(plain, name), getattr(truth, name)),
-            _rounding(getattr(truth, name), q.dtype),
-        )
-        for name, got in zip(Results._fields, zip(*results, strict=True), strict=False)
-    }
+        if kernels.specialize is not None and _may_be_specialized(case, call, truth):
+            results += _launched(kernels.specialize, given, (out, lse, *grads))
+    names = zip(Results._fields, zip(*results, strict=True), strict=False)
+    return {name: compare(got, getattr(plain, name), getattr(truth, name), q.dtype) for name, got in names}
+
+
+def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
+    """Return the larger error of one or more results for the same inputs of some dtype.
+
+    Args:
+        got: what kernels returned.
+        plain: what plain PyTorch operations give in the inputs' dtype.
+        truth: the same in float64.
+        dtype: that of the inputs.
+    """
+    return Error(max(_distance(one, truth) for one in got), _distance(plain, truth), _rounding(truth, dtype))
 
 
 def measure_taken(
@@ -125,38 +142,40 @@ def measure_taken(
     return errors, forwards or declined
 
 
-def _may_be_done_again(case: Case, call: Call, truth: Results) -> bool:
-    """Whether a case is of those of which `Kernels.specialize` may be asked."""
+def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
+    """Whether a case is one for which routers may ask `Kernels.specialize` for a launcher."""
     lengths = zip(case.lens_q, case.lens_k, strict=True)
-    full = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
+    no_unused_rows = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
     plain = call.seqused_k is None and call.block_table is None and not call.dropout
-    return full and plain and bool(truth.lse.isfinite().all())
+    every_row_sees_a_key = bool(truth.lse.isfinite().all())
+    return no_unused_rows and plain and every_row_sees_a_key
 
 
-def _done_again(
-    again: Specialize, given: Inputs, results: tuple[Tensor, ...]
+def _launched(
+    specialize: Specialize, given: Inputs, results: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Return the results of the shorter ways, and those that are there already where there is none."""
+    """Yield the results of every launcher; of a direction that has none, or declines, those of its kernel."""
     *inputs, grad_out, call = given
-    ends = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
+    offsets = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
     out, lse, *grads = results
-    forwards = [way(*inputs, *ends) or (out, lse) for way in _ways(again("forward", tuple(inputs), call))]
-    for ahead in forwards or [(out, lse)]:
-        tensors = grad_out, *inputs, *ahead
-        backwards = _ways(again("backward", tensors, call)) if grads else []
-        for back in [way(*tensors, *ends) or grads for way in backwards] or [grads]:
-            yield *ahead, *back
+    launchers = _calls_of(specialize("forward", tuple(inputs), call))
+    forwards = [run(*inputs, *offsets) or (out, lse) for run in launchers]
+    for forward in forwards or [(out, lse)]:
+        tensors = grad_out, *inputs, *forward
+        launchers = _calls_of(specialize("backward", tensors, call)) if grads else []
+        for backward in [run(*tensors, *offsets) or grads for run in launchers] or [grads]:
+            yield *forward, *backward
 
 
-def _ways(run: Callable[..., Any] | None) -> list[Callable[..., Any]]:
-    """Return how routers take a shorter way: those in Python, and what compiled ones may do instead."""
-    if run is None:
+def _calls_of(launcher: Callable[..., Any] | None) -> list[Callable[..., Any]]:
+    """Return how routers call a launcher: those in Python, and what compiled ones may do instead."""
+    if launcher is None:
         return []
-    return [run, run.on_addresses] if isinstance(run, AddressLauncher) else [run]
+    return [launcher, launcher.on_addresses] if isinstance(launcher, AddressLauncher) else [launcher]
 
 
 def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:
-    """Hold a backend to some cases; what it says that it can't run is not run."""
+    """Hold a backend to some cases; those outside its capabilities are not run."""
     kernels, device = backend.load(), torch.device(device)
     place = _described(device)
     for case in cases:
@@ -190,8 +209,8 @@ def _distance(got: Tensor, truth: Tensor) -> float:
     if got.shape != truth.shape:
         return torch.inf
     got = got.to(torch.float64)
-    apart = (got - truth).abs().masked_fill(got == truth, 0.0)  # -inf is where it should be
-    return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if apart.numel() else 0.0
+    distance = (got - truth).abs().masked_fill(got == truth, 0.0)  # an LSE of -inf has a distance of NaN
+    return float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if distance.numel() else 0.0
 
 
 def _rounding(truth: Tensor, dtype: torch.dtype) -> float:

@@ -1,5 +1,6 @@
-"""From a spec and what was asked for to a decision; pure, so that `explain` needs no GPU.
+"""Choosing a backend: a spec, the backends and a policy give a decision, without a tensor or a GPU.
 
-Here also: settings in one order of precedence, lock files, agreement between ranks, and the one renderer of
-reasons. May import: everything below `dispatch`. Read `decision.py` first.
+Here also: all settings as one policy (`sources`, `policy`), lockfiles (`lockfile`, `replay`), the check that
+ranks choose alike (`ranks`), and the one renderer of reasons (`render`). May import: everything below
+`dispatch`. Read `decision.py` first.
 """

@@ -1,7 +1,7 @@
 """Choosing a backend: a spec, the backends and a policy give a decision. Pure: no tensor, no torch.
 
-A policy is what was asked for, strongest first. Asking puts a backend first; what it can't run goes
-to the next that can, and every reason is kept in the decision.
+A policy is a list of preferences, the strongest first. A preferred backend comes first in the order; a call
+that it can't run goes to the next one that can, and the decision keeps every reason.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from attnreg.tuning.ranking import with_sources
+from attnreg.tuning.lookup import with_sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,12 +25,12 @@ __all__ = ["Decision", "Policy", "Preference", "select", "tied_to"]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Backends that somebody asked for.
+    """Backends that a setting, a registration or a call prefers.
 
     Attributes:
-        source: who asked, in words: `"ATTNREG_BACKEND"`, `"register_backend('FA4')"`.
-        names: the backends, the most wanted first.
-        devices: the settings keys it holds for ("cpu", "cuda", "sm_90"); None for every device.
+        source: where the preference comes from: `"ATTNREG_BACKEND"`, `"register_backend('FA4')"`.
+        names: the backends, the most preferred first.
+        devices: the settings keys of the devices that it applies to ("cpu", "cuda", "sm_90"); None for all.
         exclusive: whether nothing else may run (`backend=` on a call).
         required: whether it is an error if one of them can't load here.
     """
@@ -41,41 +41,39 @@ class Preference:
     exclusive: bool = False
     required: bool = True
 
-    def governs(self, device: Device) -> bool:
-        """Whether it speaks about that device."""
+    def applies_to(self, device: Device) -> bool:
+        """Whether it is a preference for that device."""
         return self.devices is None or any(key in self.devices for key in device.keys)
 
 
 def tied_to(backend: str) -> Preference:
-    """Return what a forward with dropout asks for its backward: the one that knows its mask."""
+    """Return the preference of a backward with dropout: only its forward's backend can repeat the mask."""
     return Preference("the forward's dropout mask", (backend,), exclusive=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything that was asked for in a process.
+    """Everything that settings and the program ask for.
 
     Attributes:
-        preferences: the strongest first.
-        disabled: name in lower case to the source that disabled it.
-        strict: the source that made an unserved preference an error; empty if none did.
-        tables: what was measured, where the policy goes by that; how they are looked up is no part of
-            what was asked for.
-        watching: whether all that was asked for is to record calls: torch's own choices stand.
-        lock: what was decided before, and has to come out again.
-        by_measurement: whether somebody asked for tables, so that they count where torch has chosen, too.
+        preferences: the strongest first. disabled: names in lower case of disabled backends, each with the
+        source that disables it. strict: the source that makes it an error when a preferred backend can't run
+        a call; empty if none does. tables: the measured tables; None if only the default order counts.
+        only_recording: whether nothing but the recording of calls is asked for, so that torch's choices
+        stand. lock: the lockfile that decisions have to agree with. by_measurement: whether a setting asks
+        for tables, so that they may change torch's own choice, too.
     """
 
     preferences: tuple[Preference, ...] = ()
     disabled: Mapping[str, str] = field(default_factory=dict)
     strict: str = ""
     tables: Tables | None = field(default=None, compare=False, repr=False)
-    watching: bool = False
+    only_recording: bool = False
     lock: Lock | None = field(default=None, compare=False, repr=False)
     by_measurement: bool = field(default=False, compare=False, repr=False)
 
-    def led_by(self, preference: Preference | None) -> Policy:
-        """Return this policy with one more preference, stronger than all of its own."""
+    def with_first(self, preference: Preference | None) -> Policy:
+        """Return this policy with one more preference, the strongest."""
         if preference is None:
             return self
         return replace(self, preferences=(preference, *self.preferences))
@@ -83,19 +81,19 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which backend runs one direction of a call, who decided, and what spoke against the others.
+    """Which backend runs one direction of a call, what decided that, and the reasons against the others.
 
     Attributes:
         direction: `"forward"` or `"backward"`.
         backend: its name; None if none can run the call, or none may (see `refusal`).
-        source: who asked for it, or "measured table ...", or "default order for ...".
+        source: the source of the preference, or "measured table ...", or "default order for ...".
         rejected: every backend that can't run the call, with all its reasons.
-        passed_over: the rejected ones that would have come before `backend`; of those that nobody
-            asked for only such as serve this kind of device.
+        passed_over: the rejected ones before `backend` in the order: all preferred ones, and of the others
+            those that serve this type of device.
         order: all backends in the order in which they were considered.
-        asked_for: the backends that somebody asked for on this device.
-        refusal: why there is none although one could run the call; else empty.
-        predicted: what a measured table says of the call; None if none does.
+        asked_for: the preferred backends for this device.
+        refusal: why no backend may run the call although one could; else empty.
+        predicted: a measured table's prediction for the call; None if there is none.
     """
 
     direction: Direction
@@ -120,14 +118,14 @@ def select(
     """Choose the backend for one direction of a call.
 
     Args:
-        spec: what the call asks.
-        direction: which of its two directions.
+        spec: the call.
+        direction: the direction to decide about.
         entries: the known backends by name in lower case.
-        policy: what was asked for.
-        native: the backend whose kernel torch itself was about to run; leads the default order.
-        prediction: what a measured table says; it may change the default order.
+        policy: preferences, disabled backends and strictness.
+        native: the backend whose kernel torch itself has selected; first in the default order.
+        prediction: a measured table's prediction, which may change the default order.
     """
-    wanted = [preference for preference in policy.preferences if preference.governs(spec.device)]
+    wanted = [preference for preference in policy.preferences if preference.applies_to(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
     able = {name for name, reasons in found.items() if not reasons}
@@ -162,11 +160,11 @@ def _serves(entry: Entry, spec: AttentionSpec) -> bool:
 def _ranked(
     entries: Mapping[str, Entry], wanted: list[Preference], default: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return every backend, the first choice first, with the source of its rank."""
+    """Return every backend, the first choice first, with the source of its position."""
     ranked: dict[str, str] = {}
     for preference in wanted:
         for name in preference.names:
-            # A backend may have been taken out of the registry while a scope still names it.
+            # A `use_backend` scope may still name a backend that has left the registry.
             if name.casefold() in entries:
                 ranked.setdefault(name.casefold(), preference.source)
     for name, source in default.items():
@@ -178,7 +176,7 @@ def _reasons(
     entry: Entry, spec: AttentionSpec, direction: Direction, policy: Policy, only: Preference | None
 ) -> tuple[str, ...]:
     reasons = entry.reasons(spec, direction)
-    # Both directions have to be one backend's where a dropout mask ties them, or the caller did.
+    # One backend has to run both directions if there is dropout, or if the caller names it on the call.
     tied = spec.dropout > 0.0 or (only is not None and entry.name.casefold() in map(str.casefold, only.names))
     if direction == "forward" and spec.needs_backward and tied:
         backward = entry.reasons(spec, "backward")

@@ -1,7 +1,7 @@
-"""A lockfile: which backend each call of a workload is to run on, and where that was decided.
+"""A lockfile: which backend runs each call of a workload, and the environment in which that was decided.
 
-`attnreg lock` writes one, ATTNREG_LOCK names one. A lock is of one device; calls are compared without
-the device, which the environment stands for.
+`attnreg lock` writes one, ATTNREG_LOCK names one. A lockfile is for one device, which its environment
+describes; calls are compared without their devices.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
-from attnreg.tuning.matching import matched, matched_simulated
+from attnreg.tuning.machine import environment, matched, matched_simulated
 from attnreg.tuning.points import Malformed
-from attnreg.tuning.specs import spec_from, spec_to
 from attnreg.tuning.table import Environment, environment_from, read_whole, write_whole
-from attnreg.tuning.traces import DIRECTIONS
+from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Direction
 
-__all__ = ["FORMAT", "VARIABLE", "Lock", "Lockfile", "Row", "load", "place_of"]
+__all__ = ["FORMAT", "VARIABLE", "Lock", "Lockfile", "Row", "key_of", "load"]
 
 FORMAT = "attnreg lockfile"
 VERSION = 1
@@ -37,7 +36,7 @@ NOWHERE = Device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One direction of a call, the backend that runs it, and who decided so."""
+    """One direction of a call, the backend that runs it, and the source of that decision."""
 
     spec: AttentionSpec
     direction: Direction
@@ -48,19 +47,19 @@ class Row:
         """Return the same as plain data."""
         return asdict(self) | {"spec": spec_to(self.spec)}
 
-    def says(self, name: str) -> str:
-        """Return the beginning of every sentence about a row that can't be replayed; `name` is the row's."""
+    def beginning(self, name: str) -> str:
+        """Return the beginning of each error about a row that can't be replayed; `name` is the row's."""
         return f"{name} says {self.backend} for this {self.direction}"
 
 
 @dataclass(frozen=True, slots=True)
 class Lockfile:
-    """What a lockfile says.
+    """The contents of a lockfile.
 
     Attributes:
-        path: where it is, absolute.
+        path: absolute.
         device: the type of its device: `"cpu"`, `"cuda"`.
-        environment: what was there when it was decided.
+        environment: the environment in which it was decided.
         rows: each direction of each call once.
     """
 
@@ -71,13 +70,13 @@ class Lockfile:
 
     @property
     def digest(self) -> str:
-        """What tells its contents from all others, in twelve digits; not the order of its rows."""
+        """A hash of its contents, twelve digits; the order of rows doesn't count."""
         rows = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in self.rows)
         data = json.dumps([self.device, asdict(self.environment), rows], sort_keys=True)
         return hashlib.sha256(data.encode()).hexdigest()[:12]
 
     def save(self) -> None:
-        """Write the file whole or not at all; a row to a line.
+        """Write the file atomically, one row per line.
 
         Raises:
             ConfigError: it can't be written.
@@ -117,9 +116,9 @@ def _read(data: object, file: Path) -> Lockfile:
     seen: set[object] = set()
     for number, one in enumerate(rows):
         row = _row(one, f"rows[{number}]", environment, Device(device))
-        if (place := place_of(row.spec, row.direction)) in seen:
+        if (key := key_of(row.spec, row.direction)) in seen:
             raise Malformed(f"rows[{number}]: is there twice, expected each direction of a call once")
-        seen.add(place)
+        seen.add(key)
         found.append(row)
     return Lockfile(file, device, environment, tuple(found))
 
@@ -148,8 +147,8 @@ def _check_keys(data: dict[str, Any], expected: tuple[str, ...], place: str) -> 
         raise Malformed(f"{place}{wrong[0]}: {'missing' if wrong[0] in expected else 'unknown key'}")
 
 
-def place_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
-    """Return what tells rows apart: a call without its device."""
+def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
+    """Return the key of a row: the call without its device, and the direction."""
     return replace(spec, device=NOWHERE), direction
 
 
@@ -157,23 +156,23 @@ class Lock:
     """A lockfile in force.
 
     Args:
-        file: what it says.
-        entries: returns all backends, whose versions have to be those of the file.
+        file: its contents.
+        entries: returns all backends; their versions have to be those of the file.
     """
 
     def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
         self.file = file
         self._entries = entries
-        self._places = {place_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
+        self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
         self._differences: dict[tuple[Device, str], str] = {}
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
-        """Return the row of one direction of a call, and what to call it.
+        """Return the row of one direction of a call, and its name for messages.
 
         Raises:
-            UnsupportedInputError: there is none, or it was decided where something was different.
+            UnsupportedInputError: there is none, or it was decided in another environment.
         """
-        number = self._places.get(place_of(spec, direction))
+        number = self._numbers.get(key_of(spec, direction))
         if number is None:
             raise UnsupportedInputError(
                 f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}; to "
@@ -181,11 +180,11 @@ class Lock:
             )
         row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
         if differs := self.differences(spec.device, row.backend):
-            raise UnsupportedInputError(f"{row.says(name)}, but it was {differs}")
+            raise UnsupportedInputError(f"{row.beginning(name)}, but it was {differs}")
         return row, name
 
     def differences(self, device: Device, backend: str) -> str:
-        """Return what is different, for a backend on a device, from where the lock was made."""
+        """Return how the environment of a backend on a device differs from the lock's."""
         if (device, backend) not in self._differences:
             self._differences[device, backend] = self._compared(device, backend)
         return self._differences[device, backend]
@@ -197,8 +196,6 @@ class Lock:
         if device.simulated:
             capability = ".".join(map(str, device.capability or ()))
             return "; ".join(matched_simulated(there, capability, "locked").refused)
-        from attnreg.tuning.machine import environment
-
-        # What doesn't run the call can't make a difference to it.
+        # The versions of other backends can't make a difference to this call.
         alone = replace(there, backends={backend: there.backends[backend]})
         return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)

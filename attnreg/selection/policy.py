@@ -1,12 +1,12 @@
-"""What was asked for, from all sides, as one `Policy`: strongest first.
+"""Everything that is asked for, from all sources, as one `Policy`. The strongest comes first:
 
 1. The environment: the operator's override.
 2. `register_backend` and `configure(Settings(...))`: the program.
 3. The settings files: ATTNREG_CONFIG's, then the one given to `configure`.
-4. Where none of them says anything, a measured table for the device, if there is one.
+4. Where none of them names a backend, a measured table for the device, if there is one.
 
-(`use_backend` and `backend=` are stronger still; they hold for single calls and are added there.)
-A lockfile (ATTNREG_LOCK) holds all of this to what was decided before: see `replay`.
+(`use_backend` and `backend=` are stronger still; they apply to single calls and are added there.)
+With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `replay`.
 The environment and the files are read once, when they are first needed, and again by `reload`.
 """
 
@@ -28,9 +28,10 @@ from attnreg.selection.sources import (
     checked,
     disabled,
     log_level,
+    only_records,
     read,
     strict,
-    watching,
+    without_implementation,
 )
 from attnreg.selection.sources import policy as decides_by
 from attnreg.torchlib import building, captured
@@ -72,7 +73,7 @@ def sources() -> Sources:
     global _sources, _unreadable
     with _registry.lock:
         if _unreadable is not None:
-            raise copy(_unreadable)  # what is raised holds the tensors of its frames
+            raise copy(_unreadable)  # an exception that was raised holds the tensors of its frames
         if _sources is None:
             try:
                 _sources = reread()
@@ -84,12 +85,12 @@ def sources() -> Sources:
 
 
 def disabled_backends() -> dict[str, str]:
-    """Return the names in lower case that settings disable, each with the source that does so.
+    """Return the disabled names in lower case, each with the source that disables it.
 
-    Reads none of the tables and lockfiles that settings may name: for a command that is to make them.
+    Doesn't read the tables and lockfiles that settings may name: for the commands that write them.
 
     Raises:
-        ConfigError: the environment or a settings file can't be read, or names a backend that isn't there.
+        ConfigError: the environment or a settings file can't be read, or names an unknown backend.
     """
     with _registry.lock:
         now = _sources
@@ -100,7 +101,7 @@ def disabled_backends() -> dict[str, str]:
 
 
 def current() -> Policy:
-    """Return everything that was asked for.
+    """Return everything that is asked for.
 
     Raises:
         ConfigError: the environment or its file can't be read.
@@ -109,17 +110,18 @@ def current() -> Policy:
     tables = None
     if decides_by(now)[0] == "measured":
         tables = Tables(now.tables, _registry.entries, _compiled(now))
-    only_watching = serves(now) and watching(now) and not _active and not _registry.registrations()
-    # Asking for one backend doesn't change calls that torch has sent to another; asking for measurement does.
+    only_recording = serves(now) and only_records(now) and not _active and not _registry.registrations()
+    # A preference for one backend doesn't change calls that torch sends to another one; asking for tables
+    # does.
     by_measurement = bool(decides_by(now)[1] or now.tables)
     lock = Lock(now.lock, _registry.entries) if now.lock is not None else None
     return Policy(
-        tuple(_preferences(now)), disabled(now), strict(now), tables, only_watching, lock, by_measurement
+        tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement
     )
 
 
 def _compiled(now: Sources) -> bool:
-    """Whether routers are compiled ones, or will be as soon as a call needs them."""
+    """Whether routers are compiled, or will be when a call installs them."""
     if captured.compiled is not None:
         return captured.compiled
     if now.environment.routers == "python":
@@ -132,22 +134,21 @@ def _compiled(now: Sources) -> bool:
 
 
 def is_active() -> bool:
-    """Whether anything was asked for, so that torch's own entry points are to be served."""
+    """Whether anything is asked for, so that attnreg serves torch's own attention ops."""
     try:
         now = sources()
     except AttnregError:
-        return True  # so that the calls that it would have governed say so
+        return True  # so that calls raise the error
     return serves(now)
 
 
 def serves(now: Sources) -> bool:
-    """Whether torch's own entry points are to be served under these settings."""
-    asked = replace(now, environment=now.environment._replace(routers=""))  # how, not what
-    return bool(_active or _watchers or _registry.registrations() or asked != Sources())
+    """Whether attnreg serves torch's own attention ops under these settings."""
+    return bool(_active or _watchers or _registry.registrations() or without_implementation(now) != Sources())
 
 
 def activate(active: bool) -> bool:
-    """Serve torch's entry points, or no longer, though nothing else was asked for; returns what held."""
+    """Serve torch's attention ops even if nothing else is asked for, or not; return what was set before."""
     global _active
     with _registry.lock:
         before, _active = _active, active
@@ -156,7 +157,7 @@ def activate(active: bool) -> bool:
 
 
 def watch(more: int) -> None:
-    """Have torch's entry points served so that one more, or with -1 one less, can record what they get."""
+    """Count a recording more (1) or less (-1); while there is one, torch's attention ops are served."""
     global _watchers
     with _registry.lock:
         _watchers += more
@@ -164,12 +165,14 @@ def watch(more: int) -> None:
 
 
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
-    """Return the settings in force, but for a new file or new settings made in the program.
+    """Return the settings in force with a new file, or new settings of the program.
 
     Raises:
         ConfigError: the file can't be read, or something in it is wrong.
     """
-    from attnreg.settings import config  # pydantic is a tenth of a second that most programs needn't pay
+    from attnreg.settings import (
+        config,
+    )  # importing pydantic takes 0.1 s, and most programs need no settings file
 
     if isinstance(path_or_settings, str | os.PathLike):
         return checked(replace(sources(), file=config.load(path_or_settings)))
@@ -187,7 +190,7 @@ def reread() -> Sources:
 
 
 def apply(fresh: Sources) -> None:
-    """Put settings in force that were checked."""
+    """Put checked settings in force."""
     global _sources, _unreadable
     with _registry.lock:
         before, _sources, _unreadable = _sources or Sources(), fresh, None
@@ -196,7 +199,7 @@ def apply(fresh: Sources) -> None:
 
 
 def set_aside() -> Callable[[], None]:
-    """Have no settings in force; returns what puts back those that were, or why they can't be read."""
+    """Put no settings in force; return a function that restores the earlier ones, or their error."""
     with _registry.lock:
         was, trouble = _sources, _unreadable
         apply(Sources())
@@ -223,7 +226,7 @@ def _preferences(now: Sources) -> Iterator[Preference]:
         source = f"register_backend({registration.name!r})"
         yield Preference(source, (registration.name,), registration.devices, required=False)
     for loaded in now.loaded:
-        # "sm_90" before "cuda": what is said of one architecture is stronger than of them all.
+        # "sm_90" before "cuda": an order for one architecture is stronger than one for all.
         for device in sorted(loaded.settings.devices, key=lambda key: not key.startswith("sm_")):
             order = loaded.settings.devices[device].order
             yield Preference(loaded.describe(("devices", device, "order")), order, (device,))

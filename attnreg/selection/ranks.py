@@ -1,9 +1,17 @@
-"""Ranks of one job choose by the same table, or say at the first call that they don't.
+"""Check, once per process group, that all ranks of a job choose kernels from the same inputs.
 
-A rank that picks another kernel rounds otherwise, and what relies on ranks that agree bitwise breaks
-long after the choice. So each rank tells what it chooses by where the job's ranks find each other, the
-store of the default process group: the first to come leaves it there, the others compare. That is no
-collective, so a rank that runs no attention keeps nobody waiting.
+A rank that picks another kernel rounds differently, and whatever relies on bitwise equal ranks breaks long
+after the choice. So the first rank that runs attention leaves a record of its inputs in the store of the
+default process group, and the others compare theirs with it. This is no collective: a rank that runs no
+attention keeps nobody waiting.
+
+A record has to go with its group, but a store may live longer: torchrun's serves all groups of a job, and
+so does one that a program passes to `init_process_group` twice. Hence
+
+- no strong reference to the store outlives a check. A `TCPStore` that is still referenced after
+  `destroy_process_group` is reused by the next group, which then finds the addresses of the last one;
+- every rank knows by its id a record that it has seen in an earlier group, and replaces it;
+- under torchrun a rank takes its record back when its group is destroyed, for ranks that haven't seen it.
 """
 
 from __future__ import annotations
@@ -15,13 +23,16 @@ import os
 import socket
 import sys
 import threading
+import uuid
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.errors import RanksDifferError
 from attnreg.torchlib.locks import open_after_fork
+from attnreg.tuning.machine import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
@@ -31,95 +42,111 @@ __all__ = ["agree"]
 
 log = logging.getLogger("attnreg")
 
+# TCPStore.compare_set waits for its host without a timeout. The check isn't worth longer, and never waits
+# longer than the group's own timeout.
+LONGEST_WAIT_S = 60.0
+LONGEST_WITHDRAWAL_S = 5.0
 
-class Standing(NamedTuple):
-    """What a rank chooses by on one kind of device; each field in words.
+
+class Inputs(NamedTuple):
+    """What the choices of a rank depend on, for one kind of device; each field as text.
 
     Attributes:
-        table: what tells the contents of the one in force from others; or that there is none.
+        table: digest of the measured table in force, or "no table".
         backends: those that load on that rank, with their versions.
-        asked: what its operator asks for: orders of settings files and the environment, and what is disabled.
-        lock: what tells the contents of its lockfile from others; or that there is none.
-        named: what the table is called, or why there is none; no difference.
+        asked: preferences and disabled backends from the environment and from settings files.
+        lock: digest of the lockfile, or "none".
+        table_name: name of the table, or why there is none; not compared.
     """
 
     table: str
     backends: str
     asked: str
     lock: str
-    named: str
+    table_name: str
 
-    def differences(self, other: Standing) -> str:
-        """Return in what another rank's differs, a part for each."""
+    def differences(self, other: Inputs) -> str:
+        """Return how these inputs differ from another rank's, or an empty string."""
         parts = list(zip(self._fields[1:4], self[1:4], other[1:4], strict=True))
         if self.table != other.table:
-            parts.insert(0, ("table", f"{self.named} ({self.table})", f"{other.named} ({other.table})"))
+            mine, theirs = (f"{one.table_name} ({one.table})" for one in (self, other))
+            parts.insert(0, ("table", mine, theirs))
         return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
 
 
 _lock = open_after_fork(threading.Lock())
-_compared: set[str] = set()
-_store: Any = None
-_inherited: Any = None
+_compared: set[str] = set()  # kinds of devices, in the group whose store is `_store`
+_seen: set[str] = set()  # ids of that group's records
+_stale: set[str] = set()  # ids of earlier groups' records
+_store: weakref.ref[Any] | None = None
+_inherited_store: weakref.ref[Any] | None = None
 
 
 def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
-    """Compare with the other ranks of the job, if there is one; once for each kind of device.
+    """Compare this rank's inputs with those of the job's other ranks, once per group and kind of device.
 
-    What changes later isn't compared: ranks that run no attention in between couldn't know which change
+    Later changes aren't compared: ranks that run no attention in between couldn't know which change
     of theirs to compare with. Nor is what the program asks for by `register_backend` and on calls: it
-    may mean one rank.
+    may be meant for one rank.
 
     Raises:
-        RanksDifferError: another rank chooses otherwise; says in what.
+        RanksDifferError: another rank's inputs are different; names the difference.
     """
-    global _store
-    # Whoever has initialised it has imported it.
+    # A program that has initialised it has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
     if device.simulated or distributed.get_world_size() < 2:
         return
-    store = distributed.distributed_c10d._get_default_store()
-    if store is _inherited:
-        return  # a forked child's would talk over its parent's connection
     place = device.name or device.type
+    store = distributed.distributed_c10d._get_default_store()
+    if _inherited_store is not None and store is _inherited_store():
+        return  # a forked child would talk over its parent's connection
     with _lock:
-        if store is not _store:
-            _store = store
-            _compared.clear()
+        if _store is None or store is not _store():
+            _start_group(store)
         if place in _compared:
             return
-        _compare(store, distributed.get_rank(), f"attnreg/{place}", _standing(policy, entries, device))
-        _compared.add(place)
+        difference = _compare(store, distributed.get_rank(), place, _inputs(policy, entries, device))
+        if not difference:
+            _compared.add(place)
+    del store  # the error below holds this frame
+    if difference:
+        raise RanksDifferError(difference)
+
+
+def _start_group(store: Any) -> None:
+    global _store
+    _store = weakref.ref(store)
+    _stale.update(_seen)
+    _seen.clear()
+    _compared.clear()
 
 
 def _leave_the_parents_store() -> None:
-    global _inherited
+    global _inherited_store
     distributed = sys.modules.get("torch.distributed")
     with contextlib.suppress(Exception):
         if distributed is not None and distributed.is_initialized():
-            _inherited = distributed.distributed_c10d._get_default_store()
+            _inherited_store = weakref.ref(distributed.distributed_c10d._get_default_store())
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_the_parents_store)
 
 
-def _standing(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Standing:
-    from attnreg.tuning.machine import environment
-
+def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
     shared = {name: entry for name, entry in entries.items() if not entry.own}
     loading = environment(device, shared).backends
-    asked = [" ".join(one.names) for one in policy.preferences if one.required and one.governs(device)]
+    asked = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
     asked += [f"not {name}" for name in sorted(policy.disabled)]
-    table, named = _table(policy, device)
-    return Standing(
+    table, table_name = _table(policy, device)
+    return Inputs(
         table,
         ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
         ", ".join(asked) or "nothing",
         "none" if policy.lock is None else f"contents {policy.lock.file.digest}",
-        named,
+        table_name,
     )
 
 
@@ -129,23 +156,84 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
     report = policy.tables.report(device)
     if report.in_force is None:
         return "no table", "; ".join(report.refused) or "the default order"
-    routers = ", compiled routers" if policy.tables.compiled else ""  # by their times it is looked up
+    routers = ", compiled routers" if policy.tables.compiled else ""  # predictions depend on them
     return f"contents {report.in_force.digest}{routers}", report.in_force.table.name
 
 
-def _compare(store: Any, rank: int, place: str, standing: Standing) -> None:
-    mine = {"rank": rank, "host": socket.gethostname(), "standing": standing}
+def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
+    """Return the sentence that says how this rank differs from the first one; empty if it doesn't."""
+    host, key = socket.gethostname(), f"attnreg/{place}"
+    mine = json.dumps({"id": uuid.uuid4().hex, "rank": rank, "host": host, "inputs": inputs})
+    found: list[str] = []
     try:
-        # Sets the value if there is none, and returns the one that is there then.
-        first = json.loads(store.compare_set(place, "", json.dumps(mine)))
-        different = standing.differences(Standing(*first["standing"]))
-    except Exception as error:  # noqa: BLE001 - a store that can't compare, one that is gone, another attnreg
-        with contextlib.suppress(Exception):  # a handler that raises is no reason to fail a call
-            log.warning("this job's ranks can't compare by what they choose kernels: %s", error)
+        group_timeout = store.timeout.total_seconds() if hasattr(store, "timeout") else LONGEST_WAIT_S
+        _run_within(min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine)))
+        first = json.loads(found[0])
+        _seen.add(first["id"])
+        different = inputs.differences(Inputs(*first["inputs"]))
+    except Exception as error:  # noqa: BLE001 - a store that is gone, stalled or can't compare, another attnreg
+        with contextlib.suppress(Exception):  # a log handler that raises must not fail a call
+            log.warning("this job's ranks can't compare what their choices of kernels depend on: %s", error)
+        return ""
+    if found[0] == mine:
+        _withdraw_with_group(store, place, mine)
+    if not different:
+        return ""
+    return (
+        f"rank {rank} on {host} doesn't choose kernels as rank {first['rank']} on "
+        f"{first['host']} does: {different}: ranks that choose differently don't agree bitwise; give all "
+        "of them the same table, lock, packages and settings"
+    )
+
+
+def _first_record(store: Any, key: str, mine: str) -> str:
+    """Leave a record unless another rank of the group has left one; return the one that is there then."""
+    first: str = store.compare_set(key, "", mine).decode()
+    if json.loads(first).get("id") in _stale:
+        # Two ranks may both find it: the second gets the record of the first.
+        first = store.compare_set(key, first, mine).decode()
+    return first
+
+
+def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
+    """Take the record back when torch drops its reference to the store, which is when the group ends.
+
+    Only under torchrun, whose agent outlives its workers: elsewhere rank 0 serves the store, and may be gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    if different:
-        raise RanksDifferError(
-            f"rank {rank} on {mine['host']} doesn't choose kernels as rank {first['rank']} on "
-            f"{first['host']} does: {different}: ranks that choose differently don't agree bitwise; give all "
-            "of them the same table, lock, packages and settings"
-        )
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    # Another reference to the same connection, which goes with torch's own.
+    alias, owner = PrefixStore("attnreg", store), os.getpid()
+
+    def withdraw(alias: Any) -> None:
+        if os.getpid() == owner:
+            with contextlib.suppress(Exception):
+                # An empty value counts as none, and another rank's record stays.
+                _run_within(LONGEST_WITHDRAWAL_S, lambda: alias.compare_set(place, mine, ""))
+
+    weakref.finalize(store, withdraw, alias).atexit = False
+
+
+def _run_within(seconds: float, run: Callable[[], object]) -> None:
+    """Run in a thread, and leave it behind if it takes longer.
+
+    Raises:
+        RuntimeError: it took longer, or raised; without the error itself, whose frames hold the store.
+    """
+    errors: list[str] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(str(error))
+
+    thread = threading.Thread(target=catch, name="attnreg", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RuntimeError(f"the process group's store doesn't answer within {seconds:g} s")
+    if errors:
+        raise RuntimeError(errors[0])

@@ -1,9 +1,10 @@
-"""The one renderer of decisions: errors, log lines, `explain` and the command line print its text."""
+"""The one renderer of decisions and reasons, for errors, log lines, `explain` and the command line."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from attnreg.contract.capabilities import one_line
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from attnreg.selection.decision import Decision
     from attnreg.tuning.lookup import Prediction
 
-__all__ = ["decision_table", "fallback_line", "refuse"]
+__all__ = ["decision_table", "fallback_line", "one_line", "refuse"]
 
 ELIGIBLE = "could run it"
 
@@ -28,7 +29,7 @@ def decision_table(spec: AttentionSpec, decision: Decision) -> str:
 
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:
-    """Return the log line of a call that went to another backend than the first in the order."""
+    """Return the log line of a call that a later backend in the order runs."""
     return f"{backend} can't run this call and {instead} does: {reason}"
 
 
@@ -53,32 +54,32 @@ def _rows(decision: Decision) -> list[str]:
     rows = []
     for name in decision.order:
         able = f"runs it, by {decision.source}" if name == decision.backend else ELIGIBLE
-        said = decision.predicted.of(name) if decision.predicted is not None else None
-        if said is not None and said.trouble:
-            able += f", but {said.trouble}"
+        candidate = decision.predicted.of(name) if decision.predicted is not None else None
+        if candidate is not None and candidate.trouble:
+            able += f", but {candidate.trouble}"
         reasons = decision.rejected.get(name) or (able,)
         for number, reason in enumerate(reasons):
             label = name if number == 0 else ""
-            rows.append(f"  {label:<{width}}  {' '.join(reason.split())}")  # a cause may have several lines
+            rows.append(f"  {label:<{width}}  {one_line([reason])}")
     return rows
 
 
 def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
-    """Yield what a measured table says: a row for each backend, where it comes from, and how sure that is."""
+    """Yield a prediction: a row for each backend, the points that it comes from, and the notes."""
     where = "in a CUDA graph" if spec.capturing else "in eager"
     yield f"  predicted by {prediction.table}, {where}"
     rows = {}
     for one in prediction.candidates:
-        told = one.trouble
+        text = one.trouble
         if one.cost_us is not None:
             parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
-            told = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s)"
+            text = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s)"
         refused = "; it can't run this call" if one.backend in decision.rejected else ""
-        rows[one.backend] = f"{told}{refused}"
+        rows[one.backend] = f"{text}{refused}"
     unknown = (name for name in decision.order if prediction.of(name) is None)
     rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
     width = max(map(len, rows))
-    yield from (f"    {name:<{width}}  {told}" for name, told in rows.items())
+    yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
     for point in prediction.points:
         near = "measured itself" if point.itself else f"{point.distance:.2f} powers of two away"
         yield f"    from {point.size}, {near}"

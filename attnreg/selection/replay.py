@@ -1,10 +1,11 @@
-"""Deciding by a lock: what it says leads, and whatever would have another backend run is an error."""
+"""Deciding by a lockfile: its backend runs the call; whatever would choose another one is an error."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attnreg.contract.capabilities import one_line
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Decision, Policy, Preference, select
 
@@ -26,39 +27,39 @@ def replayed(
     policy: Policy,
     native: str = "",
 ) -> Decision:
-    """Return the decision that a lock has for one direction of a call.
+    """Return the locked decision for one direction of a call.
 
     Raises:
-        UnsupportedInputError: the lock has none, it was made where something was different, its backend
-            can't run the call, or somebody asks for another.
+        UnsupportedInputError: the lock has no row for it, or was made in another environment; its backend
+            can't run the call; or a preference would have another backend run it.
     """
     row, name = lock.expected(spec, direction)
-    told = row.says(name)
-    # Without what a table predicts: a table asks for nothing.
+    beginning = row.beginning(name)
+    # Without a prediction: a table isn't a preference, so it can't contradict the lock.
     asked = select(spec, direction, entries, policy, native)
     if asked.refusal:
         return asked
     if asked.source in {preference.source for preference in policy.preferences}:
         if not _same(asked.backend, row.backend):
             if reasons := asked.rejected.get(row.backend):
-                raise _cant_run(told, reasons, spec, asked)
+                raise _cant_run(beginning, reasons, spec, asked)
             raise UnsupportedInputError(
-                f"{told}, but {asked.source} would have {asked.backend} run it: {spec}"
+                f"{beginning}, but {asked.source} would have {asked.backend} run it: {spec}"
             )
         return replace(asked, source=name)
-    led = policy.led_by(Preference(name, (row.backend,), required=False))
-    decision = select(spec, direction, entries, led, native)
+    locked = policy.with_first(Preference(name, (row.backend,), required=False))
+    decision = select(spec, direction, entries, locked, native)
     if not _same(decision.backend, row.backend):
         reasons = decision.rejected.get(row.backend, ("no backend of that name is known here",))
-        raise _cant_run(told, reasons, spec, decision)
+        raise _cant_run(beginning, reasons, spec, decision)
     return decision
 
 
 def _cant_run(
-    told: str, reasons: tuple[str, ...], spec: AttentionSpec, decision: Decision
+    beginning: str, reasons: tuple[str, ...], spec: AttentionSpec, decision: Decision
 ) -> UnsupportedInputError:
     return UnsupportedInputError(
-        f"{told}, which can't run it here ({'; '.join(reasons)}): {spec}", decision.rejected
+        f"{beginning}, which can't run it here ({one_line(reasons)}): {spec}", decision.rejected
     )
 
 

@@ -1,6 +1,6 @@
-"""Where settings come from, read and checked as one value: the environment, files and the program.
+"""The sources of settings, read and checked as one value: the environment, files and the program.
 
-Nothing here is in force by being read; `policy` keeps what is.
+Reading puts nothing in force; `policy` keeps what is.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ __all__ = [
     "checked",
     "disabled",
     "log_level",
+    "only_records",
     "policy",
     "read",
     "strict",
-    "watching",
+    "without_implementation",
 ]
 
 UNSET = Environment()
@@ -43,13 +44,15 @@ REFERENCE = "math"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where settings come from; None where there is none.
+    """All sources of settings; None for one that isn't used.
 
     Attributes:
         environment: the variables.
-        program, environment_file, file: the settings, the strongest first.
+        program: settings passed to `configure`.
+        environment_file: the file of ATTNREG_CONFIG; weaker than `program`.
+        file: the file passed to `configure`; weaker than both.
         tables: the measured tables that these name, the strongest first.
-        lock: the lockfile of the environment.
+        lock: the lockfile of ATTNREG_LOCK.
     """
 
     environment: Environment = UNSET
@@ -74,7 +77,9 @@ def read(before: Sources) -> Sources:
     now = environment.read()
     if now.config is None and before.file is None:
         return replace(before, environment=now, environment_file=None)
-    from attnreg.settings import config  # pydantic is a tenth of a second that most programs needn't pay
+    from attnreg.settings import (
+        config,
+    )  # importing pydantic takes 0.1 s, and most programs need no settings file
 
     return Sources(
         now,
@@ -93,14 +98,14 @@ def _check_routers(fresh: Sources) -> None:
 
 
 def checked(fresh: Sources) -> Sources:
-    """Check what only the registry and the disk know, and what sources say against each other.
+    """Check sources against the registry, the files that they name, and each other.
 
     Returns:
         The same with the measured tables and the lockfile that they name.
 
     Raises:
-        ConfigError: an unknown name, a backend that is asked for and disabled, a disabled reference, a
-            file that is no table or no lockfile, one to record in that can't be written, or compiled
+        ConfigError: an unknown name, a backend that is preferred and disabled, a disabled reference, a
+            file that is no table or no lockfile, a recording that can't be written, or compiled
             routers that aren't there.
     """
     check_names(fresh)
@@ -115,10 +120,10 @@ def checked(fresh: Sources) -> Sources:
 
 
 def check_names(fresh: Sources) -> None:
-    """Check what settings say of backends; of the files that they name nothing.
+    """Check the names of backends only, not the files that settings name.
 
     Raises:
-        ConfigError: an unknown name, a backend that is asked for and disabled, or a disabled reference.
+        ConfigError: an unknown name, a backend that is preferred and disabled, or a disabled reference.
     """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -163,7 +168,7 @@ def _tables(now: Sources) -> Iterator[Named]:
 
 
 def disabled(now: Sources) -> dict[str, str]:
-    """Return the names in lower case that are disabled, with the strongest source that does so."""
+    """Return the disabled names in lower case, each with the strongest source that disables it."""
     found: dict[str, str] = {}
     for name, source in _disabled(now):
         found.setdefault(name.casefold(), source)
@@ -179,7 +184,7 @@ def _disabled(now: Sources) -> Iterator[tuple[str, str]]:
 
 
 def strict(now: Sources) -> str:
-    """Return the strongest source that says something about strict, if it says yes."""
+    """Return the strongest source that sets strict, if it sets it to true; else an empty string."""
     if now.environment.strict is not None:
         return "ATTNREG_STRICT" if now.environment.strict else ""
     for loaded in now.loaded:
@@ -189,7 +194,7 @@ def strict(now: Sources) -> str:
 
 
 def policy(now: Sources) -> tuple[str, str]:
-    """Return what decides where nothing is asked for, and the source that says so; empty by default."""
+    """Return what decides where no backend is preferred, and the source that sets it; empty by default."""
     if now.environment.policy:
         return now.environment.policy, "ATTNREG_POLICY"
     for loaded in now.loaded:
@@ -198,12 +203,17 @@ def policy(now: Sources) -> tuple[str, str]:
     return "measured", ""
 
 
-def watching(now: Sources) -> bool:
+def without_implementation(now: Sources) -> Sources:
+    """Return the sources without variables that change how calls are served, and not which backend runs."""
+    return replace(now, environment=now.environment._replace(routers="", build=""))
+
+
+def only_records(now: Sources) -> bool:
     """Whether settings ask for nothing, or only for calls to be recorded."""
-    return now == Sources(Environment(record=now.environment.record))
+    return without_implementation(now) == Sources(Environment(record=now.environment.record))
 
 
 def log_level(now: Sources) -> str:
-    """Return the level that the strongest settings name, or an empty string if none does."""
+    """Return the log level of the strongest settings that have one, or an empty string."""
     named = (s.settings for s in now.loaded if "log_level" in s.settings.model_fields_set)
     return next((settings.log_level.upper() for settings in named), "")

@@ -1,47 +1,147 @@
 """Settings: from a TOML file with `load`, or from Python with `settings_from`.
 
-Both refuse what they don't know, list every problem on a line of its own and name its key. `load`
-adds the file, line and column, and keeps them: a decision can name the line that is behind it.
+Both refuse unknown keys, list every problem on a line of its own and name its key. `load` adds the file, line
+and column, and keeps them: a decision can name the line that it comes from.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from attnreg.errors import ConfigError, did_you_mean
 from attnreg.settings import toml_file
-from attnreg.settings.config_types import DEVICE_KEY, DeviceKey, Names, Problem, TableFile, complaint, refusal
 from attnreg.settings.toml_file import Origin
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
     from typing import Self
 
     from pydantic_core import ErrorDetails
 
-    from attnreg.settings.toml_positions import KeyPath
+    from attnreg.settings.toml_file import KeyPath
 
 __all__ = [
-    "DeviceSettings",
-    "LoadedSettings",
-    "Settings",
-    "check_backends",
-    "load",
-    "schema",
-    "settings_from",
-]
+    "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
+]  # fmt: skip
 
 REFERENCE = "math"
 
+# What `torch.device` accepts; written out, so that reading settings needn't import torch.
+DEVICE_TYPES = (
+    "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "ipu", "hip", "ve", "fpga", "lazy", "meta",
+    "mkldnn", "opengl", "opencl", "ideep", "vulkan", "privateuseone",
+)  # fmt: skip
+DEVICE_KEY = rf"^({'|'.join(DEVICE_TYPES)}|sm_[1-9][0-9]{{1,2}})$"
+
+
+class Problem(NamedTuple):
+    """What a validator rejects; `key` is relative to the value that the validator was given."""
+
+    key: KeyPath
+    got: object
+    expected: str
+
+
+def refusal(*problems: Problem) -> ValidationError:
+    """Return an error that pydantic merges into its own, with the complete key of each problem."""
+    details = [
+        InitErrorDetails(
+            type=PydanticCustomError("attnreg", "Expected {expected}", {"expected": problem.expected}),
+            loc=problem.key,
+            input=problem.got,
+        )
+        for problem in problems
+    ]
+    return ValidationError.from_exception_data("Settings", details)
+
+
+# What pydantic expected, by the type of its error, in the wording of all other messages.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "invalid_key": "the name of a setting",
+    "missing": "a list of at least one name",
+    "model_type": "a table",
+    "path_type": "the path of a file",
+    "string_too_short": "a name",
+    "string_type": "a string",
+    "too_short": "at least one name",
+}
+
+
+def complaint(detail: ErrorDetails) -> str:
+    """Return what was got and what was expected, for one error of pydantic's or of a validator."""
+    kind, got = detail["type"], detail["input"]
+    expected = detail.get("ctx", {}).get("expected") or _EXPECTED.get(kind, detail["msg"])
+    if kind == "literal_error":
+        expected += did_you_mean(str(got), expected.split("'")[1::2])
+    return f"missing, expected {expected}" if kind == "missing" else f"got {got!r}, expected {expected}"
+
+
+def _in_order(names: object) -> object:
+    # pydantic would accept a set too, whose order changes from run to run.
+    if not isinstance(names, list | tuple):
+        raise refusal(Problem((), names, "a list of names"))
+    return names
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    keys = [name.casefold() for name in names]
+    repeats = [
+        Problem((index,), name, f"each name once: [{keys.index(keys[index])}] is the same, whatever the case")
+        for index, name in enumerate(names)
+        if keys.index(keys[index]) < index
+    ]
+    if repeats:
+        raise refusal(*repeats)
+    return names
+
+
+def _device(key: str) -> str:
+    if not re.fullmatch(DEVICE_KEY, key):
+        arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", key.casefold())
+        near = f"; did you mean 'sm_{arch[1]}'?" if arch else did_you_mean(key, DEVICE_TYPES)
+        raise refusal(Problem((), key, f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}"))
+    return key
+
+
+def _file(path: object) -> object:
+    if not isinstance(path, str | Path):
+        return path  # for pydantic to refuse
+    if not Path(path).name:  # "" as well as "."
+        raise refusal(Problem((), str(path), "the path of a file"))
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        homeless = Problem((), str(path), "the path of a file (there is no home folder for its ~)")
+        raise refusal(homeless) from None
+
+
+Name = Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_in_order), AfterValidator(_each_once)]
+DeviceKey = Annotated[str, AfterValidator(_device)]
+TableFile = Annotated[Path, BeforeValidator(_file)]
+
 
 class _Table(BaseModel):
-    # Instances are checked again wherever they are given: `model_copy` and `model_construct` don't.
+    # Validates instances, too: `model_copy` and `model_construct` check nothing.
     model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always")
 
 
@@ -68,7 +168,7 @@ class Settings(_Table):
     )
     policy: Literal["measured", "order"] = Field(
         default="measured",
-        description="What decides where nothing is asked for: a measured table, where one is for the "
+        description="What decides where no backend is preferred: a measured table, if there is one for the "
         "device, or the default order alone.",
     )
     tuned: TableFile | None = Field(
@@ -113,7 +213,7 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings and where they come from; without an origin they were given to `configure`."""
+    """Settings and their origin: a file, or without a path a call of `configure`."""
 
     settings: Settings
     origin: Origin = field(default_factory=Origin)
@@ -124,7 +224,7 @@ class LoadedSettings:
         return self.origin.path
 
     def describe(self, key: KeyPath = ()) -> str:
-        """Return where a key stands, for example `attnreg.toml:7` for `("devices", "cuda", "order")`."""
+        """Return where a key is, for example `attnreg.toml:7` for `("devices", "cuda", "order")`."""
         return self.origin.describe(key)
 
 
@@ -142,10 +242,10 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
 
 
 def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
-    """Return the settings that a program gave, checked.
+    """Return the settings that a program passes to `configure`, checked.
 
     Raises:
-        ConfigError: something in them is wrong; lists every problem in the words of `load`.
+        ConfigError: something in them is wrong; lists every problem, as `load` does.
     """
     if not isinstance(value, Settings | Mapping):
         raise ConfigError(f"configure(...): got {value!r}, expected Settings or a mapping of its fields")
@@ -153,10 +253,10 @@ def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
 
 
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
-    """Refuse settings that name a backend that isn't among the known ones, whatever the case.
+    """Check that settings name known backends only; the case of a name doesn't matter.
 
     Raises:
-        ConfigError: lists every such name with its place, the known names and the nearest.
+        ConfigError: lists every unknown name with its position, and the known names.
     """
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
@@ -181,7 +281,7 @@ def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
         return Settings.model_validate(value)
     except ValidationError as error:
         details = sorted(error.errors(include_url=False), key=lambda detail: origin.position(_key(detail)))
-        # pydantic's own report would say the same again, in other words and without the places.
+        # `from None`: pydantic's own report has the same problems without their positions.
         raise ConfigError("\n".join(_problem(detail, origin) for detail in details)) from None
 
 
@@ -194,7 +294,7 @@ def _problem(detail: ErrorDetails, origin: Origin) -> str:
     if detail["type"] != "extra_forbidden":
         return origin.problem(key, complaint(detail))
     name, known = str(key[-1]), (Settings if len(key) == 1 else DeviceSettings).model_fields
-    # Whatever follows a [table] belongs to it, which is easily forgotten when a line is added.
+    # A frequent mistake: a line that is added after a [table] belongs to it.
     misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
     near = misplaced or did_you_mean(name, known)
     return origin.problem(key, f"unknown key, expected {' or '.join(known)}{near}")

@@ -1,8 +1,8 @@
-"""The environment variables, for programs that nobody can or wants to change.
+"""The environment variables `ATTNREG_*`.
 
-`read` turns them into an `Environment` or says what is wrong with them. It is called when settings
-are needed, never at import. Names of backends are kept as they were written: whether one exists is
-for the registry to say.
+`read` turns them into an `Environment` or raises an error that lists what is wrong with them. It is called
+when settings are needed, never at import. Names of backends are kept as they were written; the registry
+checks whether they exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX = "ATTNREG_"
 
 
 class Environment(NamedTuple):
-    """What the variables say; a variable that is unset or blank leaves its field at the default."""
+    """The values of the variables; one that is unset or blank leaves its field at the default."""
 
     backend: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
@@ -32,10 +32,11 @@ class Environment(NamedTuple):
     record: Path | None = None
     lock: Path | None = None
     routers: str = ""
+    build: str = ""
 
 
 class Variable(NamedTuple):
-    """One variable: the field it fills, how its text is read, and a line for the documentation."""
+    """One variable: the field it sets, how its text is parsed, and a line for the documentation."""
 
     field: str
     parse: Callable[[str], object]
@@ -56,7 +57,7 @@ def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"got {text!r}, expected a path (its ~ stands for no home folder)") from error
+        raise ValueError(f"got {text!r}, expected a path (there is no home folder for its ~)") from error
 
 
 _BOOLEANS = {
@@ -71,20 +72,17 @@ def _boolean(text: str) -> bool:
     return _BOOLEANS[text.casefold()]
 
 
-def _policy(text: str) -> str:
-    if text.casefold() not in POLICIES:
-        raise ValueError(f"got {text!r}, expected {' or '.join(POLICIES)}{did_you_mean(text, POLICIES)}")
-    return text.casefold()
+def _one_of(*choices: str) -> Callable[[str], str]:
+    *others, last = choices
 
+    def parse(text: str) -> str:
+        if text.casefold() not in choices:
+            near = did_you_mean(text, choices)
+            raise ValueError(f"got {text!r}, expected {', '.join(others)} or {last}{near}")
+        return text.casefold()
 
-def _routers(text: str) -> str:
-    if text.casefold() not in ROUTERS:
-        raise ValueError(f"got {text!r}, expected {' or '.join(ROUTERS)}{did_you_mean(text, ROUTERS)}")
-    return text.casefold()
+    return parse
 
-
-POLICIES = ("measured", "order")
-ROUTERS = ("compiled", "python")
 
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
@@ -96,18 +94,28 @@ VARIABLES = {
         "strict", _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
-        "policy", _policy, "what decides where nothing is asked for: measured (a table of times) or order"
+        "policy",
+        _one_of("measured", "order"),
+        "what decides where no backend is preferred: measured (a table of times) or order",
     ),
     "ATTNREG_RECORD": Variable(
-        "record", _path, "the file (JSONL) to write what calls there were to, for `attnreg tune --from`"
+        "record", _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
     ),
     "ATTNREG_LOCK": Variable(
-        "lock", _path, "the lockfile (JSON) of `attnreg lock`: what it says runs, or the call is an error"
+        "lock",
+        _path,
+        "the lockfile (JSON) of `attnreg lock`: a call that can't run on its locked backend is an error",
     ),
     "ATTNREG_ROUTERS": Variable(
         "routers",
-        _routers,
-        "compiled: an error unless `attnreg build` was run; python: nothing that it has made is used",
+        _one_of("compiled", "python"),
+        "compiled: an error unless the C++ libraries are there (`attnreg build`); python: they aren't used",
+    ),
+    "ATTNREG_BUILD": Variable(
+        "build",
+        _one_of("background", "now", "off"),
+        "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
+        "priority does it), now (the call waits for it) or off",
     ),
 }
 
@@ -118,7 +126,7 @@ def is_set(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Return what the variables say.
+    """Parse the variables.
 
     Raises:
         ConfigError: a value is wrong, two contradict each other, or a name that starts with
@@ -140,7 +148,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _present(environ: Mapping[str, str]) -> Iterator[str]:
-    # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
+    # In upper or lower case: "attnreg_backend" has no effect on Linux, so it has to be reported.
     return (name for name in sorted(environ) if name.upper().startswith(PREFIX) and environ[name].strip())
 
 

@@ -1,28 +1,38 @@
-"""A TOML file and where it says what.
+"""A TOML file, and the line and column of each of its keys.
 
-`read` returns the data and its `Origin`, which gives the place of each key. Every failure names the
-file and, where it is known, the line.
+`read` returns the data and its `Origin`, which has the position of each key (tomllib has none). Every error
+names the file and, where it is known, the line.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.errors import ConfigError
-from attnreg.settings.toml_positions import NOWHERE, positions
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from attnreg.settings.toml_positions import KeyPath, Position
+__all__ = ["NOWHERE", "KeyPath", "Origin", "Position", "key_text", "positions", "read"]
 
-__all__ = ["Origin", "key_text", "read"]
+KeyPath = tuple[str | int, ...]
+
+
+class Position(NamedTuple):
+    """A position in a text; both numbers count from 1."""
+
+    line: int
+    column: int
+
+
+NOWHERE = Position(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +43,26 @@ class Origin:
     positions: Mapping[KeyPath, Position] = field(default_factory=dict, repr=False, hash=False)
 
     def describe(self, key: KeyPath = ()) -> str:
-        """Return the short place of a key, `attnreg.toml:7`, or `configure(...)`."""
+        """Return where a key is in short, `attnreg.toml:7`, or `configure(...)`."""
         if self.path is None:
             return "configure(...)"
         line = self.position(key).line
         return f"{self.path.name}:{line}" if line else self.path.name
 
     def problem(self, key: KeyPath, sentence: str) -> str:
-        """Return one line of an error: the full place, the key and what is wrong with it."""
+        """Return one line of an error: the full path and position, the key and what is wrong with it."""
         line, column = self.position(key)
         place = str(self.path or self.describe()) + (f":{line}:{column}" if line else "")
         return f"{place}: {key_text(key)}: {sentence}"
 
     def position(self, key: KeyPath) -> Position:
-        """Return where a key stands, or else the table that would hold it; `(0, 0)` if nowhere."""
+        """Return the position of a key, or else of the table for it; `(0, 0)` if there is neither."""
         prefixes = (key[:length] for length in range(len(key), 0, -1))
         return next((self.positions[prefix] for prefix in prefixes if prefix in self.positions), NOWHERE)
 
 
 def key_text(key: KeyPath) -> str:
-    """Return a key path as one would write it in the file: `devices."sm_90".order[2]`."""
+    """Return a key path as it is written in a file: `devices."sm_90".order[2]`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_quoted(part)}" for part in key)
     return "".join(parts).removeprefix(".")
 
@@ -62,7 +72,7 @@ def _quoted(part: str) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
-    """Return the data of a TOML file and where each key of it stands.
+    """Return the data of a TOML file and the positions of its keys.
 
     Raises:
         ConfigError: the file can't be read, isn't UTF-8 or isn't TOML.
@@ -106,3 +116,114 @@ def _malformed(message: str, text: str, file: Path) -> str:
 
 def _inside_sentence(text: str) -> str:
     return text[:1].lower() + text[1:].removesuffix(".")
+
+
+# No alternative matches blanks, so `finditer` skips them.
+_TOKEN = re.compile(
+    r"""
+      (?P<comment> \#[^\n]* )
+    | (?P<string>
+          \"{3} (?: \\. | [^\\] )*? \"{3,5}
+        | '{3} .*? '{3,5}
+        | \" (?: \\. | [^\"\\] )* \"
+        | ' [^']* '
+      )
+    | (?P<mark> [\[\]{}=,.\n] )
+    | (?P<bare> [^\s\[\]{}=,.\"'\#]+ )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def positions(text: str) -> dict[KeyPath, Position]:
+    """Return the position of each key and each array element of `text`.
+
+    Checks nothing: the text is one that tomllib has accepted.
+    """
+    scanner = _Scanner(text)
+    scanner.scan()
+    return scanner.found
+
+
+class _Scanner:
+    """Walks over the tokens of a document, with one method for each form that TOML nests."""
+
+    def __init__(self, text: str) -> None:
+        self.found: dict[KeyPath, Position] = {}
+        self._line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+        # Reversed: `pop` takes from the end.
+        self._tokens = [token for token in _TOKEN.finditer(text) if token.lastgroup != "comment"][::-1]
+
+    def scan(self) -> None:
+        table: KeyPath = ()
+        while self._tokens:
+            if self._next() == "\n":
+                self._tokens.pop()
+            elif self._next() == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+
+    def _next(self) -> str:
+        return self._tokens[-1].group() if self._tokens else "\n"
+
+    def _skip(self, *marks: str) -> None:
+        while self._tokens and self._next() in marks:
+            self._tokens.pop()
+
+    def _header(self) -> KeyPath:
+        # [[x]] is read as [x]: no setting is an array of tables, so the error is about the first one.
+        self._skip("[")
+        table = self._key(())
+        self._skip("]")
+        return table
+
+    def _key(self, table: KeyPath) -> KeyPath:
+        while True:
+            token = self._tokens.pop()
+            quoted = token.lastgroup == "string"
+            name = tomllib.loads(f"key = {token.group()}")["key"] if quoted else token.group()
+            table = (*table, name)
+            self._note(table, token.start())
+            if self._next() != ".":
+                return table
+            self._tokens.pop()
+
+    def _pair(self, table: KeyPath) -> None:
+        key = self._key(table)
+        self._skip("=")
+        self._value(key)
+
+    def _value(self, key: KeyPath) -> None:
+        opening = self._next()
+        if opening == "[":
+            self._array(key)
+        elif opening == "{":
+            self._inline_table(key)
+        else:
+            while self._next() not in ("\n", ",", "]", "}"):
+                self._tokens.pop()
+
+    def _array(self, key: KeyPath) -> None:
+        self._tokens.pop()
+        self._skip("\n", ",")
+        index = 0
+        while self._next() != "]":
+            element = (*key, index)
+            self._note(element, self._tokens[-1].start())
+            self._value(element)
+            self._skip("\n", ",")
+            index += 1
+        self._tokens.pop()
+
+    def _inline_table(self, key: KeyPath) -> None:
+        self._tokens.pop()
+        self._skip("\n", ",")
+        while self._next() != "}":
+            self._pair(key)
+            self._skip("\n", ",")
+        self._tokens.pop()
+
+    def _note(self, key: KeyPath, offset: int) -> None:
+        line = bisect.bisect_right(self._line_starts, offset)
+        self.found.setdefault(key, Position(line, offset - self._line_starts[line - 1] + 1))

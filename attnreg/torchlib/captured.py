@@ -1,8 +1,8 @@
 """PyTorch's own kernels, captured before any router covers them.
 
-A router that calls an op by its name would call itself. `kernel` hands out the C++ kernel that was
-registered for an (op, dispatch key) when it was first asked for; `aten.install` asks for all of
-them before it registers a single router.
+A router that calls an op by its name would call itself. `kernel` returns the C++ kernel that was
+registered for an (op, dispatch key) at the first `capture` of the pair; `aten` captures all of them
+before it registers a single router.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["capture", "check_not_overridden", "compiled", "kernel"]
 
-# Whether the routers that lie over these kernels are compiled ones (see `aten.compiled`); None while none do.
+# Whether the routers that cover these kernels are compiled ones; None while no routers are installed.
 compiled: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
@@ -35,7 +35,7 @@ def capture(op: str, key: str) -> Callable[..., Any] | None:
     been registered over it.
 
     Raises:
-        RegistrationError: torch is older than 2.9 and can't hand out kernels, or somebody overrides the op.
+        RegistrationError: this torch can't return kernels, or other Python code overrides the op.
     """
     with _lock:
         if (op, key) not in _captured:
@@ -56,11 +56,11 @@ def kernel(op: str, key: str) -> Callable[..., Any]:
 
 
 def check_not_overridden(op: str, key: str) -> None:
-    """Check that no Python code has registered a kernel of its own for `aten::op`; before routers are.
+    """Check, before routers are registered, that no Python code has overridden `aten::op`.
 
     Raises:
-        RegistrationError: it has. Its kernel would be called in the place of torch's, and would be gone
-            as soon as its owner takes it out.
+        RegistrationError: it has. Its kernel would be called instead of torch's, and would be gone as soon
+            as that code removes it.
     """
     for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
         # What Python registers has no C++ signature.
@@ -84,6 +84,6 @@ def _get(op: str, key: str) -> Callable[..., Any] | None:
         found = get_kernel(f"aten::{op}", key)
     except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build
         return None
-    # A fixed key set is enough: these are backend kernels, nothing above them is to run again.
+    # A fixed key set is enough: these are backend kernels, and no functionality key above them may run twice.
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return functools.partial(found.call_boxed, keys)

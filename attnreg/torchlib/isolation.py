@@ -1,9 +1,9 @@
-"""Keeping what a package leaves behind from holding on to the tensors of a call.
+"""Keeping errors that a package stores from keeping the tensors of a call alive.
 
 An error holds the frames that it passed, these hold those that called them, and a frame holds its
-variables. A package that keeps an error, or leaves one in a cycle with its frame, thereby keeps the
-tensors of everybody above it, autograd's graph included, until a full collection of garbage: for a
-model's first call that is whatever its layers had in memory.
+variables. A package that stores an error, or leaves one in a reference cycle with its frame, thereby keeps
+the tensors of all callers, autograd's graph included, until a full garbage collection: for a model's first
+call that is whatever its layers had in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def run_in_thread(run: Callable[[], T]) -> T:
-    """Run in a thread of its own, whose frames lead to nobody's tensors; return or raise what came of it.
+    """Run a function in a thread of its own, whose frames hold no tensor of the caller; return its result.
 
-    It has come to its end when this returns, also by Ctrl-C. Where no thread can be started any more it
-    runs right here. Not for imports: a module that the caller is importing would wait for itself.
+    It has ended when this returns or raises, also on Ctrl-C. Where no thread can be started any more it runs
+    in the caller's. Not for imports: a module that the caller is importing would wait for itself.
     """
     outcome: Future[T] = Future()
     thread = Thread(target=_settle, args=(outcome, run), name="attnreg", daemon=True)
@@ -40,12 +40,12 @@ def run_in_thread(run: Callable[[], T]) -> T:
     try:
         thread.join()
     except BaseException:
-        thread.join()  # it works with what is the caller's, who is about to go on
+        thread.join()  # it uses objects of the caller, who is about to go on
         raise
     try:
         return outcome.result()
     finally:
-        del outcome  # it holds the error, the error this frame
+        del outcome  # it holds the error, and the error this frame
 
 
 def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
@@ -58,7 +58,7 @@ def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
 
 
 def strip_tracebacks(error: Error) -> Error:
-    """Return an error that is to be kept, with notes of where it and its causes came from, without frames."""
+    """Return an error that is to be stored, without frames; notes say where it and its causes were raised."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -67,8 +67,8 @@ def strip_tracebacks(error: Error) -> Error:
             continue
         seen.add(id(one))
         if one.__traceback__ is not None:
-            told = "".join(traceback.format_tb(one.__traceback__)).rstrip()
-            one.add_note(f"Raised here:\n{told}")
+            lines = "".join(traceback.format_tb(one.__traceback__)).rstrip()
+            one.add_note(f"Raised here:\n{lines}")
             one.__traceback__ = None
         waiting += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
     return error

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as kernels that load sixteen bytes at a time see it; and new ones."""
+"""Memory layouts of tensors: alignment for sixteen-byte loads, strides, uninitialized tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["aligned", "dense", "readable", "stream_of", "uninitialized", "with_strides"]
+__all__ = ["aligned", "contiguous_strides", "readable", "stream_of", "uninitialized", "with_strides"]
 
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def aligned(x: Tensor, repeats: bool = True) -> bool:
-    """Whether sixteen-byte loads along the head dim can read it.
+    """Return whether sixteen-byte loads along the head dim can read a tensor.
 
-    The strides of dimensions of one element count, too: descriptors are made of them. `repeats` says
+    The strides of dimensions of size one count, too: tensor descriptors are made of them. `repeats` says
     whether a stride may be 0, as those of an expanded tensor are.
     """
     return x.data_ptr() % 16 == 0 and _in_steps(x.stride(), 16 // x.element_size(), repeats)
@@ -48,14 +48,14 @@ def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
 def uninitialized(
     size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a tensor of which nothing is written; a CUDA device has to be the current one."""
+    """Return a tensor with uninitialized values; a CUDA device has to be the current one."""
     if device.type == "cuda" and _empty_cuda is not None:
         return _empty_cuda(size, stride, dtype)  # type: ignore[no-any-return]
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def dense(size: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
+def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this size."""
     strides, step = [], 1
     for length in reversed(size):
         strides.append(step)

@@ -1,9 +1,9 @@
-"""What a device says of tensors, read by the host without waiting for it.
+"""Reading small results of a device on the host without waiting for the device.
 
-A GPU's answer is copied to pinned memory that torch never gets back. Its host allocator guards what it gets
-back by an event in the stream of each copy. Where that stream is captured by then, as in a CUDA graph whose
-warm-up asked, the event is one of the capture's, and whoever next pins memory or begins a capture gets
-`CUDA error: invalid argument` from it (torch 2.11 on an H200).
+A result on a GPU is copied to pinned memory that torch never gets back. Torch's host allocator guards what it
+gets back by an event in the stream of each copy. Where that stream is captured by then, as in a CUDA graph
+whose warm-up read something back, the event is one of the capture's, and whatever next pins memory or begins
+a capture gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ if TYPE_CHECKING:
 
 __all__ = ["PENDING", "AsyncReadback"]
 
-# What the host reads before the device has answered; no answer has it among its numbers.
+# What the host reads while the copy is under way; no result has it among its numbers.
 PENDING = 2
 
-# How many numbers an answer has, and for how many answers memory is pinned at a time.
+# How many numbers a result has, and for how many results memory is pinned at a time.
 NUMBERS, MANY = 2, 256
 
-# Places that nobody reads any more, the earliest first. The copy to one may still be under way.
-_left: deque[Tensor] = deque()
+# Pinned places that no read-back uses any more, the earliest first. The copy to one may still be under way.
+_free: deque[Tensor] = deque()
 
 
 class AsyncReadback:
-    """Two small numbers on their way from a device."""
+    """Two small numbers that are being copied from a device to the host."""
 
     _pinned: Tensor | None = None
 
-    def __init__(self, said: Tensor) -> None:
-        """Ask for a tensor of one or two numbers, each 0, 1 or from 3 to 255; one alone counts twice."""
-        if said.is_cpu:
-            self._numbers = said.expand(NUMBERS)
+    def __init__(self, result: Tensor) -> None:
+        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255; one alone is read twice."""
+        if result.is_cpu:
+            self._numbers = result.expand(NUMBERS)
             return
-        place = _place()
+        place = _free_place()
         try:
-            place.copy_(said, non_blocking=True)
+            place.copy_(result, non_blocking=True)
         except BaseException:
-            _left.append(place.zero_())  # nothing is on its way there
+            _free.append(place.zero_())  # no copy to it is under way
             raise
         self._pinned = self._numbers = place
 
     # A default, as the module's own names may be gone where the interpreter ends.
-    def __del__(self, left: deque[Tensor] = _left) -> None:
-        """Leave the place to another answer."""
+    def __del__(self, free: deque[Tensor] = _free) -> None:
+        """Leave the pinned place to another read-back."""
         if self._pinned is not None:
-            left.append(self._pinned)
+            free.append(self._pinned)
 
     def read(self) -> list[int] | None:
-        """Return the numbers, or None as long as the device hasn't said them."""
+        """Return the numbers, or None as long as the copy is under way."""
         return _read(self._numbers)
 
 
@@ -63,23 +63,23 @@ def _read(place: Tensor) -> list[int] | None:
     return None if PENDING in numbers else numbers
 
 
-def _place() -> Tensor:
-    """Return pinned memory that no copy is on its way to."""
-    for _ in range(len(_left)):
+def _free_place() -> Tensor:
+    """Return pinned memory that no copy is under way to."""
+    for _ in range(len(_free)):
         try:
-            place = _left.popleft()
+            place = _free.popleft()
         except IndexError:
             break  # another thread took the last one
         if _read(place) is not None:
             return place.fill_(PENDING)
-        _left.append(place)
-    with torch.inference_mode(False):  # which the places outlast
-        place, *others = _pinned().unbind()
-        _left.extend(others)
+        _free.append(place)
+    with torch.inference_mode(False):  # the places are used after it has ended
+        place, *others = _pin().unbind()
+        _free.extend(others)
         return place.fill_(PENDING)
 
 
-def _pinned() -> Tensor:
+def _pin() -> Tensor:
     """Pin memory for as long as the process lives."""
     zeros = torch.zeros(MANY, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
     # Not even where the interpreter ends, or a forked child, does torch get it back.

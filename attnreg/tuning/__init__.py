@@ -1,6 +1,7 @@
-"""Measured choice: what backends cost on this machine, as a table, and what the table says of a call.
+"""Tables of measured times: their file, what they predict for a call, and how `attnreg tune` measures them.
 
-Nothing here is imported by `import attnreg`. `kinds`, `points`, `table`, `matching`, `index`,
-`lookup` and `ranking` are pure; `machine` asks torch for versions; the rest runs kernels and is for
-`attnreg tune` alone.
+Read in this order: `points` and `table` (the file), `machine` (whether it applies here), `kinds`, `index` and
+`lookup` (what it predicts), `tables` (which one is in force); then `grids`, `traces`, `workload`, `checks`,
+`measure` and `session` (measuring). May import: errors, settings, torchlib, contract, measure; `import
+attnreg` imports none of it.
 """

@@ -1,4 +1,4 @@
-"""Whether a backend is right, before anybody asks how fast it is."""
+"""The accuracy check of a backend, before its times are measured."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backwar
 
 
 class Verdict(NamedTuple):
-    """What came of holding one direction of a backend to float64.
+    """The result of comparing one direction of a backend with float64.
 
     Attributes:
-        error: the largest error over the largest that passes.
-        wrong: in what it is wrong; empty if it is right.
+        error: the largest error divided by the largest allowed one.
+        wrong: what is wrong with it; empty if nothing is.
     """
 
     error: float = 0.0
@@ -34,32 +34,32 @@ class Verdict(NamedTuple):
 
 
 class Checks:
-    """The verdicts so far: one for each backend and kind of call, at sizes that take no time."""
+    """Checks each backend once for each kind of call, at small sizes, and keeps the verdicts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._found: dict[tuple[object, ...], dict[Direction, Verdict] | Exception] = {}
 
     def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:
-        """Return the verdict about one direction of a call of that kind; runs both the first time.
+        """Return the verdict for one direction of that kind of call; the first time, checks both.
 
         Raises:
-            Exception: whatever the backend raises.
+            Exception: the backend raised it.
         """
         cases = small_cases(spec)
         both = entry.backend is not None and entry.backend.backward is not None
         key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
         if key not in self._found:
             try:
-                self._found[key] = self._held(entry, spec, cases, both)
-            except Exception as error:  # noqa: BLE001 - raised below, now and for all calls of the kind
+                self._found[key] = self._checked(entry, spec, cases, both)
+            except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
                 self._found[key] = error
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return found.get(direction, Verdict(wrong="its backward can't be checked"))
 
-    def _held(
+    def _checked(
         self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...], both: bool
     ) -> dict[Direction, Verdict]:
         for case in cases:
@@ -78,7 +78,7 @@ class Checks:
                 if names[0] in errors
             }
             if wrong := found["forward"].wrong:
-                # A backward that is right after that may undo it, and be wrong after any other forward.
+                # Its backward may undo that error, and be wrong after any other backend's forward.
                 found["backward"] = Verdict(wrong=f"its forward is: {wrong}")
             return found
         return {"forward": Verdict(wrong="it can't be checked: it refuses small calls of this kind")}

@@ -1,4 +1,4 @@
-"""What becomes of what a backend raises while it is measured."""
+"""Exceptions that backends raise while they are measured: which are a result, and which end the session."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class DeviceLostError(AttnregError, RuntimeError):
 
 
 class TimeIsUpError(AttnregError, RuntimeError):
-    """The time was spent before all backends had had their turn."""
+    """The time was up before every backend had been measured."""
 
 
 def no_memory(error: BaseException) -> bool:
-    """Whether what was raised says that there is no memory: a CPU's allocator has no type of its own."""
+    """Whether an exception means that memory ran out; the CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -29,27 +29,27 @@ def failed(error: BaseException, device: torch.device) -> Measured:
     """Return the row of a backend that raised.
 
     Raises:
-        DeviceLostError: it has left the GPU unusable.
+        DeviceLostError: the GPU can't be used any more.
     """
     check_alive(device, error)
-    return Measured(failed=_told(error))
+    return Measured(failed=_summary(error))
 
 
 def check_alive(device: torch.device, error: BaseException) -> None:
-    """Check that what a backend raised has left the device usable, and free what it can.
+    """Check that the device is still usable after a backend has raised, and free its cached memory.
 
     Raises:
-        DeviceLostError: it hasn't.
+        DeviceLostError: it isn't.
     """
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
     except Exception as lost:
-        raise DeviceLostError(f"the GPU can't be used any more after {_told(error)}") from lost
+        raise DeviceLostError(f"the GPU can't be used any more after {_summary(error)}") from lost
     with suppress(Exception):
         torch.cuda.empty_cache()
 
 
-def _told(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

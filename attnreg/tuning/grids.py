@@ -1,7 +1,7 @@
-"""What `attnreg tune` measures where nothing is given: the kinds of calls that models make, by size.
+"""The calls that `attnreg tune` measures by default: the kinds of calls that models make, at several sizes.
 
-The order is from coarse to fine: whoever stops early has the kinds that matter most, each with a
-middling size, its smallest and its largest, and the steps between still to come.
+The order is from coarse to fine: a run that stops early has the most important kinds, each at a medium size,
+its smallest and its largest, and lacks only sizes in between.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 
-# Queries over a cache of keys, and their mask: a token, a chunk of a prompt, and a few tokens that were
-# guessed, for which programs bring a mask of their own or none.
+# Queries over a cache of keys, and their mask: one token, a chunk of a prompt, and a few speculated tokens,
+# for which programs use a mask of their own or none.
 DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
 
-# Between powers of two, and no multiple of what a kernel takes at a time: kernels without a mask take longer.
+# Between powers of two, and no multiples of a kernel's tile: without a mask, kernels take longer for those.
 BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 
-# Sequences of a packed batch differ; together they are so much of the longest times their number.
+# Sequences of a packed batch differ in length: their tokens are this fraction of batch x longest.
 FILL = 0.6
 
 
@@ -89,13 +89,13 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
 
 
 def coarse_to_fine(groups: Iterable[Sequence[T]]) -> Iterator[T]:
-    """Yield the middle of each group, its ends, then the middles of what is between, and so on."""
+    """Yield the middle of each group, its ends, then the middles of the gaps, and so on; groups alternate."""
     for turn in zip_longest(*([group[i] for i in _halving(len(group))] for group in groups)):
         yield from (one for one in turn if one is not None)
 
 
 def _halving(count: int) -> list[int]:
-    """Return the numbers below `count`: the middle, both ends, then always the middle of the widest gap."""
+    """Return the numbers below `count`: the middle, both ends, then the middle of each remaining gap."""
     middle, last = count // 2, count - 1
     order = list(dict.fromkeys((middle, 0, last))) if count else []
     gaps = [(0, middle), (middle, last)]
@@ -150,7 +150,7 @@ def _uneven_squares() -> Iterator[tuple[int, int, int]]:
 
 
 def _uneven_decodes(queries: int) -> Iterator[tuple[int, int, int]]:
-    # Whether blocks fill the card two times or two and a half is half of such a call's time.
+    # How many waves of blocks such a call takes (two, or two and a half) is half of its time.
     for keys in BETWEEN[3::2]:
         for batch in (1, 6, 16, 24, 64):
             yield batch, queries, keys

@@ -1,4 +1,4 @@
-"""The points of a table by family of kinds, laid out so that the nearest are found in microseconds."""
+"""The points of a table, grouped by family of kinds; finds the nearest to a call in microseconds."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 
 __all__ = ["EXACT", "Index", "Kinds", "Near", "Place"]
 
-# Of the H200's points, each predicted from the others, eight by the square of their distance chose best.
+# How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
+# weighted by the inverse square of their distance, chose best.
 NEAREST = 8
 
-# What the coordinates are called where a call lies beyond them, and how many of them make a power of two.
-# Of those without a name nothing is told: what lies beyond them is told by another, or of no consequence.
+# The names of the coordinates in notes about calls outside the measured range, and what a power of two is in
+# each. Those without a name get no note: another coordinate's note covers them, or they have no consequence.
 AXES = ("batch x heads", "max_q", "max_k", "", "heads for each key head", "", "", "")
 STEPS = (1.0, 1.0, 1.0, 1.0, RATIO, 1.0, 1.0, 1.0)
 
-# The nearest point that knows every backend may be so much farther than the nearest, in powers of two.
+# How much farther than the nearest point the nearest complete one may be, in powers of two.
 AS_NEAR = 2.0
 
-# A point that is no farther is the call itself.
+# A point that is nearer than this has the call's own coordinates.
 EXACT = 1e-9
 
-# What launching a kernel takes however little it does; beyond that its time grows with the work.
+# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work.
 MOST_FLOOR_US = 15.0
 
 
 class Place(NamedTuple):
-    """A point, where it lies, and its work."""
+    """A point, its coordinates, and its work."""
 
     at: tuple[float, ...]
     point: Point
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Near(NamedTuple):
-    """A point that is near a call, and how far: 1 is a factor of two in one of the sizes."""
+    """A point near a call, and its distance: 1 is a factor of two in one of the sizes."""
 
     place: Place
     distance: float
@@ -55,16 +56,16 @@ class Index:
     """The points of one family.
 
     Attributes:
-        family: theirs.
-        places: the points, and where they lie.
+        family: their common kind.
+        places: the points with their coordinates.
         low, high: the measured range of each coordinate.
-        floors: for each backend the least that a call takes, in microseconds.
-        hosts: for each backend what its own function takes the host, in microseconds, as a median.
-        building: for each backend what the first call of a new shape takes, in seconds.
-        wrong: in what a backend was wrong with a ratio of heads, at any size.
-        right: with which ratios it was timed.
-        complete: the places, by number, that know every backend of the family, if most do; else none. Where
-            one lacks a backend, others would be compared at other sizes than it.
+        floors: for each backend the fixed cost of a call, in microseconds.
+        hosts: for each backend the median host time of its function, in microseconds.
+        first_calls: for each backend the median time of the first call of a shape, in seconds.
+        wrong: what was wrong with a backend at a ratio of heads, at any size.
+        right: the ratios of heads at which it was timed.
+        complete: indices of the places that have every backend of the family, if most do; else empty. Where
+            one lacks a backend, the others would be compared at sizes other than its.
     """
 
     family: Kind
@@ -73,7 +74,7 @@ class Index:
     high: tuple[float, ...] = ()
     floors: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, float] = field(default_factory=dict)
-    building: dict[str, float] = field(default_factory=dict)
+    first_calls: dict[str, float] = field(default_factory=dict)
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)
     right: set[tuple[str, int]] = field(default_factory=set)
     complete: frozenset[int] = frozenset()
@@ -99,10 +100,10 @@ class Index:
         for name, found in taken.items():
             self.floors[name] = min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
             self.hosts[name] = median(one.host_us for one in found)
-            self.building[name] = median(one.first_call_s for one in found)
+            self.first_calls[name] = median(one.first_call_s for one in found)
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Return the nearest place of the measured range, and in what the call lies outside of it."""
+        """Return the nearest coordinates in the measured range, and in which a call is outside of it."""
         inside = tuple(min(max(x, low), high) for x, low, high in zip(at, self.low, self.high, strict=True))
         outside = tuple(
             f"{axis} {2 ** (x / step):.0f} is {'above' if x > edge else 'below'} {2 ** (edge / step):.0f}"
@@ -112,32 +113,32 @@ class Index:
         return inside, outside
 
     def nearest(self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None) -> list[Near]:
-        """Return the nearest few points, the nearest first; a point that is met exactly stands alone.
+        """Return the nearest few points, the nearest first; if one has these very coordinates, it alone.
 
-        Of several at one place, the call `itself` comes first: they differ in what is no coordinate.
+        Several may have them, as windows and packed totals are no coordinates: `itself` then comes first.
         """
-        # A family has some dozens of points: to look at all of them takes a few microseconds.
-        apart = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
-        if apart[0][0] >= EXACT:
-            whole = [one for one in apart if one[1] in self.complete]
-            if whole and whole[0][0] <= apart[0][0] + AS_NEAR:
-                apart = whole
-            return [Near(self.places[number], distance) for distance, number in apart[:NEAREST]]
-        met = [self.places[number] for distance, number in apart if distance < EXACT]
-        return [Near(next((one for one in met if one.point.place == itself), met[0]), 0.0)]
+        # A family has some dozens of points: a full scan takes a few microseconds.
+        by_distance = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
+        if by_distance[0][0] >= EXACT:
+            complete = [one for one in by_distance if one[1] in self.complete]
+            if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
+                by_distance = complete
+            return [Near(self.places[number], distance) for distance, number in by_distance[:NEAREST]]
+        exact = [self.places[number] for distance, number in by_distance if distance < EXACT]
+        return [Near(next((one for one in exact if one.point.place == itself), exact[0]), 0.0)]
 
     def wrong_with(self, name: str, ratio: int) -> str:
-        """Return in what a backend is wrong with a ratio of heads: measured with it, or with any if not."""
+        """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any."""
         if (name, ratio) in self.wrong or (name, ratio) in self.right:
             return self.wrong.get((name, ratio), "")
-        return next((told for (other, _), told in self.wrong.items() if other == name), "")
+        return next((found for (other, _), found in self.wrong.items() if other == name), "")
 
 
 class Kinds:
-    """Every family of a table, and which of them speaks of a call.
+    """The families of a table, and which of them predicts a call.
 
     Attributes:
-        fronts: what the host takes, by backend, layout (packed or not), direction and kind of router.
+        fronts: host times by backend, whether packed, direction, and whether routers are compiled.
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:
@@ -150,8 +151,8 @@ class Kinds:
         self._exact = {family: Index(family, found) for family, found in places.items()}
         self._known: dict[Kind, Index | None] = dict(self._exact)
 
-    def speaking_of(self, kind: Kind) -> Index | None:
-        """Return the points of that kind's family, else of the nearest that may stand in for it."""
+    def index_for(self, kind: Kind) -> Index | None:
+        """Return the points of that kind's family, else of the nearest family that may replace it."""
         family = family_of(kind)
         if family not in self._known:
             near = [

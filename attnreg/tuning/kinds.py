@@ -1,8 +1,7 @@
-"""What makes two calls comparable: their kind, and where they lie within it.
+"""What makes the times of two calls comparable: their kind, and their coordinates within it.
 
-Within a kind kernels take the same paths, so times may be interpolated between its sizes, and between
-kinds that differ in nothing but the ratio of heads. Between others they may not, but for the few steps
-that `distance_between` allows.
+Within a kind, kernels take the same code paths, so times can be interpolated between sizes, and between kinds
+that differ only in the ratio of heads. Between other kinds they can't, except as `distance_between` allows.
 """
 
 from __future__ import annotations
@@ -17,27 +16,28 @@ __all__ = ["Kind", "Size", "coordinates", "distance_between", "family_of", "kind
 
 MASKS = ("none", "causal", "window")
 
-# Run by the same units at the same rate, so that one stands in for the other.
+# Both run on the same units at the same rate, so one can replace the other.
 HALVES = ("bfloat16", "float16")
 
-# Reading a number costs about as much as so many multiplications: short queries are bound by that.
+# Reading a number takes about as long as this many multiplications; short queries are bound by reading.
 READING = 100
 
-# How far a factor of two in the ratio of heads is, in those of a size: leaving each point of the H200's
-# table out and predicting it from the others is best there (0.25 and 1 are worse). Few queries do little but
-# read the keys, and whether a kernel reads those of several heads once is what counts: it is farther then.
+# The distance of a factor of two in the ratio of heads, where one in a size is 1: with each point of the
+# H200's table predicted from the others, 0.5 is best (0.25 and 1 are worse). A call with few queries mostly
+# reads the keys, and a kernel may read those of several heads once or several times: there the distance is
+# larger.
 RATIO, SHORT, FARTHER = 0.5, 16, 2.0
 
-# Kernels take so many keys at a time. Without a mask they look at which of the last ones exist only where
-# that isn't all of them, which takes cuDNN a quarter longer on an H200.
+# Kernels process keys in tiles of this size. Without a mask they check bounds only for a partial last tile,
+# which takes cuDNN a quarter longer on an H200.
 TILE, PARTIAL = 128, 1.0
 
-# For one query kernels take other paths than for two.
+# Kernels have other code paths for one query than for two.
 SINGLE = 2.0
 
 
 class Kind(NamedTuple):
-    """What calls have in common whose times depend on their sizes alone.
+    """The properties that calls have to share for their times to depend on sizes alone.
 
     Attributes:
         direction: `"forward"` or `"backward"`.
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
         ratio: query heads for each key head.
         mask: `"none"`, `"causal"` or `"window"`.
         varlen: whether sequences are packed.
-        extras: what else takes kernels to other paths, by the names of the spec's fields.
+        extras: names of further spec fields that change a kernel's code path.
     """
 
     direction: str
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The numbers in which calls of a kind differ."""
+    """The sizes of a call: what calls of one kind differ in."""
 
     batch: int
     max_q: int
@@ -110,7 +110,7 @@ def _extras(spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
     asked = {
         "alibi": spec.alibi,
         "bias": spec.bias,
-        # A forward is repeatable as it is.
+        # Forwards are deterministic anyway.
         "deterministic": spec.deterministic and direction == "backward",
         "dropout": spec.dropout > 0.0,
         "seqused_k": spec.seqused_k,
@@ -126,15 +126,15 @@ def _paging(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def family_of(kind: Kind) -> Kind:
-    """Return what a kind has in common with those that differ in the ratio of heads alone: that is 0."""
+    """Return the kind with a ratio of 0: kinds that differ only in the ratio of heads are one family."""
     return kind._replace(ratio=0)
 
 
 def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
-    """Return where a call lies among its family: powers of two.
+    """Return the coordinates of a call in its family, as logarithms to base 2.
 
-    They are of batch x heads, both lengths, how ragged the sequences are, and the ratio of heads; and
-    whether the last keys of each sequence are less than a kernel takes at a time, and the queries one.
+    They are batch x heads, both lengths, the longest length over the mean, and the ratio of heads (twice);
+    then whether the last tile of keys is partial, and whether there is one query.
     """
     ratio = log2(max(kind.ratio, 1))
     mean = size.tokens_q / size.batch if size.batch else 0.0
@@ -152,7 +152,7 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
 
 
 def work(kind: Kind, size: Size) -> float:
-    """Return how much there is to do, in multiplications, about; above 0."""
+    """Return roughly how many multiplications a call takes; above 0."""
     batch = max(size.batch, 1)
     queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
     read = size.heads_q * queries + max(size.heads_q / kind.ratio, 1.0) * keys
@@ -161,7 +161,7 @@ def work(kind: Kind, size: Size) -> float:
 
 
 def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return how many pairs of a query and a key of one sequence count."""
+    """Return how many pairs of a query and a key of one sequence the mask leaves."""
     if mask == "none":
         return queries * keys
     if mask == "causal":
@@ -172,10 +172,10 @@ def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> f
 
 
 def distance_between(wanted: Kind, other: Kind) -> float | None:
-    """Return how far a family is from the one wanted; None where it says nothing about that.
+    """Return how far a family is from the wanted one; None if its times can't replace that one's.
 
-    The other half precision does, and a larger head dim, to which kernels pad. Another mask or layout,
-    a smaller head dim and further options don't.
+    Those of the other half precision can, and those of a larger head dim, as kernels pad to it. Those of
+    another mask or layout, a smaller head dim or other options can't.
     """
     if wanted.direction != other.direction or wanted[5:] != other[5:]:
         return None

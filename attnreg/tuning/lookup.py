@@ -1,9 +1,9 @@
-"""What a table predicts for a call: times of each backend, from the nearest points of its family. Pure.
+"""What a table predicts for a call, from the nearest points of its family, and the order that follows. Pure.
 
-The points that are used are the same for all backends, and each counts by one over the square of its
-distance, in powers of two of the sizes. A GPU time is carried from a point to the call by the ratio of
-their work; where the very call was measured it is what was measured there. A host time is next to the
-same for all sizes: it is what a call through its front takes, where that was measured.
+All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
+of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work; if the very
+call was measured, its own time counts. A host time is nearly the same for all sizes: it is that of a call
+through its front (SDPA or `varlen_attn`), where that was measured.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from attnreg.tuning.index import EXACT
 from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.tuning.index import Index, Kinds, Near
     from attnreg.tuning.kinds import Kind
     from attnreg.tuning.points import Point
 
-__all__ = ["Candidate", "Prediction", "Source", "predict"]
+__all__ = ["LEAD", "Candidate", "Prediction", "Source", "predict", "reordered", "with_sources"]
 
-# What the first call of a shape takes is spread over so many: a training run's, for one shape.
+# The time of the first call of a shape is spread over this many calls: a training run's.
 CALLS_PER_SHAPE = 100_000
 
-# Of what the host takes a table has the least. Hosts work at half their speed for seconds on end, and by the
-# times of four runs of `attnreg bench selection` 1.15 to 1.5 times that chose best.
+# Tables have the least host time. Hosts run at half their speed for seconds at a time, and in four runs of
+# `attnreg bench selection`, factors of 1.15 to 1.5 chose best.
 USUAL_HOST = 1.3
+
+# A smaller lead is chance, and isn't worth another kernel's rounding.
+LEAD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one backend is predicted to take.
+    """The predicted times of one backend.
 
     Attributes:
         backend: its name.
-        cost_us: what it is ranked by: the larger of both times and its share of the first call; in
+        cost_us: what backends are ranked by: the larger of both times plus a share of the first call; in
             a CUDA graph the GPU time alone. None if it must not be chosen.
         gpu_us, host_us: microseconds.
         first_call_s: seconds of the first call of a new shape.
-        trouble: why it must not be chosen: it was wrong, or failed.
+        trouble: why it must not be chosen: its results were wrong, or it failed.
     """
 
     backend: str
@@ -59,9 +62,9 @@ class Source(NamedTuple):
 
     Attributes:
         point: the point.
-        same_ratio: whether its ratio of heads is the call's.
-        distance: how far it is, in powers of two.
-        itself: whether it is the very call.
+        same_ratio: whether it has the call's ratio of heads.
+        distance: in powers of two.
+        itself: whether this very call was measured.
     """
 
     point: Point
@@ -71,20 +74,20 @@ class Source(NamedTuple):
 
     @property
     def size(self) -> str:
-        """Where it was measured, in words: only those who ask for an explanation pay for them."""
+        """Its size as text, built only for explanations."""
         ratio = "" if self.same_ratio else f", {self.point.kind.ratio}:1 heads"
         return f"{self.point.size}{ratio}"
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a table says of one direction of a call.
+    """What a table predicts for one direction of a call.
 
     Attributes:
-        table: which one, in words.
-        candidates: the measured backends, the fastest first, those in trouble last.
-        points: what it comes from, the nearest first.
-        notes: what isn't as exact as one might wish.
+        table: the table's name and origin.
+        candidates: the measured backends, the fastest first, those with trouble last.
+        points: the points used, the nearest first.
+        notes: reasons why the prediction may be inexact.
     """
 
     table: str
@@ -93,7 +96,7 @@ class Prediction:
     notes: tuple[str, ...] = ()
 
     def of(self, backend: str) -> Candidate | None:
-        """Return what is said of a backend, whatever its name's case."""
+        """Return the prediction for a backend; the case of its name doesn't matter."""
         name = backend.casefold()
         return next((one for one in self.candidates if one.backend.casefold() == name), None)
 
@@ -106,21 +109,21 @@ class Prediction:
 def predict(
     kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str, compiled: bool = False
 ) -> Prediction | None:
-    """Return what the points say of a call; None where they say nothing of its kind.
+    """Return the prediction for one direction of a call; None if no family of the table covers its kind.
 
-    `compiled` says whether the routers in use are: the host takes less then, where torch's kernels answer.
+    `compiled` says whether compiled routers are in use: the host takes less with those.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
-    index = kinds.speaking_of(kind)
+    index = kinds.index_for(kind)
     if index is None or not size.batch or not size.heads_q:
         return None
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    todo = work(kind, size)
+    amount = work(kind, size)
     names = dict.fromkeys(name for one in near for name in one.place.point.backends)
     hosts = _hosts(kinds, kind, names, compiled)
-    found = [_candidate(name, index, kind.ratio, near, todo, hosts[name], spec.capturing) for name in names]
+    found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -138,9 +141,10 @@ def predict(
 
 
 def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> dict[str, float | None]:
-    """Return what a call through its front takes the host, all by the same measure; None if that isn't known.
+    """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
-    A kernel's own function takes it less, and compiled routers less than those in Python.
+    All or none, because calling a kernel's function directly takes less, and compiled routers less than
+    Python's.
     """
     for routers in (True, False) if compiled else (False,):
         found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, routers)) for name in names}
@@ -150,23 +154,24 @@ def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> di
 
 
 def _candidate(
-    name: str, index: Index, ratio: int, near: list[Near], todo: float, host: float | None, capturing: bool
+    name: str, index: Index, ratio: int, near: list[Near], amount: float, host: float | None, capturing: bool
 ) -> Candidate:
-    # The nearest point that knows it says whether it failed; it may fail where there is no memory for it.
+    # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
+    # decides.
     closest = next(one.place.point.backends[name] for one in near if name in one.place.point.backends)
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
     floor = index.floors[name]
     gpu = _mean(
         [
-            (floor + (took - floor) * todo / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
+            (floor + (took - floor) * amount / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
             for one in near
             if (took := _gpu_us(one, name)) is not None
         ]
     )
     if host is None:
         host = closest.host_us if near[0].distance < EXACT else index.hosts[name]
-    first = index.building[name]
+    first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first)
 
@@ -177,8 +182,42 @@ def _gpu_us(near: Near, name: str) -> float | None:
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the weighted geometric mean: exact for a single number, as times differ by factors."""
+    """Return the weighted geometric mean, as times differ by factors; exact for a single number."""
     if len(weighted) == 1:
         return weighted[0][0]
     total = sum(weight for _, weight in weighted)
     return exp(sum(log(max(number, 1e-3)) * weight for number, weight in weighted) / total)
+
+
+def with_sources(
+    order: Sequence[str], able: Collection[str], prediction: Prediction | None, default: str
+) -> dict[str, str]:
+    """Return the order of backends where none is preferred, each with the source of its position."""
+    if prediction is None:
+        return dict.fromkeys(order, default)
+    known = {one.backend.casefold() for one in prediction.candidates if one.cost_us is not None}
+    return {
+        name: prediction.table if name in known else default for name in reordered(order, able, prediction)
+    }
+
+
+def reordered(default: Sequence[str], able: Collection[str], prediction: Prediction) -> list[str]:
+    """Return names in lower case, the first choice first.
+
+    The measured backends are ordered by cost among the positions that they have by default; one that wasn't
+    measured keeps its position. Those that were wrong or failed come last.
+    """
+    known = {name: one for name in default if (one := prediction.of(name)) is not None}
+    costs = {name: one.cost_us for name, one in known.items() if one.cost_us is not None}
+    by_cost = sorted(costs, key=costs.__getitem__)
+    best = min((costs[name] for name in costs if name in able), default=0.0)
+    # Of those that are as fast as the best, chance aside, the first by default.
+    leader = next((name for name in costs if name in able and costs[name] <= best * (1 + LEAD)), None)
+    if leader is not None:
+        by_cost.remove(leader)
+        by_cost.insert(0, leader)
+    ordered = iter(by_cost)
+    kept = [
+        next(ordered) if name in costs else name for name in default if name in costs or name not in known
+    ]
+    return kept + [name for name in known if name not in costs]

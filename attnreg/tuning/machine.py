@@ -1,4 +1,8 @@
-"""What this machine is, in the words of a table's environment: asks torch and the backends."""
+"""What a measurement depends on: this machine's `Environment`, and whether a table's environment matches it.
+
+A difference that can matter refuses the whole table. Half a table would compare times that were
+taken on two machines.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,31 @@ import platform
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.tuning.table import Environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
 
-__all__ = ["environment", "file_name"]
+__all__ = ["Match", "environment", "file_name", "matched", "matched_simulated"]
 
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:
-    """Return what is true of a measurement on that device, now."""
+    """Return the environment of a measurement on that device, now."""
+    import torch  # most programs that look into a lockfile or a table have it already
+
     return _environment(device, tuple(entries.values()), torch.get_num_threads())
 
 
-# States come and go with every registration; asking for the versions of packages reads files.
+# States come and go with every registration, and reading the versions of packages reads files.
 @functools.lru_cache(maxsize=16)
 def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> Environment:
+    import torch
+
     version: str = sys.modules["attnreg"].__version__
     backends = {
         entry.name: entry.version()
@@ -48,24 +54,20 @@ def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> En
         torch=torch.__version__,
         cuda=str(torch.version.cuda or ""),
         cudnn=str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
-        driver=_driver(),
+        driver=_first_match("/proc/driver/nvidia/version", r"\d{3}\.\d+(?:\.\d+)?"),
         attnreg=version,
         backends=backends,
     )
 
 
 def file_name(device: str) -> str:
-    """Return what the table of a device is called: `nvidia-h200.json`."""
+    """Return the file name of a device's table: `nvidia-h200.json`."""
     return re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") + ".json"
 
 
-def _driver() -> str:
-    return _first_match("/proc/driver/nvidia/version", r"\d{3}\.\d+(?:\.\d+)?")
-
-
 def _processor() -> str:
-    named = _first_match("/proc/cpuinfo", r"(?<=model name\t: ).+")
-    return f"{named or platform.processor() or platform.machine()}"
+    name = _first_match("/proc/cpuinfo", r"(?<=model name\t: ).+")
+    return name or platform.processor() or platform.machine()
 
 
 def _first_match(file: str, pattern: str) -> str:
@@ -74,3 +76,87 @@ def _first_match(file: str, pattern: str) -> str:
     except OSError:
         return ""
     return found.group() if found else ""
+
+
+class Rule(NamedTuple):
+    """How one field of two environments is compared.
+
+    Attributes:
+        field: its name.
+        exact: how many leading numbers of a version have to be equal; 0 for the whole text.
+        matters: whether a difference in those refuses the table; if not, it is only noted.
+        title: the field's name in a sentence.
+    """
+
+    field: str
+    exact: int
+    matters: bool
+    title: str
+
+
+RULES = (
+    Rule("device", 0, True, "device"),
+    Rule("compute_capability", 0, True, "compute capability"),
+    Rule("torch", 2, True, "torch"),
+    Rule("cuda", 2, True, "CUDA"),
+    Rule("cudnn", 0, True, "cuDNN"),
+    Rule("threads", 0, True, "threads"),
+    Rule("attnreg", 2, True, "attnreg"),
+    Rule("driver", 0, False, "driver"),
+)
+
+
+class Match(NamedTuple):
+    """Why a table is refused here (empty if it isn't), and differences that don't refuse it."""
+
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def matched(measured: Environment, here: Environment, done: str = "measured", whole: bool = False) -> Match:
+    """Compare the environment of a table or a lockfile with this one.
+
+    Args:
+        measured: the environment of the file.
+        here: the environment that it is to be used in.
+        done: how the file was made: "measured" or "locked".
+        whole: whether versions have to be equal to the last number.
+    """
+    refused: list[str] = []
+    notes: list[str] = []
+    for rule in RULES:
+        there, now = getattr(measured, rule.field), getattr(here, rule.field)
+        if there == now:
+            continue
+        sentence = f"{done} with {rule.title} {there or 'none'}, here it is {now or 'none'}"
+        same = not whole and rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
+        (refused if rule.matters and not same else notes).append(sentence)
+    for name, there in measured.backends.items():
+        now = here.backends.get(name)
+        if now is None:
+            notes.append(f"{name} was {done} and doesn't load here")
+        elif _own_version(there, measured.torch) != _own_version(now, here.torch):
+            refused.append(f"{done} with {name} {there or 'of no version'}, here it is {now or 'none'}")
+    notes += [f"{name} wasn't measured: it keeps its place" for name in _unmeasured(measured, here)]
+    return Match(tuple(refused), tuple(notes))
+
+
+def matched_simulated(measured: Environment, capability: str, done: str = "measured") -> Match:
+    """Compare with a simulated device, of which only the compute capability is known."""
+    if measured.compute_capability != capability:
+        there = measured.compute_capability or "none"
+        return Match((f"{done} with compute capability {there}, here it is {capability or 'none'}",))
+    return Match(notes=(f"takes for granted that the device is {measured.device}, with the same versions",))
+
+
+def _unmeasured(measured: Environment, here: Environment) -> Iterator[str]:
+    return (name for name in here.backends if name not in measured.backends and name != "math")
+
+
+def _leading(version: str, count: int) -> list[str]:
+    return re.findall(r"\d+", version)[:count]
+
+
+def _own_version(version: str, torch: str) -> str:
+    """Return a backend's version without torch's, which has a rule of its own."""
+    return version.removeprefix(torch) if torch else version

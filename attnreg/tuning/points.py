@@ -1,4 +1,4 @@
-"""What was measured of one kind of call at one size, as data that goes to JSON and comes back checked."""
+"""The rows of a table and their JSON: `Point` (kernels at one size), `Front` (host times of whole calls)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 __all__ = ["Front", "Malformed", "Measured", "Point"]
 
 
-class Malformed(ValueError):  # noqa: N818 - a message on its way to a ConfigError
-    """Something in the data isn't what a table has there; the message begins with the key."""
+class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError
+    """The data has the wrong form; the message begins with the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What became of one backend at one point.
+    """The result of one backend at one point.
 
     Attributes:
         gpu_us: microseconds on the GPU, or in all on a CPU.
         host_us: microseconds until the call returns, the GPU still at work; 0 on a CPU.
         first_call_s: seconds of the first call of this shape: planning, compiling.
-        error: the largest error over the largest that passes.
-        wrong: in what it is wrong; empty if it is right.
-        failed: the exception that it raised; empty if it raised none.
+        error: the largest error divided by the largest allowed one.
+        wrong: what is wrong with its results; empty if nothing is.
+        failed: the exception that it raised; empty if none.
     """
 
     gpu_us: float | None = None
@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One kind of call at one size, and what each backend makes of it."""
+    """One kind of call at one size, and the result of each backend."""
 
     kind: Kind
     size: Size
@@ -67,7 +67,7 @@ class Point:
 
     @property
     def place(self) -> tuple[Kind, Size]:
-        """What tells it from all others of a table."""
+        """Its key in a table."""
         return self.kind, self.size
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,10 +78,10 @@ class Point:
 
     @classmethod
     def from_dict(cls, data: object) -> Point:
-        """Return the point that the data describes.
+        """Return the point of a row.
 
         Raises:
-            Malformed: it describes none.
+            Malformed: the row isn't one of a point.
         """
         table = _of(data, dict, "", "a point")
         expected = {*Kind._fields, *Size._fields, "backends"}
@@ -89,21 +89,21 @@ class Point:
             raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in expected else 'unknown key'}")
         kind = Kind(**{name: _FIELDS[name](table[name], name) for name in Kind._fields})
         size = Size(**{name: _FIELDS[name](table[name], name) for name in Size._fields})
-        backends = _of(table["backends"], dict, "backends", "what each backend takes")
+        backends = _of(table["backends"], dict, "backends", "the result of each backend")
         return cls(kind, size, {name: _measured(one, f"backends.{name}") for name, one in backends.items()})
 
 
 class Front(NamedTuple):
-    """What the host takes for one direction of a call that a program makes, whatever its size.
+    """The host time of one direction of a whole call through SDPA or `varlen_attn`, at any size.
 
-    A call by a program goes through torch's dispatcher, a router, and autograd's thread, which takes
-    several times as long as the kernel's own function, and not by the same factor for each backend.
+    A whole call goes through torch's dispatcher, a router, and autograd's thread, which takes several times
+    as long as calling the kernel's function, by a factor that differs between backends.
 
     Attributes:
         backend: its name.
-        varlen: whether it came through `varlen_attn`, or else through SDPA.
+        varlen: whether the call is one of `varlen_attn`, else of SDPA.
         direction: `"forward"` or `"backward"`.
-        host_us: microseconds of the host, the GPU still at work; of a call among others of one graph.
+        host_us: microseconds until the call returns, among other calls of one autograd graph.
         compiled: whether the routers were compiled ones.
     """
 
@@ -115,7 +115,7 @@ class Front(NamedTuple):
 
     @property
     def place(self) -> tuple[str, bool, str, bool]:
-        """What tells it from all others of a table."""
+        """Its key in a table."""
         return self.backend, self.varlen, self.direction, self.compiled
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class Front(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: object) -> Front:
-        """Return what the data describes.
+        """Return the host time of a row.
 
         Raises:
-            Malformed: it describes nothing of the kind.
+            Malformed: the row isn't one of a host time.
         """
-        table = _of(data, dict, "", "what the host takes")
-        table = {"compiled": False, **table}  # tables are older than compiled routers
+        table = _of(data, dict, "", "a host time")
+        table = {"compiled": False, **table}  # absent in tables from before there were compiled routers
         if wrong := sorted(set(cls._fields).symmetric_difference(table)):
             raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in cls._fields else 'unknown key'}")
         return cls(
@@ -143,7 +143,7 @@ class Front(NamedTuple):
 
 
 def _measured(data: object, key: str) -> Measured:
-    table = _of(data, dict, key, "the times of a backend, or wrong, or failed")
+    table = _of(data, dict, key, "times of a backend, or wrong, or failed")
     if "wrong" in table:
         return Measured(wrong=_text(table["wrong"], f"{key}.wrong"))
     if "failed" in table:

@@ -1,18 +1,19 @@
-"""One run of `attnreg tune`: call by call into a table that is on disk after each."""
+"""One run of `attnreg tune`: measures call by call, and saves the table after each."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 import torch
 
+from attnreg.contract.capabilities import one_line
 from attnreg.contract.spec import Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.failures import TimeIsUpError, no_memory
 from attnreg.tuning.kinds import kind_of, size_of
-from attnreg.tuning.matching import matched
+from attnreg.tuning.machine import matched
 from attnreg.tuning.measure import measured
 from attnreg.tuning.table import Table, load
 from attnreg.tuning.workload import unmeasurable
@@ -23,31 +24,31 @@ if TYPE_CHECKING:
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec
+    from attnreg.measure.timing import Timer
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.kinds import Kind, Size
     from attnreg.tuning.points import Front, Point
     from attnreg.tuning.table import Environment
-    from attnreg.tuning.timing import Timer
 
 __all__ = ["Session", "kept"]
 
-# What reading, planning and compiling a next call takes at least, for a budget that is nearly spent.
+# The least time that a call is expected to take; with less left, the session ends.
 LEAST_S = 0.05
 
 
 @dataclass(slots=True)
 class Session:
-    """What is measured, on what, and what came of it so far.
+    """A table in the making.
 
     Attributes:
         out: the table's file.
-        environment: what the points are true of.
-        entries: the backends that are measured.
-        device: where.
-        checks, timer: what they are held to, and timed with.
-        points: what the table has, by place.
-        fronts: what the host takes for calls through the fronts.
-        fresh: what this session measured.
+        environment: what the measurements depend on.
+        entries: the backends to measure.
+        device: the device to measure on.
+        checks, timer: the accuracy checks and the timer.
+        points: the table's points by their keys.
+        fronts: the table's host times of whole calls.
+        fresh: the points that this session measured.
         skipped: calls that can't be measured, with the reason.
     """
 
@@ -63,10 +64,10 @@ class Session:
     skipped: list[tuple[AttentionSpec, str]] = field(default_factory=list)
 
     def run(self, specs: Sequence[AttentionSpec], seconds: float) -> Iterator[AttentionSpec]:
-        """Measure calls in their order, each saved at once, until all are done or the time is up.
+        """Measure calls in their order, saving after each, until all are done or the time is up.
 
         Yields:
-            Each call when it is done with; one that needed nothing, too.
+            Each call when it is done, also if there was nothing to measure.
 
         Raises:
             DeviceLostError: the GPU can't be used any more.
@@ -75,12 +76,12 @@ class Session:
         started, longest = self.timer.now(), LEAST_S
         for spec in specs:
             if not (todo := self.todo(spec)):
-                if against := self._against(spec):
+                if against := self._reasons(spec):
                     self.skipped.append((spec, against))
                 yield spec
                 continue
             begun = self.timer.now()
-            # Calls get larger and compile anew: the next one may take as long as any so far.
+            # The next call may be larger and have to compile: it may take as long as the longest so far.
             if begun + longest > started + seconds:
                 return
             try:
@@ -91,7 +92,7 @@ class Session:
             yield spec
 
     def todo(self, spec: AttentionSpec) -> tuple[Direction, ...]:
-        """Return the directions of a call that the table doesn't have from every backend."""
+        """Return the directions of a call that the table lacks from some backend."""
         wanted: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
         return tuple(direction for direction in wanted if self._misses(spec, direction))
 
@@ -102,14 +103,14 @@ class Session:
             OSError: it can't be written.
         """
         points = tuple(self.points.values())
-        # Of what wasn't measured another version is no matter.
+        # The versions of backends that weren't measured don't matter.
         measured = {name for point in points for name in point.backends}
         measured |= {front.backend for front in self.fronts}
         versions = {name: found for name, found in self.environment.backends.items() if name in measured}
         Table(replace(self.environment, backends=versions), points, self.out.name, self.fronts).save(self.out)
 
     def add_fronts(self, found: Iterable[Front]) -> None:
-        """Take what fronts were measured to take, and write the table.
+        """Add host times of whole calls, and write the table.
 
         Raises:
             OSError: it can't be written.
@@ -118,20 +119,21 @@ class Session:
         self.fronts = tuple(known.values())
         self.save()
 
-    def _against(self, spec: AttentionSpec) -> str:
-        """Return what speaks against every backend; empty if one can run the call."""
+    def _reasons(self, spec: AttentionSpec) -> str:
+        """Return the reasons of all backends against a call; empty if one can run it."""
         reasons = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
-        told = (f"{name}: {' and '.join(found)}" for name, found in reasons.items())
-        return "" if any(not found for found in reasons.values()) else "; ".join(told)
+        if not all(reasons.values()):
+            return ""
+        return "; ".join(f"{name}: {one_line(found)}" for name, found in reasons.items())
 
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         place = kind_of(spec, direction), size_of(spec)
         point = self.points.get(place)
         found = point.backends if point is not None else {}
         failed = {name for name, one in found.items() if one.failed}
-        # What failed may do another time: its memory may have been somebody's, and bugs get mended.
-        again = failed and not any(one.place == place for one in self.fresh)
-        known = found.keys() - failed if again else found.keys()
+        # What failed in an earlier session is tried again: memory may be free now, or a bug fixed.
+        retry = failed and not any(one.place == place for one in self.fresh)
+        known = found.keys() - failed if retry else found.keys()
         return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
@@ -140,7 +142,7 @@ class Session:
             return
         found: list[Point] = []
         try:
-            # Events and kernels without tensors go to the current device.
+            # CUDA events are recorded on the current device.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 for point in measured(
                     spec, self.entries, todo, self.checks, self.timer, self.device, deadline
@@ -163,13 +165,14 @@ class Session:
 
 
 def kept(out: Path, environment: Environment) -> Table:
-    """Return what a table of the same environment has already; an empty one if there is no file.
+    """Return the table that a session continues: an empty one if there is no file yet.
 
     Raises:
-        ConfigError: the file is no table, or one of another environment.
+        ConfigError: the file is no table, or one of another environment, or can't be read.
     """
-    if not out.exists():
-        return Table(environment, (), out.name)
+    with suppress(OSError):  # below a folder that can't be searched; `load` says so
+        if not out.exists():
+            return Table(environment, (), out.name)
     table = load(out)
     if refused := matched(table.environment, environment).refused:
         raise ConfigError(f"{out}: {'; '.join(refused)}: measure into another file, or anew with --fresh")

@@ -1,4 +1,4 @@
-"""A measured table: points and the environment that they were measured in, as one JSON file."""
+"""The file of a measured table: points and the environment that they were measured in, as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a measurement is true of.
+    """What a measurement depends on.
 
     Attributes:
         device: the GPU's name, or the processor's.
@@ -49,7 +49,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Points of one environment, and what the fronts take there; `name` is how messages call the table."""
+    """Points and host times of one environment; `name` is the table's name in messages."""
 
     environment: Environment
     points: tuple[Point, ...]
@@ -67,7 +67,7 @@ class Table:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all; a point to a line.
+        """Write the file atomically, one point per line.
 
         Raises:
             OSError: it can't be written.
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str]) -> Table:
 
 
 def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
-    """Return what `read` makes of a file's JSON; `expected` says what the file should be.
+    """Return what `read` makes of a file's JSON; `expected` names what the file should be.
 
     Raises:
         ConfigError: it can't be read, is no JSON, or `read` finds it malformed; names the file.
@@ -117,7 +117,7 @@ def _read(data: object, name: str) -> Table:
     places = [point.place for point in points]
     if len(set(places)) < len(places):
         twice = next(i for i, place in enumerate(places) if place in places[:i])
-        raise Malformed(f"points[{twice}]: is there twice, expected each place once")
+        raise Malformed(f"points[{twice}]: is there twice, expected each kind and size once")
     return Table(environment_from(data.get("environment")), tuple(points), name, tuple(fronts))
 
 
@@ -136,10 +136,10 @@ def _each(data: dict[str, Any], key: str, read: Callable[[object], T]) -> list[T
 
 
 def environment_from(data: object) -> Environment:
-    """Return the environment that the data describes.
+    """Return the environment of a file's data.
 
     Raises:
-        Malformed: it describes none; the message begins with the key.
+        Malformed: the data has another form; the message begins with the key.
     """
     if not isinstance(data, dict):
         raise Malformed(f"environment: got {data!r}, expected a device and its versions")
@@ -161,7 +161,7 @@ def environment_from(data: object) -> Environment:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, also if this is broken off.
+    """Write a file atomically: a reader sees the old contents or the new, also after an interruption.
 
     Raises:
         OSError: it can't be written.
@@ -183,11 +183,11 @@ def write_whole(path: Path, text: str) -> None:
 def check_writable(path: Path, mark: str = "") -> None:
     """Check that `write_whole` can write a file, without touching what it has.
 
-    With a `mark` a file that is there has to begin with it, within a kilobyte: what somebody else has
-    written isn't replaced.
+    With a `mark`, an existing file has to contain it in its first kilobyte: files of other programs aren't
+    replaced.
 
     Raises:
-        ConfigError: it can't, or doesn't.
+        ConfigError: it can't, or the existing file lacks the mark.
     """
     try:
         if path.is_dir():
@@ -198,11 +198,11 @@ def check_writable(path: Path, mark: str = "") -> None:
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
     if begins and mark.encode() not in begins:
-        raise ConfigError(f"{path}: is there, and nothing that this command writes: give another file")
+        raise ConfigError(f"{path}: exists, and isn't a file that this command writes: give another file")
 
 
 def _umask() -> int:
-    # There is no way to ask for it but to set it.
+    # The only way to read the umask is to set it.
     before = os.umask(0o022)
     os.umask(before)
     return before

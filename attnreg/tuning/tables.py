@@ -1,4 +1,4 @@
-"""The tables of a process: those that settings name, the one that ships for a GPU, and which is in force."""
+"""The tables of a process: those that settings name, those that ship with attnreg, and which is in force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attnreg.errors import ConfigError
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.lookup import predict
-from attnreg.tuning.matching import Match, matched, matched_simulated
+from attnreg.tuning.machine import Match, environment, file_name, matched, matched_simulated
 from attnreg.tuning.table import load
 
 if TYPE_CHECKING:
@@ -28,27 +28,27 @@ __all__ = ["SHIPPED", "Named", "Report", "Tables"]
 
 log = logging.getLogger("attnreg")
 
-# A state is made anew at every registration; the reason stays the same.
-_told: set[str] = set()
+# Tables are compared again after every registration; each warning is logged once.
+_logged: set[str] = set()
 
 SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
 class Named:
-    """A table, and who named it: `"attnreg.toml:3"`; empty for one that comes with attnreg."""
+    """A table, and the setting that names it: `"attnreg.toml:3"`; empty for one that ships with attnreg."""
 
     table: Table
     source: str = ""
 
     @functools.cached_property
     def kinds(self) -> Kinds:
-        """Its points, laid out for looking up."""
+        """Its points, indexed for predictions."""
         return Kinds(self.table.points, self.table.fronts)
 
     @functools.cached_property
     def digest(self) -> str:
-        """What tells its contents from all others, in twelve digits."""
+        """A hash of its contents, twelve digits."""
         data = json.dumps(self.table.to_dict(), sort_keys=True)
         return hashlib.sha256(data.encode()).hexdigest()[:12]
 
@@ -58,12 +58,12 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What tables there are for a device.
+    """Which table is in force on a device, and which aren't.
 
     Attributes:
-        in_force: the one that counts there; None if none does.
-        notes: what is worth knowing of it.
-        refused: every other with its reasons, a sentence each.
+        in_force: the table; None if there is none.
+        notes: sentences about it.
+        refused: a sentence for each table that was refused, with its reasons.
     """
 
     in_force: Named | None = None
@@ -72,11 +72,11 @@ class Report:
 
 
 class Tables:
-    """What settings name, and what they are worth on each device; read and compared when first asked.
+    """The tables that settings name, compared with a device when it is first asked about.
 
     Args:
         named: the tables of the settings, the strongest first.
-        entries: returns all backends, whose versions have to be those that were measured.
+        entries: returns all backends; their versions have to be the measured ones.
         compiled: whether compiled routers are in use.
     """
 
@@ -89,7 +89,7 @@ class Tables:
         self._reports: dict[Device, Report] = {}
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
-        """Return what the table in force says of one direction of a call; None if it says nothing."""
+        """Return what the table in force predicts for one direction of a call; None if nothing."""
         report = self._reports.get(spec.device) or self.report(spec.device)
         if report.in_force is None:
             return None
@@ -102,7 +102,7 @@ class Tables:
         return self._reports[device]
 
     def notes(self, device: Device) -> tuple[str, ...]:
-        """Return why tables aren't in force on a device, and what is worth knowing of the one that is."""
+        """Return why tables aren't in force on a device, and notes about the one that is."""
         report = self.report(device)
         return (*report.refused, *report.notes)
 
@@ -121,20 +121,21 @@ class Tables:
             found = Report(notes=tuple(self._elsewhere(device)), refused=tuple(refused))
         decides = found.in_force or "the default order"
         for one in warned:
-            if one not in _told:
-                _told.add(one)
+            if one not in _logged:
+                _logged.add(one)
                 log.warning("%s; %s decides until `attnreg tune` has run here", one, decides)
         return found
 
     def _elsewhere(self, device: Device) -> Iterator[str]:
-        """Yield which tables are for another kind of device: worth saying where none is in force."""
+        """Yield which tables are for another type of device, for reports without a table in force."""
         for named in self._named:
             of_gpu = bool(named.table.environment.compute_capability)
             if of_gpu != (device.type == "cuda"):
-                yield f"{named} is of {'a GPU' if of_gpu else 'a CPU'}: it says nothing of {device.type}"
+                kind = "GPU" if of_gpu else "CPU"
+                yield f"{named} was measured on a {kind}: it doesn't apply to {device.type}"
 
     def _meant_for(self, device: Device) -> Iterator[Named]:
-        """Yield the tables for that kind of device; one for another kind is no mistake."""
+        """Yield the tables for that type of device; naming one for another type is no error."""
         if device.type not in ("cpu", "cuda"):
             return
         for named in self._named:
@@ -151,29 +152,25 @@ class Tables:
         measured = named.table.environment
         if device.simulated:
             return matched_simulated(measured, ".".join(map(str, device.capability or ())))
-        from attnreg.tuning.machine import environment
-
         return matched(measured, environment(device, self._entries()))
 
 
 @functools.cache
 def _shipped_for(capability: str) -> tuple[Named, ...]:
-    """Return the tables that come with attnreg for GPUs of that compute capability."""
+    """Return the tables that ship with attnreg for GPUs of that compute capability."""
     found = (_read(file) for file in sorted(SHIPPED.glob("*.json")))
     return tuple(one for one in found if one and one.table.environment.compute_capability == capability)
 
 
 @functools.cache
 def _shipped(device: str) -> Named | None:
-    """Return the table that comes with attnreg for a GPU of that name."""
-    from attnreg.tuning.machine import file_name
-
+    """Return the table that ships with attnreg for a GPU of that name."""
     return _read(SHIPPED / file_name(device))
 
 
 def _read(file: Path) -> Named | None:
     try:
         return Named(load(file)) if file.is_file() else None
-    except ConfigError as error:  # nobody asked for it, so that it can't be an error of a call
+    except (ConfigError, OSError) as error:  # no setting names it, so it can't be an error of a call
         log.warning("%s", error)
         return None

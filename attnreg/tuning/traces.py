@@ -1,4 +1,4 @@
-"""The file of a recorded workload: a line for each distinct call, with how often it ran."""
+"""Calls as JSON, and the file of a recorded workload: a line for each distinct call, with its counts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.tuning.specs import spec_from, spec_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import Direction
 
-__all__ = ["Recorded", "check_writable", "merge", "read"]
+__all__ = ["DIRECTIONS", "Recorded", "check_writable", "merge", "read", "spec_from", "spec_to"]
 
 log = logging.getLogger("attnreg")
 
-# Locks of files are a process's, and end with the first of its files that is closed.
+# POSIX file locks belong to the process: closing any of its descriptors of the file releases them.
 _inside = open_after_fork(threading.Lock())
+
+_FIELDS = {one.name: one.default for one in fields(AttentionSpec)}
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -37,11 +39,37 @@ class Recorded(NamedTuple):
     backward: int
 
 
-def read(path: Path) -> list[Recorded]:
-    """Return what a file says, a call that it has twice once, in the order of the file.
+def spec_to(spec: AttentionSpec) -> dict[str, Any]:
+    """Return a call as plain data, without its device and without fields at their defaults."""
+    found = {}
+    for name, default in _FIELDS.items():
+        value = getattr(spec, name)
+        if name != "device" and (default is MISSING or value != default):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def spec_from(data: object, device: Device) -> AttentionSpec:
+    """Return the call that `spec_to` has made plain data of, on a device.
 
     Raises:
-        ConfigError: it can't be read, or a line isn't what `attnreg.record` writes.
+        InvalidInputError: the data describes no call.
+    """
+    if not isinstance(data, dict):
+        raise InvalidInputError(f"spec: got {data!r}, expected an object")
+    if unknown := sorted(data.keys() - (_FIELDS.keys() - {"device"})):
+        raise InvalidInputError(f"spec.{unknown[0]}: unknown key")
+    try:
+        return AttentionSpec(device=device, **data)
+    except TypeError as error:
+        raise InvalidInputError(f"spec: {error}") from None
+
+
+def read(path: Path) -> list[Recorded]:
+    """Return the calls of a recorded workload in the order of the file, each once.
+
+    Raises:
+        ConfigError: it can't be read, or a line isn't one of `attnreg.record`.
     """
     try:
         with _inside, path.open(encoding="utf-8") as file:
@@ -53,10 +81,10 @@ def read(path: Path) -> list[Recorded]:
 
 
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> None:
-    """Add counts to a file, which other processes may do at the same time.
+    """Add counts to a file; other processes may do so at the same time.
 
     Raises:
-        ConfigError: it can't be written, or has something else in it.
+        ConfigError: it can't be written, or isn't a recorded workload.
     """
     try:
         with _inside, path.open("a+", encoding="utf-8") as file:
@@ -74,15 +102,19 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> 
 
 
 def check_writable(path: Path) -> None:
-    """Check that calls can be recorded in a file, before there are any.
+    """Check, before the first call, that calls can be recorded in a file.
 
     Raises:
-        ConfigError: it can't be written, or has something else in it.
+        ConfigError: it can't be written, or isn't a recorded workload.
     """
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError:  # Path.exists raises PermissionError below a folder that can't be searched
+        exists = False
+    if exists:
         read(path)
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{path}: can't be written, expected a file in a folder that is there")
+    if not os.access(path if exists else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path}: can't be written, expected a file in an existing folder")
 
 
 def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
@@ -93,8 +125,8 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
                 one = _parsed(line)
             except (InvalidInputError, ValueError, KeyError, TypeError) as error:
                 if not line.endswith("\n") and number > 1:
-                    # It was being written when its process was killed.
-                    log.warning("%s:%d: left out, as it is the beginning of a line only", path, number)
+                    # The process was killed while it wrote this line.
+                    log.warning("%s:%d: left out: the line is incomplete", path, number)
                     break
                 raise ConfigError(
                     f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
@@ -126,10 +158,10 @@ def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
 
 
 def _lock(file: TextIO, shared: bool = False) -> None:
-    """Wait until no other process writes the file; it is open to them again when it is closed."""
+    """Wait until no other process has locked the file; closing the file unlocks it."""
     try:
         import fcntl
-    except ImportError:  # on Windows, where ranks have to record into files of their own
+    except ImportError:  # Windows has no fcntl: there each rank has to record into a file of its own
         return
-    # Of this process alone: a child that is forked meanwhile doesn't hold it, too, for as long as it lives.
+    # Not flock: a child that is forked meanwhile would hold that lock, too.
     fcntl.lockf(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

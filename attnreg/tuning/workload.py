@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-
-from attnreg.contract.backend import Call
-from attnreg.measure import Case
+from attnreg import measure
+from attnreg.measure import Case, copies_beyond_the_cache
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
     from attnreg.contract.spec import AttentionSpec
+    from attnreg.measure import Inputs
 
-__all__ = ["Copy", "copies", "lengths", "small_cases", "unmeasurable"]
+__all__ = ["case_of", "copies", "lengths", "small_cases", "unmeasurable"]
 
-# A processor's last cache; a GPU tells the size of its own.
-CPU_CACHE = 32 * 2**20
-MOST_COPIES = 16
-
-# What tensors can't be made for, as they would have to say what a program's own say.
+# Fields whose tensors can't be generated: their values are the program's.
 GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
-
-
-class Copy(NamedTuple):
-    """The tensors of one call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-    call: Call
 
 
 def unmeasurable(spec: AttentionSpec) -> str:
@@ -46,65 +31,33 @@ def unmeasurable(spec: AttentionSpec) -> str:
     return "there is nothing to compute" if empty else ""
 
 
-def copies(spec: AttentionSpec, device: torch.device) -> list[Copy]:
+def copies(spec: AttentionSpec, device: torch.device) -> list[Inputs]:
     """Return the tensors of a call, so often that one round of them is twice the cache."""
-    call = _call(spec, device)
-    first = _copy(spec, device, call, 0)
-    size = sum(x.numel() * x.element_size() for x in first[:4])
-    wanted = min(-(-2 * _cache(device) // size), MOST_COPIES)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        wanted = min(wanted, max(free // (8 * size), 1))
-    # All with the same offsets, as those of a model's layers are: backends keep what they derive from them.
-    return [first, *(_copy(spec, device, call, number) for number in range(1, int(wanted)))]
+    case = case_of(spec)
+    return measure.copies(case, device, copies_beyond_the_cache(case, device))
 
 
-def _cache(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CACHE
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 2 * CPU_CACHE
-
-
-def _copy(spec: AttentionSpec, device: torch.device, call: Call, seed: int) -> Copy:
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def values(tokens: int, length: int, heads: int, dim: int) -> Tensor:
-        rows = (tokens,) if spec.varlen else (spec.batch, length)
-        shape, dtype = (*rows, heads, dim), getattr(torch, spec.dtype)
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
-    return Copy(
-        values(spec.tokens_q, spec.max_q, spec.heads_q, spec.head_dim),
-        values(spec.tokens_k, spec.max_k, spec.heads_k, spec.head_dim),
-        values(spec.tokens_k, spec.max_k, spec.heads_k, spec.head_dim_v),
-        values(spec.tokens_q, spec.max_q, spec.heads_q, spec.head_dim_v),
-        call,
-    )
-
-
-def _call(spec: AttentionSpec, device: torch.device) -> Call:
-    def offsets(tokens: int, longest: int) -> Tensor | None:
-        ends = tuple(accumulate(lengths(spec.batch, tokens, longest), initial=0))
-        return torch.tensor(ends, dtype=torch.int32, device=device) if spec.varlen else None
-
-    cu_seqlens_q = offsets(spec.tokens_q, spec.max_q)
-    # One tensor for both where they are the same, as in self-attention: backends look at that.
-    same = (spec.tokens_q, spec.max_q) == (spec.tokens_k, spec.max_k)
-    return Call(
-        scale=spec.head_dim**-0.5,
-        max_q=spec.max_q,
-        max_k=spec.max_k,
+def case_of(spec: AttentionSpec) -> Case:
+    """Return the call as a `Case`, with lengths for its sequences."""
+    (tokens_q, max_q), (tokens_k, max_k) = (spec.tokens_q, spec.max_q), (spec.tokens_k, spec.max_k)
+    return Case(
+        name=str(spec),
+        lens_q=lengths(spec.batch, tokens_q, max_q) if spec.varlen else (max_q,) * spec.batch,
+        lens_k=lengths(spec.batch, tokens_k, max_k) if spec.varlen else (max_k,) * spec.batch,
+        varlen=spec.varlen,
+        heads=(spec.heads_q, spec.heads_k),
+        dims=(spec.head_dim, spec.head_dim_v),
         window=spec.window,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_q if same else offsets(spec.tokens_k, spec.max_k),
+        dtype=spec.dtype,
+        one_cu_seqlens=(tokens_q, max_q) == (tokens_k, max_k),
         deterministic=spec.deterministic,
     )
 
 
 def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
-    """Return lengths of sequences: one is the longest, the others rise evenly and fill the rest.
+    """Return lengths of sequences: one is the longest, the others rise evenly and sum to the rest.
 
-    A program may give a longest length that is above that of its sequences; none is more than all tokens.
+    A program's `max_q` may be above its longest sequence; no sequence is longer than all tokens.
     """
     longest = min(longest, tokens)
     tokens = min(tokens, batch * longest)
@@ -120,7 +73,7 @@ def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:
-    """Return calls of the same kind that are quick to compute in float64; the first that runs is enough."""
+    """Return small calls of the same kind, quick to compute in float64; the first that runs is enough."""
     return tuple(_case(spec, most) for most in (192, 384))
 
 

@@ -100,7 +100,7 @@ def varlen_attn(
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
-        # What is known of offsets isn't to be relied on beside graph trees: see `offsets.of_a_graph`.
+        # What is known of offsets isn't to be relied on beside graph trees: see `offsets.needs_graph_memory`.
         if (
             cache is not None
             and seqused_k is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnreg.contract.offsets import facts_of, of_a_graph
+from attnreg.contract.offsets import facts_of, needs_graph_memory
 from attnreg.dispatch import call_cache, scope
-from attnreg.dispatch.calls import Kept, kept_for, plan_for
+from attnreg.dispatch.call_cache import Kept, kept_for
+from attnreg.dispatch.calls import plan_for
 from attnreg.dispatch.declined import retry_on_decline
 from attnreg.torchlib.layout import stream_of
 from attnreg.varlen.arguments import call_of, check_heads, window
@@ -57,7 +58,7 @@ def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, ca
     if not query.is_cuda:
         # A launcher is promised that every row sees a key, which takes a look at the offsets each time.
         return kept_for(plan._replace(specialize=None), tensors, call)
-    if of_a_graph(cu_seqlens_q):
+    if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
     tokens = query.shape[0], key.shape[0]
     facts = facts_of(cu_seqlens_q, cu_seqlens_k, *tokens, stream_of(query))

@@ -1,4 +1,4 @@
-"""Every backend that runs on a CPU, held to the whole input matrix, and the rule held to its word."""
+"""Every backend that runs on a CPU, held to the whole input matrix, and tests of the accuracy rule."""
 
 import functools
 import importlib
@@ -71,10 +71,10 @@ def half_the_heads_wrong(q, k, v, call):
     return out, lse
 
 
-def nan_for_blind_rows(q, k, v, call):
+def nan_for_unseeing_rows(q, k, v, call):
     out, lse = backend("math").load().forward(q, k, v, call)
-    blind = (lse == -torch.inf).transpose(-1, -2)[..., None]
-    return out.masked_fill(blind, torch.nan), lse
+    unseeing = (lse == -torch.inf).transpose(-1, -2)[..., None]
+    return out.masked_fill(unseeing, torch.nan), lse
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def nan_for_blind_rows(q, k, v, call):
         (off_by_one, "window (4, 0) float32", "out"),
         (without_bias, "additive bias bfloat16", "out"),
         (half_the_heads_wrong, "heads 12:4 float32", "out"),
-        (nan_for_blind_rows, "causal lengths 256 and 8 bfloat16", "out"),
+        (nan_for_unseeing_rows, "causal lengths 256 and 8 bfloat16", "out"),
     ],
 )
 def test_the_rule_catches_a_kernel_that_is_wrong(wrong, name, tensor):
@@ -94,47 +94,47 @@ def test_the_rule_catches_a_kernel_that_is_wrong(wrong, name, tensor):
     assert errors.keys() == {"out", "lse"}
 
 
-class Shorter:
-    """A shorter way of `math`, whose results are multiplied by what a test wants to see found."""
+class Specializing:
+    """A `specialize` for `math`, whose launchers multiply their results by what a test wants to be found."""
 
     def __init__(self, forward=1.0, backward=1.0):
-        self.factors, self.asked, self.kernels = (forward, backward), [], backend("math").load()
+        self.factors, self.directions, self.kernels = (forward, backward), [], backend("math").load()
 
     def __call__(self, direction, tensors, call):
-        self.asked.append(direction)
+        self.directions.append(direction)
         factor = self.factors[direction == "backward"]
-        long = self.kernels.forward if direction == "forward" else self.kernels.backward
+        kernel = self.kernels.forward if direction == "forward" else self.kernels.backward
 
-        def again(*given):
+        def launch(*given):
             assert len(given) == len(tensors) + 2 * call.varlen
-            results = long(*given[: len(tensors)], call)
+            results = kernel(*given[: len(tensors)], call)
             return results[0] * factor, *results[1:]
 
-        return again
+        return launch
 
 
 @pytest.mark.parametrize("name", ["length 127 bfloat16", "varlen heads 6:3 float32"])
-def test_the_rule_holds_a_shorter_way_as_well(name):
+def test_the_rule_holds_launchers_as_well(name):
     math_kernels = backend("math").load()
 
-    def wrong(shorter):
-        errors = measure(math_kernels._replace(specialize=shorter), BY_NAME[name])
-        assert shorter.asked == ["forward", "backward"]
+    def wrong(specialize):
+        errors = measure(math_kernels._replace(specialize=specialize), BY_NAME[name])
+        assert specialize.directions == ["forward", "backward"]
         return {name for name, error in errors.items() if not error.passed}
 
-    assert wrong(Shorter()) == set()
-    assert "out" in wrong(Shorter(forward=1.1))
-    assert wrong(Shorter(backward=1.1)) == {"dq"}
+    assert wrong(Specializing()) == set()
+    assert "out" in wrong(Specializing(forward=1.1))
+    assert wrong(Specializing(backward=1.1)) == {"dq"}
 
 
 @pytest.mark.parametrize(
     "start", ["varlen seqused_k", "varlen no ", "varlen tail", "causal lengths 256 and 8", "no keys"]
 )
-def test_a_shorter_way_is_not_asked_of_rows_that_see_no_key_or_belong_to_no_sequence(start):
+def test_no_launcher_is_asked_for_where_rows_see_no_key_or_belong_to_no_sequence(start):
     case = next(case for case in QUICK if str(case).startswith(start))
-    shorter = Shorter(2.0, 2.0)
-    errors = measure(backend("math").load()._replace(specialize=shorter), case)
-    assert shorter.asked == []
+    specialize = Specializing(2.0, 2.0)
+    errors = measure(backend("math").load()._replace(specialize=specialize), case)
+    assert specialize.directions == []
     assert all(error.passed for error in errors.values())
 
 

@@ -1,8 +1,5 @@
-"""The cpu backend's compiled kernel: options and sizes against float64, and when it is the one that runs."""
+"""The cpu backend's compiled kernel: results against float64, launchers, threads, and what it refuses."""
 
-import ctypes
-import dataclasses
-import importlib.util
 import itertools
 import math
 import random
@@ -13,20 +10,27 @@ import threading
 import pytest
 import torch
 from support import truth
+from support.cpu_calls import (
+    CAUSAL,
+    OPEN,
+    assert_accurate,
+    assert_same,
+    contiguous,
+    dense,
+    ragged,
+    refuse,
+    solved,
+)
 from torch._subclasses import FakeTensorMode
 
 import attnreg
-from attnreg.backends import cpu
-from attnreg.backends.cpu import compiled
+from attnreg.backends.cpu import choice, compiled
+from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Call, Kernels
-from attnreg.errors import BuildError, InvalidInputError
-from attnreg.measure import Case, measure
+from attnreg.contract.launchers import AddressLauncher
+from attnreg.errors import InvalidInputError
 from attnreg.measure.inputs import inputs
-from attnreg.torchlib import building
-from attnreg.tuning.matching import matched
-from attnreg.tuning.table import Environment
 
-CAUSAL, OPEN = (-1, 0), (-1, -1)
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,36 +44,11 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def refuse(*arguments):
-    raise AssertionError("left to torch's kernel")
-
-
 @pytest.fixture
 def kernels(cpu_kernel, monkeypatch):
-    """Return the compiled kernel as the backend uses it; what it leaves to torch fails."""
-    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
+    """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
+    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
     return cpu_kernel.before(Kernels(refuse, refuse))
-
-
-def ragged(lengths, lengths_k=None, **options):
-    lengths_k = lengths if lengths_k is None else lengths_k
-    return Case(name="ragged", lens_q=tuple(lengths), lens_k=tuple(lengths_k), varlen=True, **options)
-
-
-def assert_held(kernels, case, seed=0):
-    errors = measure(kernels, case, seed=seed)
-    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
-    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
-
-
-def solved(kernels, q, k, v, grad_out, call):
-    out, lse = kernels.forward(q, k, v, call)
-    return (out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call))
-
-
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 # ---- numbers
@@ -78,24 +57,24 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5), (0, 0), (-1, 40), (130, -1)])
 @pytest.mark.parametrize("lengths", [(1,), (15, 16, 17), (127, 0, 129, 1), (200, 641), (3, 5, 700, 2)])
-def test_lengths_and_windows_keep_the_rule(kernels, lengths, window, dtype):
-    assert_held(kernels, ragged(lengths, window=window, dtype=dtype, tail=3, poison=True))
+def test_lengths_and_windows_are_accurate(kernels, lengths, window, dtype):
+    assert_accurate(kernels, ragged(lengths, window=window, dtype=dtype, tail=3, poison=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "dims", [(1, 1), (7, 7), (16, 16), (33, 33), (80, 80), (100, 36), (24, 130), (256, 256)]
 )
-def test_sizes_of_heads_keep_the_rule(kernels, dims, dtype):
-    assert_held(kernels, ragged((40, 77, 1), dims=dims, dtype=dtype))
-    assert_held(kernels, ragged((140, 3), dims=dims, dtype=dtype, window=CAUSAL))
+def test_sizes_of_heads_are_accurate(kernels, dims, dtype):
+    assert_accurate(kernels, ragged((40, 77, 1), dims=dims, dtype=dtype))
+    assert_accurate(kernels, ragged((140, 3), dims=dims, dtype=dtype, window=CAUSAL))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 1), (9, 3), (40, 1)])
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (9, 3)])
-def test_shared_key_heads_keep_the_rule(kernels, heads, window, dtype):
-    assert_held(kernels, ragged((30, 5, 131), heads=heads, dtype=dtype, window=window))
+def test_shared_key_heads_are_accurate(kernels, heads, window, dtype):
+    assert_accurate(kernels, ragged((30, 5, 131), heads=heads, dtype=dtype, window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,13 +82,13 @@ def test_shared_key_heads_keep_the_rule(kernels, heads, window, dtype):
 @pytest.mark.parametrize(
     ("rows", "keys"), [((64, 1, 9), (200, 300, 0)), ((200, 300, 5), (64, 1, 70)), ((0, 8), (8, 0))]
 )
-def test_queries_and_keys_of_different_lengths_keep_the_rule(kernels, rows, keys, window, dtype):
-    assert_held(kernels, ragged(rows, keys, window=window, dtype=dtype))
+def test_queries_and_keys_of_different_lengths_are_accurate(kernels, rows, keys, window, dtype):
+    assert_accurate(kernels, ragged(rows, keys, window=window, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_batches_keep_the_rule(kernels, seed, dtype):
+def test_random_batches_are_accurate(kernels, seed, dtype):
     draw = random.Random(seed)
     lengths, lengths_k = ([draw.randint(0, 400) for _ in range(7)] for _ in "qk")
     options = {
@@ -118,44 +97,34 @@ def test_random_batches_keep_the_rule(kernels, seed, dtype):
         "window": draw.choice([OPEN, CAUSAL, (draw.randint(0, 99), draw.randint(0, 99))]),
         "dtype": dtype,
     }
-    assert_held(kernels, ragged(lengths, lengths_k, **options), seed)
+    assert_accurate(kernels, ragged(lengths, lengths_k, **options), seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [-0.125, 1e-3, 2.0, 0.0])
-def test_any_scale_keeps_the_rule(kernels, scale, dtype):
-    assert_held(kernels, ragged((1, 16, 130), scale=scale, dtype=dtype))
+def test_any_scale_is_accurate(kernels, scale, dtype):
+    assert_accurate(kernels, ragged((1, 16, 130), scale=scale, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "layout", ["plain", "heads first", "packed", "last dim strided", "one key head", "offset", "odd rows"]
+    "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 )
 @pytest.mark.parametrize("varlen", [True, False])
 def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, varlen, dtype):
-    case = Case(
-        name="laid out",
-        lens_q=(70,) * 3,
-        lens_k=(70,) * 3,
-        varlen=varlen,
-        dtype=dtype,
-        layout=layout,
-        window=CAUSAL,
-    )
+    options = {"dtype": dtype, "layout": layout, "window": CAUSAL}
+    case = ragged((70,) * 3, **options) if varlen else dense(3, 70, **options)
     *tensors, call = inputs(case)
-    plain = (x.clone(memory_format=torch.contiguous_format) for x in tensors)
-    assert_same(solved(kernels, *tensors, call), solved(kernels, *plain, call))
-    assert_held(kernels, case)
+    assert_same(solved(kernels, *tensors, call), solved(kernels, *contiguous(tensors), call))
+    assert_accurate(kernels, case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 4)])
-def test_counted_keys_keep_the_rule_in_packed_and_dense_tensors(kernels, window, dtype):
+def test_counted_keys_are_accurate_in_packed_and_dense_tensors(kernels, window, dtype):
     options = {"window": window, "dtype": dtype, "poison": True}
-    assert_held(kernels, ragged((9, 60, 5), (40, 90, 7), seqused_k=(13, 90, 0), **options))
-    assert_held(
-        kernels, Case(name="dense", lens_q=(50,) * 3, lens_k=(80,) * 3, seqused_k=(80, 31, 0), **options)
-    )
+    assert_accurate(kernels, ragged((9, 60, 5), (40, 90, 7), seqused_k=(13, 90, 0), **options))
+    assert_accurate(kernels, dense(3, 50, 80, seqused_k=(80, 31, 0), **options))
 
 
 def test_values_are_those_of_float64(kernels, packed):
@@ -224,7 +193,7 @@ def wrong_calls():
 
 @pytest.mark.parametrize(("call", "message"), [*wrong_calls()])
 def test_what_lies_outside_of_the_tensors_is_never_read(kernels, call, message):
-    """Whoever calls aten's backward by itself, or writes to offsets after the forward, may hand it this."""
+    """A direct call of aten's backward, or offsets that are written to after the forward, may ask for it."""
     x = torch.randn(8, 2, 16)
     with pytest.raises(InvalidInputError, match=message):
         kernels.forward(x, x, x, call)
@@ -232,20 +201,8 @@ def test_what_lies_outside_of_the_tensors_is_never_read(kernels, call, message):
         kernels.backward(x, x, x, x, x, torch.zeros(2, 8), call)
 
 
-def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(cpu_kernel):
-    asked = Asked()
-    kernels = cpu_kernel.before(asked.kernels())
-    x, lse, call = torch.randn(2, 9, 2, 16), torch.zeros(2, 2, 9), Call(0.25, 9, 9)
-    kernels.backward(x[:, :8], x, x, x, x, lse, call)
-    kernels.backward(x.half(), x, x, x, x, lse, call)
-    kernels.backward(x, x, x, x, x[..., :8], lse, call)
-    kernels.backward(x, x, x, x, x.double(), lse, call)
-    kernels.backward(x, x, x, x, x, lse.mT, call)
-    assert asked.found == ["backward"] * 5
-
-
 @pytest.mark.parametrize("which", ["grad expanded", "grad transposed", "lse strided", "lse double"])
-def test_a_backward_reads_tensors_however_they_lie(kernels, which):
+def test_a_backward_reads_tensors_of_any_strides(kernels, which):
     q, k, v, grad, call = inputs(ragged((40, 9, 70), dtype="float32", heads=(4, 2)))
     if which == "grad expanded":
         grad = grad[:1, :1, :1].expand(grad.shape)
@@ -254,12 +211,7 @@ def test_a_backward_reads_tensors_however_they_lie(kernels, which):
     if which == "grad transposed":
         grad = grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     elif which == "lse strided":
-        lse = (
-            torch.stack((lse, lse.new_zeros(lse.shape)), -1)
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)[..., 0]
-        )
+        lse = torch.stack((lse, lse), -1).transpose(0, 1).contiguous().transpose(0, 1)[..., 0]
     elif which == "lse double":
         lse = lse.double()
     assert_same(kernels.backward(grad, q, k, v, out, lse, call), expected)
@@ -290,18 +242,86 @@ def test_results_are_rounded_once_to_nearest(kernels, dtype):
     numbers = numbers[numbers.isfinite()]
     numbers = numbers[: len(numbers) // 256 * 256]
     for shift in (1, 2, 3, 1000, 30000):
-        v = (
-            torch.stack((numbers, numbers.roll(shift)), 1)
-            .view(-1, 256, 2)
-            .transpose(1, 2)[:, :, None]
-            .contiguous()
-        )
+        pairs = torch.stack((numbers, numbers.roll(shift)), 1).view(-1, 256, 2)
+        v = pairs.transpose(1, 2)[:, :, None].contiguous()
         q, k = (torch.zeros(len(v), n, 1, 8, dtype=dtype) for n in (1, 2))
         out, _ = kernels.forward(q, k, v, Call(1.0, 1, 2))
         mean = (v[:, :1].float() + v[:, 1:].float()) * 0.5
         mean = mean.where(mean.abs() > 2.0**-120, 0.0)
         got = out.float().where(mean != 0.0, 0.0)
         torch.testing.assert_close(got, mean.to(dtype).float(), rtol=0.0, atol=0.0)
+
+
+# ---- launchers
+
+
+def launchers(kernels, q, k, v, grad_out, call):
+    """Return the launchers of a dense call, and what the kernels return for it."""
+    out, lse, *grads = solved(kernels, q, k, v, grad_out, call)
+    forward = kernels.specialize("forward", (q, k, v), call)
+    backward = kernels.specialize("backward", (grad_out, q, k, v, out, lse), call)
+    return forward, backward, (out, lse), tuple(grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("layout", "dims"),
+    [("plain", (24, 40)), *((each, (16, 16)) for each in ("bhsd", "fused qkv", "one key head"))],
+)
+def test_a_launcher_returns_what_the_kernel_does_for_other_tensors_of_its_layout(
+    kernels, layout, dims, dtype
+):
+    case = dense(3, 40, heads=(4, 2), dims=dims, dtype=dtype, layout=layout, window=CAUSAL)
+    forward, backward, *_ = launchers(kernels, *inputs(case))
+    assert isinstance(forward, AddressLauncher) and isinstance(backward, AddressLauncher)
+    q, k, v, grad_out, call = inputs(case, seed=1)
+    out, lse, *grads = solved(kernels, q, k, v, grad_out, call)
+    for launch in (forward, forward.on_addresses):
+        assert_same(launch(q, k, v), (out, lse))
+        assert [x.stride() for x in launch(q, k, v)] == [out.stride(), lse.stride()]
+    for launch in (backward, backward.on_addresses):
+        assert_same(launch(grad_out, q, k, v, out, lse), grads)
+    assert_same(backward.on_addresses(grad_out, q, k, v, out, lse.contiguous()), grads)
+
+
+@pytest.mark.parametrize("layout", ["plain", "bhsd"])
+def test_dense_results_have_the_strides_of_torchs_kernel(kernels, layout):
+    """So a router needs no copy."""
+    q, k, v, grad_out, call = inputs(dense(3, 40, heads=(4, 4), layout=layout))
+    flash = Flash.captured()
+    out, lse = flash.forward(*(x.transpose(1, 2) for x in (q, k, v)), call.scale)
+    grads = flash.backward(*(x.transpose(1, 2) for x in (grad_out, q, k, v)), out, lse, call.scale)
+    found = solved(kernels, q, k, v, grad_out, call)
+    assert found[0].transpose(1, 2).stride() == out.stride()
+    assert found[1].stride() == lse.stride()
+    assert [x.transpose(1, 2).stride() for x in found[2:]] == [x.stride() for x in grads]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ragged((40, 40)),
+        dense(2, 40, seqused_k=(40, 7)),
+        dense(2, 40, layout="last dim strided"),
+        dense(2, 20, 40, window=(5, 0)),  # no row sees the first keys
+        dense(2, 40, 20, window=CAUSAL),  # the first rows see no key
+    ],
+    ids=str,
+)
+def test_calls_that_need_more_than_addresses_have_no_launcher(kernels, case):
+    assert launchers(kernels, *inputs(case))[:2] == (None, None)
+
+
+def test_a_launcher_without_memory_or_threads_raises_as_the_kernel_does(cpu_kernel, monkeypatch):
+    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
+    q, k, v, _, call = inputs(dense(1, 9, dtype="float32"))
+    for status, error in ((1, MemoryError), (2, RuntimeError)):
+        broken = cpu_kernel._replace(forward_entry=lambda *arguments, status=status: status)
+        launcher = broken.before(Kernels(refuse, refuse)).specialize("forward", (q, k, v), call)
+        with pytest.raises(error):
+            launcher(q, k, v)
+        with pytest.raises(error):
+            launcher.launch(0, 0, 0)
 
 
 # ---- NaN
@@ -361,12 +381,12 @@ def test_results_are_bitwise_repeatable(kernels, lengths, dtype):
 
 @pytest.mark.parametrize("threads", [2, 7], indirect=True)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (300, 20)])
-def test_one_long_sequence_is_shared_out_and_keeps_the_rule(kernels, window, threads):
-    assert_held(kernels, ragged((1500,), heads=(1, 1), dtype="float32", window=window))
-    assert_held(kernels, ragged((900, 20), heads=(3, 1), dtype="bfloat16", window=window))
+def test_one_long_sequence_is_shared_out_and_is_accurate(kernels, window, threads):
+    assert_accurate(kernels, ragged((1500,), heads=(1, 1), dtype="float32", window=window))
+    assert_accurate(kernels, ragged((900, 20), heads=(3, 1), dtype="bfloat16", window=window))
 
 
-def test_calls_of_several_threads_at_once_do_not_meet(kernels):
+def test_calls_of_several_threads_at_once_do_not_disturb_each_other(kernels):
     given = [inputs(ragged((100, 31, length), dtype="float32")) for length in (50, 200, 333, 90)]
     expected = [solved(kernels, *each) for each in given]
     found = [None] * len(given)
@@ -469,202 +489,9 @@ def test_tensors_without_data_never_reach_it(kernels, cpu_kernel, monkeypatch, p
 
     assert_same([attend(x, offsets)], [attend(x.clone(), offsets)])
     monkeypatch.setattr(compiled, "_run", refuse)
-    with pytest.raises(AssertionError, match="left to torch"):
+    with pytest.raises(AssertionError, match="not to be called"):
         attend(x, offsets)
     mode = FakeTensorMode()
     fake = [mode.from_tensor(each) for each in (x.clone(), offsets)]
     with mode:
         assert attend(*fake).shape == x.shape
-
-
-# ---- when it runs
-
-
-class Asked:
-    """Kernels that remember which direction was left to them."""
-
-    def __init__(self):
-        self.found = []
-
-    def kernels(self):
-        return Kernels(
-            lambda *arguments: self.found.append("forward"), lambda *arguments: self.found.append("backward")
-        )
-
-
-def left_to_torch(cpu_kernel, case):
-    asked = Asked()
-    kernels = cpu_kernel.before(asked.kernels())
-    q, k, v, grad, call = inputs(case)
-    kernels.forward(q, k, v, call)
-    out, lse = cpu.BACKEND.load().forward(q, k, v, call)
-    kernels.backward(grad, q, k, v, out, lse, call)
-    return asked.found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_takes_what_it_serves_and_leaves_the_rest(cpu_kernel, monkeypatch, dtype):
-    monkeypatch.setattr(compiled, "_has_amx", lambda: False)
-    both = ["forward", "backward"]
-    assert left_to_torch(cpu_kernel, ragged((700, 3), dtype=dtype)) == []
-    assert left_to_torch(cpu_kernel, ragged((7, 3), dtype="float64")) == both
-    assert (
-        left_to_torch(cpu_kernel, Case(name="bias", lens_q=(9,), lens_k=(9,), dtype=dtype, bias="additive"))
-        == both
-    )
-    assert left_to_torch(cpu_kernel, ragged((0, 0), dtype=dtype)) == both
-
-
-def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, monkeypatch):
-    monkeypatch.setattr(compiled, "_has_amx", lambda: True)
-    assert left_to_torch(cpu_kernel, ragged((1100, 1000))) == ["forward"]
-    assert left_to_torch(cpu_kernel, ragged((300,) * 4)) == ["forward"]  # in one call of torch's kernel
-    assert left_to_torch(cpu_kernel, ragged((300, 301, 302, 303))) == []
-    assert left_to_torch(cpu_kernel, ragged((200,) * 8)) == []
-    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float32")) == []
-    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float16")) == []
-
-
-def test_few_queries_and_many_float32_keys_are_left_to_torch(cpu_kernel):
-    one = ragged((1, 1), (300, 200), dtype="float32")
-    assert left_to_torch(cpu_kernel, one) == ["forward"]
-    assert left_to_torch(cpu_kernel, dataclasses.replace(one, heads=(16, 1))) == []
-    assert left_to_torch(cpu_kernel, dataclasses.replace(one, dtype="float16")) == []
-    assert left_to_torch(cpu_kernel, ragged((4, 1, 3), dtype="float32")) == []
-
-
-@pytest.fixture
-def unbuilt(monkeypatch, tmp_path):
-    monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
-    building.target.cache_clear()
-    yield tmp_path / "cpu_kernel"
-    building.target.cache_clear()
-
-
-def test_without_it_the_backend_has_torchs_kernel(unbuilt, loads, monkeypatch):
-    monkeypatch.setattr(compiled, "load", loads)
-    with pytest.raises(BuildError, match="`attnreg build` does it"):
-        building.loaded_cpu_kernel()
-    assert cpu.BACKEND.load().forward.func is cpu.forward
-
-
-def test_with_it_the_backend_calls_it(cpu_kernel, monkeypatch):
-    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel._replace(forward_entry=lambda *arguments: 1))
-    q = torch.randn(1, 4, 1, 8)
-    with pytest.raises(MemoryError):
-        cpu.BACKEND.load().forward(q, q, q, Call(1.0, 4, 4))
-
-
-def test_a_file_that_others_can_write_to_or_that_does_not_load_is_not_used(unbuilt):
-    unbuilt.mkdir(mode=0o700)
-    file = building.target(building.CPU_KERNEL)
-    file.write_bytes(b"no library")
-    with pytest.raises(BuildError, match="can't be loaded"):
-        building.loaded_cpu_kernel()
-    file.chmod(0o722)
-    with pytest.raises(BuildError, match="others may write to it"):
-        building.loaded_cpu_kernel()
-
-
-def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
-    assert loads() is None and caplog.messages == []
-    unbuilt.mkdir(mode=0o700)
-    building.target(building.CPU_KERNEL).write_bytes(b"no library")
-    assert loads() is None
-    assert len(caplog.messages) == 1 and "can't be loaded" in caplog.messages[0]
-
-
-@pytest.fixture
-def loads(monkeypatch):
-    """Return what loads the library as in a fresh process, in a run where none is loaded, too."""
-    here = importlib.util.find_spec(compiled.__name__)
-    fresh = importlib.util.module_from_spec(here)
-    here.loader.exec_module(fresh)
-    return fresh.load.__wrapped__
-
-
-@pytest.fixture
-def installed(unbuilt, built_cpu_kernel, monkeypatch):
-    """Have the kernel lie where `attnreg build` puts it, and the backend look there."""
-    unbuilt.mkdir(mode=0o700)
-    file = building.target(building.CPU_KERNEL)
-    file.write_bytes(built_cpu_kernel.read_bytes())
-    file.chmod(0o700)
-    monkeypatch.setattr(compiled, "is_there", building.has_cpu_kernel)
-    return file
-
-
-def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
-    without, found = torch.__version__, f"{torch.__version__} (compiled kernel)"
-    monkeypatch.setattr(building.ctypes, "CDLL", refuse)
-    assert cpu.BACKEND.version() == found
-    installed.chmod(0o702)
-    assert cpu.BACKEND.version() == without
-    installed.chmod(0o700)
-    installed.parent.chmod(0o720)
-    assert cpu.BACKEND.version() == without
-    installed.parent.chmod(0o700)
-    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
-    assert cpu.BACKEND.version() == without
-    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
-    assert cpu.BACKEND.version() == found
-    monkeypatch.setenv("ATTNREG_ROUTERS", "wrong")  # an error of the calls, not of this
-    assert cpu.BACKEND.version() == found
-    installed.unlink()
-    assert cpu.BACKEND.version() == without
-
-
-def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
-    assert loads() is not None
-    monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
-    assert loads() is None and caplog.messages == []
-    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves it out"):
-        building.loaded_cpu_kernel()
-
-
-def test_a_table_measured_without_it_is_not_one_measured_with_it(installed):
-    def here():
-        return Environment(
-            device="a CPU", torch=torch.__version__, backends={"cpu": cpu.BACKEND.version()}, threads="2"
-        )
-
-    with_it = here()
-    installed.unlink()
-    for measured, now in ((with_it, here()), (here(), with_it)):
-        assert len(matched(measured, now).refused) == 1
-    assert not matched(with_it, with_it).refused
-    # Tables from before cpu had a version were measured without.
-    older = dataclasses.replace(here(), backends={"cpu": ""})
-    assert not matched(older, here()).refused and matched(older, with_it).refused
-
-
-@pytest.mark.parametrize(
-    ("known", "flag"),
-    [("AVX512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("DEFAULT", None), ("SVE256", None)],
-)
-def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, known, flag):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
-    flags = building.CPU_KERNEL.all_flags()
-    assert [each for each in flags if each.startswith("-march")] == ([flag] if flag else [])
-    here = building.target(building.CPU_KERNEL)
-    monkeypatch.setattr(
-        torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if flag != "-march=x86-64-v3" else ""
-    )
-    building.target.cache_clear()
-    assert building.target(building.CPU_KERNEL) != here
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("known", ["AVX2", "DEFAULT"])
-def test_narrower_vectors_keep_the_rule(unbuilt, monkeypatch, known):
-    machine = torch.backends.cpu.get_cpu_capability()
-    if known == "AVX2" and not machine.startswith("AVX"):
-        pytest.skip("about machines with AVX2")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
-    monkeypatch.setattr(compiled, "_torch_is_faster", lambda *call: False)
-    library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
-    kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
-    for dtype, window in itertools.product(("float32", "bfloat16", "float16"), (OPEN, CAUSAL, (20, 5))):
-        assert_held(
-            kernels, ragged((1, 17, 300, 64), heads=(4, 2), dims=(40, 24), dtype=dtype, window=window)
-        )

@@ -7,12 +7,13 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from support import operators, truth
+from support import packages, truth
+from support.packages import gpu_spec, on_cpu
 
 import attnreg
 from attnreg import _registry
 from attnreg.backends import fa3
-from attnreg.cli.inventory import inventory
+from attnreg.cli.info import inventory
 from attnreg.contract.discovery import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure import QUICK, Case, inputs, verify
@@ -48,31 +49,13 @@ FWD_OLDER = (
 )
 
 
-class Package:
-    """What flash_attn_3 registers, computed with plain PyTorch; keeps the arguments of each call."""
+class Package(packages.Package):
+    """What flash_attn_3 registers, computed with plain PyTorch."""
 
     def __init__(self, fwd=FWD, bwd=BWD):
-        self.calls = []
-        self.library = torch.library.Library("flash_attn_3", "FRAGMENT")
-        for schema, function in ((fwd, self.fwd), (bwd, self.bwd)):
-            if schema:
-                name = self.library.define(schema)
-                self.library.impl(name, self.keeping(function, name), "CPU")
-                packet = getattr(torch.ops.flash_attn_3, name)
-                declared = packet.default._schema.arguments
-                wanted = [one.name for one in declared if not one.has_default_value()]
-                operators.hold(packet, fa3.TAKEN[name], wanted)
+        ops = [(schema, function) for schema, function in ((fwd, self.fwd), (bwd, self.bwd)) if schema]
+        super().__init__("flash_attn_3", ops, fa3.PASSED)
         self.returns = 8 if bwd == BWD_OLDER else 5
-
-    def keeping(self, function, name):
-        def run(*args, **kwargs):
-            declared = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
-            given = {one.name: one.default_value for one in declared}
-            given |= dict(zip(given, args, strict=False)) | kwargs
-            self.calls.append((function.__name__, given))
-            return function(given)
-
-        return run
 
     def fwd(self, given):
         assert given["num_splits"] == 1
@@ -103,7 +86,7 @@ class Package:
         return torch.arange(given["q"].shape[0]) >= given["cu_seqlens_q"][-1]
 
     def attention(self, given, q, k, v):
-        """Return output and LSE; whatever stands in rows that are loaded spreads, as in whole tiles."""
+        """Return output and LSE; NaN in any row that is loaded spreads, as in the kernels' tiles."""
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         left, right = given["window_size_left"], 0 if given["is_causal"] else given["window_size_right"]
         options = {"window": (left, right), "scale": given["softmax_scale"]}
@@ -145,19 +128,7 @@ def package(monkeypatch):
 
     yield install
     for one in made:
-        one.library._destroy()
-    for name in ("fwd", "bwd"):  # torch.ops keeps what it has looked up
-        if hasattr(torch.ops.flash_attn_3, name):
-            delattr(torch.ops.flash_attn_3, name)
-
-
-def on_cpu(backend=fa3.BACKEND):
-    here = {"devices": ("cpu",), "compute_capability": None}
-    return dataclasses.replace(
-        backend,
-        forward=dataclasses.replace(backend.forward, **here),
-        backward=dataclasses.replace(backend.backward, **here),
-    )
+        one.unregister()
 
 
 SHORT = [
@@ -172,7 +143,7 @@ SHORT = [
 
 def test_every_case_of_the_matrix_that_it_takes_is_right(package):
     package()
-    outcomes = list(verify(on_cpu(), "cpu", SHORT))
+    outcomes = list(verify(on_cpu(fa3.BACKEND), "cpu", SHORT))
     assert [str(outcome.case) for outcome in outcomes if not outcome.passed] == []
     ran = {
         outcome.case.name for outcome in outcomes if outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}
@@ -194,7 +165,7 @@ def test_every_case_of_the_matrix_that_it_takes_is_right(package):
 def test_older_forms_of_the_operators_serve_as_well(package, schemas):
     package(**schemas)
     wanted = ("heads 4:2", "varlen seqused_k", "causal lengths 799 and 3")
-    outcomes = list(verify(on_cpu(), "cpu", [case for case in QUICK if case.name in wanted]))
+    outcomes = list(verify(on_cpu(fa3.BACKEND), "cpu", [case for case in QUICK if case.name in wanted]))
     assert all(outcome.passed for outcome in outcomes)
     assert sum(bool(outcome.errors) for outcome in outcomes) >= len(wanted)
 
@@ -204,7 +175,7 @@ def test_rows_without_a_key_have_an_lse_of_minus_infinity_and_none_of_plus(packa
     for name in ("no keys", "varlen no keys", "causal lengths 7 and 8", "causal lengths 799 and 3"):
         for case in (case for case in QUICK if case.name == name and case.dtype == "bfloat16"):
             q, k, v, _, call = inputs(case)
-            _, lse = on_cpu().load().forward(q, k, v, call)
+            _, lse = on_cpu(fa3.BACKEND).load().forward(q, k, v, call)
             assert not (lse == torch.inf).any()
             assert lse.dtype == torch.float32
 
@@ -227,7 +198,7 @@ CASE = Case(name="one", lens_q=(7, 5), lens_k=(9, 5), varlen=True, heads=(4, 2),
 )
 def test_window_scale_and_determinism_reach_both_operators(package, window, given):
     recorded = package()
-    kernels = on_cpu().load()
+    kernels = on_cpu(fa3.BACKEND).load()
     q, k, v, grad, call = inputs(dataclasses.replace(CASE, window=window, scale=0.3))
     call = call._replace(deterministic=True)
     out, lse = kernels.forward(q, k, v, call)
@@ -245,30 +216,13 @@ def test_window_scale_and_determinism_reach_both_operators(package, window, give
 def test_a_dense_call_is_given_no_offsets_and_no_lengths(package):
     recorded = package()
     q, k, v, _, call = inputs(Case(name="dense", lens_q=(7, 7), lens_k=(9, 9), dims=(16, 16)))
-    on_cpu().load().forward(q, k, v, call)
+    on_cpu(fa3.BACKEND).load().forward(q, k, v, call)
     ((_, given),) = recorded.calls
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table")
     assert [given.get(name) for name in names] == [None] * 6
 
 
 # What it can't run
-
-
-def gpu(device="sm_90", **changes):
-    return attnreg.AttentionSpec(
-        **{
-            "device": attnreg.Device.parse(device),
-            "dtype": "bfloat16",
-            "batch": 2,
-            "max_q": 64,
-            "max_k": 64,
-            "heads_q": 8,
-            "heads_k": 2,
-            "head_dim": 128,
-            "head_dim_v": 128,
-            **changes,
-        }
-    )
 
 
 @pytest.mark.parametrize(
@@ -287,31 +241,31 @@ def gpu(device="sm_90", **changes):
 )
 def test_what_neither_direction_runs(changes, reason):
     entry = Entry("FA3", "a test", fa3.BACKEND)
-    asked = gpu(**changes)
+    asked = gpu_spec(**changes)
     assert entry.reasons(asked, "forward") == entry.reasons(asked, "backward") == (reason,)
 
 
 def test_keys_are_never_split():
     entry = Entry("FA3", "a test", fa3.BACKEND)
-    assert entry.reasons(gpu(num_splits=1), "forward") == ()
-    assert entry.reasons(gpu(num_splits=2), "forward") == ("num_splits must be 1 or None, got 2",)
-    assert entry.reasons(gpu(num_splits=2), "backward") == (), "which is given none"
+    assert entry.reasons(gpu_spec(num_splits=1), "forward") == ()
+    assert entry.reasons(gpu_spec(num_splits=2), "forward") == ("num_splits must be 1 or None, got 2",)
+    assert entry.reasons(gpu_spec(num_splits=2), "backward") == (), "which is given none"
 
 
 def test_what_only_the_backward_does_not_run():
     entry = Entry("FA3", "a test", fa3.BACKEND)
-    paged, wide = gpu(page_size=16, varlen=True), gpu(head_dim=256, head_dim_v=256, deterministic=True)
+    paged, wide = gpu_spec(page_size=16, varlen=True), gpu_spec(head_dim=256, deterministic=True)
     assert entry.reasons(paged, "forward") == entry.reasons(wide, "forward") == ()
     assert entry.reasons(paged, "backward") == ("block_table must be None: no paged key-value cache",)
     assert entry.reasons(wide, "backward") == (
         "head_dim must be at most 192 with deterministic algorithms, got 256",
     )
-    assert entry.reasons(gpu(head_dim=192, head_dim_v=192, deterministic=True), "backward") == ()
+    assert entry.reasons(gpu_spec(head_dim=192, deterministic=True), "backward") == ()
 
 
 def test_it_comes_after_the_kernels_that_are_tested():
     assert fa3.BACKEND.experimental
-    order = attnreg.explain(gpu()).forward.order
+    order = attnreg.explain(gpu_spec()).forward.order
     assert order.index("FA2") < order.index("FA3") < order.index("math")
 
 
@@ -334,7 +288,7 @@ def test_a_module_without_a_spec_is_no_package(monkeypatch):
 
 
 @pytest.mark.parametrize(("cuda", "reason"), [(True, None), (False, "torch finds no CUDA GPU here")])
-def test_with_the_package_it_needs_a_gpu(monkeypatch, cuda, reason):
+def test_with_the_package_it_needs_a_gpu_spec(monkeypatch, cuda, reason):
     monkeypatch.setattr(fa3, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert fa3.BACKEND.unavailable() == reason
@@ -372,24 +326,24 @@ def test_the_version_is_that_of_the_package(monkeypatch):
 def test_operators_that_do_not_fit_are_refused_when_they_are_loaded(package, monkeypatch, schemas, message):
     monkeypatch.setattr(fa3, "version", lambda name: "3.0")
     package(**schemas)
-    entry = Entry("FA3", "a test", dataclasses.replace(on_cpu(), unavailable=lambda: None))
+    entry = Entry("FA3", "a test", dataclasses.replace(on_cpu(fa3.BACKEND), unavailable=lambda: None))
     with pytest.raises(BackendUnavailableError) as error:
         entry.kernels()
     assert str(error.value).startswith(f"FA3 failed to load: RegistrationError: {message}")
 
 
-def test_a_package_that_does_not_import_is_told_with_its_cause(monkeypatch):
+def test_a_package_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_3._C", None)
-    entry = Entry("FA3", "a test", dataclasses.replace(on_cpu(), unavailable=lambda: None))
+    entry = Entry("FA3", "a test", dataclasses.replace(on_cpu(fa3.BACKEND), unavailable=lambda: None))
     with pytest.raises(BackendUnavailableError) as error:
         entry.kernels()
     assert isinstance(error.value.__cause__, ImportError)
 
 
-def test_info_marks_it_as_untried(package, monkeypatch):
+def test_info_marks_it_as_experimental(package, monkeypatch):
     package()
     entry = Entry("FA3", "a test", dataclasses.replace(fa3.BACKEND, unavailable=lambda: None))
     monkeypatch.setattr(_registry, "_entries", {"fa3": entry})
     _registry.changed()
-    (told,) = inventory()["backends"]
-    assert (told["name"], told["state"]) == ("FA3", "experimental")
+    (listed,) = inventory()["backends"]
+    assert (listed["name"], listed["state"]) == ("FA3", "experimental")

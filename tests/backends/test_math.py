@@ -1,4 +1,4 @@
-"""What the reference backend promises beyond the matrix of `test_conformance`."""
+"""The reference backend beyond the matrix of `test_conformance`."""
 
 import pytest
 import torch
@@ -341,8 +341,8 @@ def test_dropout_equals_autograd_over_the_same_mask():
     q, k, v, grad_out, call = dense(len_q=64, len_k=48, heads=(4, 2), dropout=0.3, rng_state=rng_state())
     with torch.enable_grad():
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        heads_first = [x.transpose(1, 2) for x in leaves]
-        query, key, value = heads_first[0], *(x.repeat_interleave(2, 1) for x in heads_first[1:])
+        bhsd = [x.transpose(1, 2) for x in leaves]
+        query, key, value = bhsd[0], *(x.repeat_interleave(2, 1) for x in bhsd[1:])
         weights = (query @ key.mT * call.scale).softmax(-1)
         out = (weights * weights_kept() / 0.7 @ value).transpose(1, 2)
         grads = torch.autograd.grad(out, leaves, grad_out)
@@ -392,13 +392,13 @@ def test_nan_in_a_row_that_sees_nothing_reaches_no_gradient():
 
 def test_nan_that_is_seen_propagates():
     q, k, v, grad_out, call = dense(len_q=6, len_k=6, window=CAUSAL, heads=(2, 2))
-    for spoilt in (k, v):
-        spoilt[0, 4, 1] = torch.nan
+    for poisoned in (k, v):
+        poisoned[0, 4, 1] = torch.nan
         out = forward(q, k, v, call)[0]
         assert out[0, 4:, 1].isnan().all()
         assert out[0, :, 0].isfinite().all()
         assert out[1].isfinite().all()
-        spoilt[0, 4, 1] = 1.0
+        poisoned[0, 4, 1] = 1.0
     q[0, 2, 1] = torch.nan
     out, lse, grad_q, grad_k, _ = run(q, k, v, grad_out, call)
     assert out[0, 2, 1].isnan().all()

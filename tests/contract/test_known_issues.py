@@ -9,7 +9,7 @@ import pytest
 
 import attnreg
 from attnreg import _registry
-from attnreg.contract import issue_rows, known_issues
+from attnreg.contract import known_issues
 from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
 from attnreg.measure import Case, verify
@@ -54,7 +54,7 @@ def rows(tmp_path):
     def read(*given):
         file = tmp_path / "issues.toml"
         file.write_text(toml(*given), encoding="utf-8")
-        return issue_rows.read(file)
+        return known_issues.read(file)
 
     return read
 
@@ -332,9 +332,9 @@ def test_a_field_that_is_nearly_right_is_recognised(rows):
 def test_a_file_that_cannot_be_read_is_a_problem_and_no_exception(tmp_path, text):
     file = tmp_path / "issues.toml"
     file.write_text(text)
-    issues, problems = issue_rows.read(file)
+    issues, problems = known_issues.read(file)
     assert (issues, len(problems)) == ((), 1)
-    assert issue_rows.read(tmp_path / "none.toml")[0] == ()
+    assert known_issues.read(tmp_path / "none.toml")[0] == ()
 
 
 def test_a_malformed_row_costs_a_warning_and_no_call(rows, tmp_path, monkeypatch, caplog, fake):
@@ -357,11 +357,11 @@ def test_a_malformed_row_costs_a_warning_and_no_call(rows, tmp_path, monkeypatch
 
 
 def shipped_rows():
-    return issue_rows.read(known_issues.FILE)[0]
+    return known_issues.read(known_issues.FILE)[0]
 
 
 def test_every_row_that_is_shipped_is_well_formed():
-    issues, problems = issue_rows.read(known_issues.FILE)
+    issues, problems = known_issues.read(known_issues.FILE)
     assert problems == ()
     assert issues
 

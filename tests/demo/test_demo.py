@@ -1,38 +1,32 @@
-"""Promises of the demo: real text, one training in two layouts, an honest verdict, and a plot."""
+"""Promises of the demo: real text, one training in two layouts, a comparison, and a plot."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.image import imread
+from support.command_line import in_a_process
 from typer.testing import CliRunner
 
 import attnreg
 from attnreg import cli
 from attnreg.demo import layout
 from attnreg.demo.model import LAYERS, ByteTransformer
-from attnreg.demo.result import TOLERANCE, Result
 from attnreg.demo.text import batches, corpus
-from attnreg.demo.train import Step
+from attnreg.demo.train import LAYOUTS, TOLERANCE, Result, Step
 
 DOCUMENTS = [b"ab", b"a longer document", b"and one between"]
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    """Print for 80 columns, and compute on one thread: two wait for each other on a busy machine."""
+def surroundings(monkeypatch, one_thread):
+    """Print for 80 columns, and compute on one thread, in processes as well."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -57,62 +51,54 @@ def demo(monkeypatch, tmp_path, routers, documents):
 def result():
     """Make a result from the losses of its steps, each of which takes as many seconds."""
 
-    def make(packed, padded, packed_seconds=1.0, padded_seconds=2.0):
-        steps = tuple(
-            Step(
-                lengths=(100, 50),
-                loss={"packed": one, "padded": other},
-                seconds={"packed": packed_seconds, "padded": padded_seconds},
-            )
-            for one, other in zip(packed, padded, strict=True)
-        )
+    def make(one, other, packed=1.0, padded=2.0):
+        losses = [dict(zip(LAYOUTS, pair, strict=True)) for pair in zip(one, other, strict=True)]
         query = torch.empty(2, 4, 8, 16)
-        return Result(steps=steps, ran=attnreg.stats(), why=attnreg.explain(query, query, query))
+        return Result(
+            steps=tuple(
+                Step(lengths=(100, 50), loss=loss, seconds={"packed": packed, "padded": padded})
+                for loss in losses
+            ),
+            ran=attnreg.stats(),
+            why=attnreg.explain(query, query, query),
+        )
 
     return make
 
 
 def test_the_command_trains_on_real_text_and_agrees(tmp_path):
-    command = [sys.executable, "-m", "attnreg", "demo", "--steps", "3", "--json", "--out", tmp_path]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = in_a_process("-m", "attnreg", "demo", "--steps", "3", "--json", "--out", tmp_path)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["agrees"] and found["largest_difference"] <= found["tolerance"] == TOLERANCE
     assert found["loss"]["packed"][0] > found["loss"]["packed"][-1]
     assert found["documents"] == 24 and 0.3 < found["padding"] < 0.95
     assert all(speed > 0 for speed in found["tokens_per_second"].values())
+    for direction in ("forward", "backward"):  # every packed attention, by whichever backend
+        assert sum(count[direction] for count in found["stats"]["calls"].values()) == 3 * LAYERS
 
 
-def test_what_ran_accounts_for_every_packed_attention(demo):
-    calls = json.loads(demo("--json").stdout)["stats"]["calls"]
-    for direction in ("forward", "backward"):
-        assert sum(count[direction] for count in calls.values()) == 3 * LAYERS
-
-
-def test_the_plot_is_a_picture_of_the_promised_size(demo, tmp_path):
-    assert demo().exit_code == 0
+def test_the_report_and_the_plot_show_losses_speed_what_ran_and_why(demo, tmp_path):
+    ended = demo()
+    assert ended.exit_code == 0
+    assert "equal but for rounding" in ended.stdout
+    assert "attnreg.varlen_attn" in ended.stdout and "F.scaled_dot_product_attention" in ended.stdout
+    assert "of the padded batches" in ended.stdout
+    assert "forward on cpu" in ended.stdout and "backward on cpu" in ended.stdout
+    assert "could run it" in ended.stdout or "must be" in ended.stdout, "no word on the other backends"
+    assert "demo.png" in ended.stdout
     picture = imread(tmp_path / "demo.png")
     assert picture.shape == (660, 1800, 4)
     for third in (picture[:, :600], picture[:, 600:1200], picture[:, 1200:]):
         assert third[..., :3].std() > 0.05, "a panel is blank"
 
 
-def test_the_report_says_losses_speed_what_ran_and_why(demo):
-    text = demo().stdout
-    assert "one training but for rounding" in text
-    assert "attnreg.varlen_attn" in text and "F.scaled_dot_product_attention" in text
-    assert "of the padded batches" in text
-    assert "forward on cpu" in text and "backward on cpu" in text
-    assert "could run it" in text or "must be" in text, "no word on the other backends"
-    assert "demo.png" in text
+def sees_the_future(query, key, value, cu_seqlens, *lengths, is_causal):
+    return attnreg.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, *lengths[1:], is_causal=False)
 
 
-def sees_the_future(query, key, value, offsets, *lengths, is_causal):
-    return attnreg.varlen_attn(query, key, value, offsets, offsets, *lengths[1:], is_causal=False)
-
-
-def sees_other_documents(query, key, value, offsets, *lengths, is_causal):
-    everything = offsets[[0, -1]]
+def sees_other_documents(query, key, value, cu_seqlens, *lengths, is_causal):
+    everything = cu_seqlens[[0, -1]]
     longest = len(query)
     return attnreg.varlen_attn(query, key, value, everything, everything, longest, longest, is_causal)
 
@@ -122,33 +108,33 @@ def test_a_wrong_packed_attention_fails_the_demo(demo, monkeypatch, mistaken):
     monkeypatch.setattr(layout, "attnreg", SimpleNamespace(varlen_attn=mistaken))
     ended = demo()
     assert ended.exit_code == 1
-    assert "WRONG: these are two trainings" in ended.stdout
+    assert "WRONG: the trainings differ" in ended.stdout
 
 
 @pytest.mark.parametrize("loss", [2.0 + 2 * TOLERANCE, float("nan")])
-def test_losses_apart_or_undefined_do_not_agree(result, loss):
+def test_losses_that_differ_or_are_nan_do_not_agree(result, loss):
     assert not result([3.0, loss], [3.0, 2.0]).agrees
     assert result([3.0, 2.0 + TOLERANCE / 2], [3.0, 2.0]).agrees
 
 
 def test_the_first_step_and_padding_count_in_no_speed(result):
-    made = result([3.0, 2.0, 2.0], [3.0, 2.0, 2.0], packed_seconds=0.5, padded_seconds=2.0)
+    made = result([3.0, 2.0, 2.0], [3.0, 2.0, 2.0], packed=0.5, padded=2.0)
     made.steps[0].seconds.update(packed=1e9, padded=1e9)
     assert (made.throughput("packed"), made.throughput("padded"), made.speedup) == (300, 75, 4)
     assert made.padding == 0.25
 
 
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):
-    slower = result([3.0, 2.0], [3.0, 2.0], packed_seconds=4.0, padded_seconds=2.0)
-    monkeypatch.setattr("attnreg.cli.demo._trained", lambda *_: slower)
+    slower = result([3.0, 2.0], [3.0, 2.0], packed=4.0, padded=2.0)
+    monkeypatch.setattr("attnreg.cli.demo._train", lambda *_: slower)
     text = demo().stdout
     assert "packed is 0.50 times as fast: it is slower here" in text
 
 
 def test_without_matplotlib_the_demo_says_what_to_install(demo, monkeypatch, tmp_path):
-    found = importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+        importlib.util, "find_spec", lambda name: (name != "matplotlib" and find(name)) or None
     )
     ended = demo()
     assert ended.exit_code == 0 and "pip install 'attnreg[plots]'" in ended.stdout
@@ -175,13 +161,13 @@ def test_a_library_that_cannot_be_read_leaves_the_files_of_attnreg(monkeypatch, 
     (tmp_path / "template.py").write_text("def {{ name }}(:")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     documents = corpus(1024)
-    assert any(document.startswith(b'"""The contract between attnreg') for document in documents)
+    assert any(document.startswith(b'"""Real text for the demo') for document in documents)
 
 
 def test_batches_are_drawn_by_the_seed_alone():
     documents = [bytes([65, number]) for number in range(60)]
-    first, again, other = (list(batches(documents, 5, 4, seed)) for seed in (1, 1, 2))
-    assert first == again != other
+    first, second, other = (list(batches(documents, 5, 4, seed)) for seed in (1, 1, 2))
+    assert first == second != other
     assert [len(set(batch)) for batch in first] == [5] * 4
 
 

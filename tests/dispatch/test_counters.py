@@ -237,13 +237,13 @@ def test_reasons_that_hold_ever_new_numbers_fill_a_bounded_number_of_rows(router
 
 def test_a_thousand_reasons_have_rows_of_their_own_and_are_found_again_when_the_table_is_full():
     first = [counters.fallback_counter("a", str(n)) for n in range(1000)]
-    assert all(counters.untold(counter, logging.INFO) for counter in first)
+    assert all(counters.not_yet_logged(counter, logging.INFO) for counter in first)
     further = [counters.fallback_counter(name, "new") for name in ("a", "b", "c")]
-    assert [counters.untold(counter, logging.INFO) for counter in further] == [True, False, False]
+    assert [counters.not_yet_logged(counter, logging.INFO) for counter in further] == [True, False, False]
     assert len({id(counter) for counter in further}) == 1
     assert counters.fallback_counter("a", "7") is first[7]
-    assert not counters.untold(first[7], logging.INFO)
-    assert counters.untold(first[7], logging.WARNING)
+    assert not counters.not_yet_logged(first[7], logging.INFO)
+    assert counters.not_yet_logged(first[7], logging.WARNING)
 
 
 # Reset and copies

@@ -17,6 +17,7 @@ from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.planning import Native, make_plan
 from attnreg.dispatch.state import state
 from attnreg.measure import Case, verify
@@ -286,11 +287,11 @@ def test_what_a_capture_was_declined_for_holds_for_no_further_one(native):
 
         def run():
             plan = state().plans.get(("a call",)) or make_plan(state(), ("a call",), spec, "forward", native)
-            if not plan.original:
+            if not plan.is_native:
                 plan.run(*inputs, attnreg.Call(1.0, 3, 3))
             return plan.backend
 
-        return served(run)
+        return retry_on_decline(run)
 
     with attnreg.register_backend(dataclasses.replace(choosy.backend, forward=limits)):
         assert capture() != "choosy"

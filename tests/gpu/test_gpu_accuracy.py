@@ -26,7 +26,7 @@ SHAPES = (
 RAGGED = ((113, 203), (1, 65), (64, 1), (0, 9), (31, 33), (7, 0), (203, 113))
 RATIOS = {1: (4, 4), 2: (4, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (16, 2)}
 WINDOWS = ((8, 2), (4, 0), (0, 0), (0, 1), (-1, 4), (100, -1), (1025, 1025))
-LAYOUTS = ("packed", "heads first", "last dim strided", "offset", "odd rows")
+LAYOUTS = ("fused qkv", "bhsd", "last dim strided", "offset", "odd rows")
 
 
 def dense(len_q, len_k, batch=2, **options):
@@ -139,7 +139,7 @@ def test_head_dims_in_steps_of_8(named, dim):
         ragged(*RAGGED, dims=(dim, dim), dtype="float16"),
     ]
     outcomes = hold(named, cases, may_refuse=["FA4"])
-    wrong = named == "FA4" and dim in limits.WRONG
+    wrong = named == "FA4" and dim in limits.WRONG_GRADIENTS
     assert [bool(outcome.reasons) for outcome in outcomes] == [wrong] * 3
 
 

@@ -12,9 +12,9 @@ from support import gpu, short_ways
 import attnreg
 from attnreg import _registry
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import described
+from attnreg.backends.cudnn import rounding
 from attnreg.backends.fa2 import native
-from attnreg.backends.fa4 import kinds
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.readback import AsyncReadback
@@ -150,8 +150,8 @@ def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
 @pytest.mark.only_for("FA4", "cuDNN")
 def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
     given = gpu.packed().detached()
-    seen = set(kinds.seen)
-    kinds.seen.clear()
+    have_run = set(compiled_kinds.have_run)
+    compiled_kinds.have_run.clear()
     cudnn.Plans.cache_clear()
     try:
         with (
@@ -160,7 +160,7 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
         ):
             on(named)(*given)
     finally:
-        kinds.seen.update(seen)
+        compiled_kinds.have_run.update(have_run)
     assert ran() == {}
     gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
 
@@ -179,14 +179,14 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
         short = again(*tensors, *short_ways.ends_of(call))
         return [out, *kernels.backward(*tensors, call), *short]
 
-    monkeypatch.setattr(native, "_kept", {})
+    monkeypatch.setattr(native, "_rng_states", {})
     step()
-    assert len(native._kept) == 1
-    monkeypatch.setattr(native, "_kept", {})
+    assert len(native._rng_states) == 1
+    monkeypatch.setattr(native, "_rng_states", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    assert native._kept == {}
+    assert native._rng_states == {}
     got, right = replay(graph, results), gpu.expected(given)[0]
     gpu.assert_near(got[:4], right)
     gpu.assert_near(got[4:], right[1:])
@@ -237,7 +237,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
 
     taken = peak(through)
     with monkeypatch.context() as patched:
-        patched.setattr(described, "rounded", lambda *sizes: sizes[:3])
+        patched.setattr(rounding, "round_lengths", lambda *sizes: sizes[:3])
         exactly = peak(directly)
     assert taken <= exactly + 8 * tokens * 4 + 2**12
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
@@ -10,17 +9,17 @@ import sys
 from pathlib import Path
 
 import torch
+from support.processes import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def printed(name):
     """Run an example in a process of its own, as its reader would, and return what it prints."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATTNREG_")}
-    environment["OMP_NUM_THREADS"] = "1"  # two would wait for each other on a busy machine
     ended = subprocess.run(
-        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, env=environment
-    )
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False,
+        env=environment(OMP_NUM_THREADS="1"),  # two would wait for each other on a busy machine
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

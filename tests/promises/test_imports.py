@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import environment
 
 import attnreg
 
@@ -94,10 +95,9 @@ def inner(module, **options):
 
 
 def python(script, *arguments, **variables):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=environ | variables,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -281,12 +281,13 @@ def test_measure_knows_the_contract_only():
 
 
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
-    names = ("kinds", "points", "table", "matching", "index", "lookup", "ranking")
+    names = ("kinds", "points", "table", "index", "lookup")
     pure = {f"tuning.{name}" for name in names}
     for module in pure:
         assert inner(module, only_at_import=True) <= pure | {"errors"}, module
         assert "torch" not in imports(module), module
     assert "torch" not in imports("tuning.tables") | imports("selection.decision")
+    assert "torch" not in imports("tuning.machine", only_at_import=True)  # comparing environments needs none
 
 
 def test_only_the_programs_on_top_use_the_public_names():

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import dataclasses
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import environment
 
 import attnreg
 from attnreg import errors
@@ -29,10 +29,9 @@ SPEC = attnreg.AttentionSpec(
 
 def python(*arguments, **variables):
     """Run a script in a process of its own, on one core, so that a fork finds no OpenMP threads."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+        env=environment(OMP_NUM_THREADS="1") | variables,
         capture_output=True,
         text=True,
         check=False,

@@ -1,21 +1,21 @@
-"""Promises to the ranks of one job: they choose by the same table, or are told that they don't."""
+"""Promises to the ranks of one job: they choose kernels from the same inputs, or the call is an error.
+
+Here one process plays both ranks over a fake store; `test_rank_processes.py` has real ones.
+"""
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.tuned import asked, point, table
 
 import attnreg
 from attnreg import RanksDifferError, _registry
-from attnreg.backends.cpu import compiled
 from attnreg.contract.spec import Device
 from attnreg.selection import ranks
 from attnreg.selection.decision import Policy, Preference
@@ -27,12 +27,12 @@ CPU = Device("cpu")
 
 
 class Store(dict):
-    """What torch's stores do about one key."""
+    """A store of torch's, as far as `agree` uses one."""
 
     def compare_set(self, key, expected, value):
-        if expected == "" or self.get(key) == expected:
-            self.setdefault(key, value)
-        return self[key].encode()
+        if self.get(key, "") == expected:
+            self[key] = value
+        return self.get(key, expected).encode()
 
 
 @pytest.fixture
@@ -45,8 +45,10 @@ def rank(monkeypatch):
 
     def become(number):
         monkeypatch.setattr(dist, "get_rank", lambda: number)
-        monkeypatch.setattr(ranks, "_store", None)
-        monkeypatch.setattr(ranks, "_inherited", None)
+        for name in ("_compared", "_seen", "_stale"):
+            monkeypatch.setattr(ranks, name, set())
+        for name in ("_store", "_inherited_store"):
+            monkeypatch.setattr(ranks, name, None)
         return store
 
     return become
@@ -178,9 +180,9 @@ def test_a_forked_child_leaves_its_parents_store_alone(rank):
 
 def test_what_another_attnreg_has_left_there_is_no_error(rank, caplog):
     store = rank(0)
-    store["attnreg/cpu"] = json.dumps({"rank": 1, "host": "b", "standing": ["of", "another", "form"]})
+    store["attnreg/cpu"] = json.dumps({"rank": 1, "host": "b", "inputs": ["of", "another", "form"]})
     agree(chosen_by())
-    assert "can't compare by what they choose kernels" in caplog.text
+    assert "can't compare what their choices of kernels depend on" in caplog.text
 
 
 def test_a_backend_object_that_one_ranks_program_brings_is_no_difference(rank, fake):
@@ -191,11 +193,50 @@ def test_a_backend_object_that_one_ranks_program_brings_is_no_difference(rank, f
         agree(chosen_by())
 
 
-def test_a_store_that_cannot_compare_is_told_and_keeps_nobody_from_running(rank, monkeypatch, caplog):
+def test_a_store_that_cannot_compare_is_logged_and_keeps_no_call_from_running(rank, monkeypatch, caplog):
     rank(0)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", object)
+    other = type("Other", (), {})()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: other)
     agree(chosen_by())
-    assert "this job's ranks can't compare by what they choose kernels: 'object' object" in caplog.text
+    assert "this job's ranks can't compare what their choices of kernels depend on: " in caplog.text
+
+
+def test_a_store_that_does_not_answer_is_logged_and_holds_a_call_up_for_a_bounded_time(
+    rank, monkeypatch, caplog
+):
+    store, wakes = rank(0), threading.Event()
+    monkeypatch.setattr(store, "compare_set", lambda *_: wakes.wait(60), raising=False)
+    monkeypatch.setattr(ranks, "LONGEST_WAIT_S", 0.05)
+    agree(chosen_by())
+    agree(chosen_by())  # asks no second time
+    wakes.set()
+    assert caplog.text.count("the process group's store doesn't answer within 0.05 s") == 1
+
+
+def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compared(rank, monkeypatch):
+    store = rank(0)
+    agree(chosen_by())
+    again = Store(store)  # the next group's: the keys are still there
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: again)
+    agree(chosen_by(disabled=("cpu",)))
+    assert json.loads(again["attnreg/cpu"])["inputs"][2] == "not cpu"
+    rank(1)
+    with pytest.raises(RanksDifferError, match="does: asked nothing, there not cpu"):
+        agree(chosen_by())
+
+
+def test_the_error_holds_no_reference_to_the_store(rank, monkeypatch):
+    store = rank(0)
+    agree(chosen_by())
+    rank(1)
+    del store
+    held = weakref.ref(dist.distributed_c10d._get_default_store())
+    with pytest.raises(RanksDifferError) as error:
+        agree(chosen_by(disabled=("cpu",)))
+    frame = error.tb
+    while frame is not None:
+        assert all(value is not held() for value in frame.tb_frame.f_locals.values())
+        frame = frame.tb_next
 
 
 def test_a_single_process_asks_no_store(monkeypatch):
@@ -208,60 +249,3 @@ def test_simulated_devices_and_explain_ask_no_store(rank):
     agree(chosen_by(), Device.parse("sm_90"))
     attnreg.explain(asked())
     assert store == {}
-
-
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-
-import attnreg
-
-number, store, shared, own = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
-q, k, v = torch.randn(3, 16, 2, 8).unbind()
-ends = torch.tensor([0, 16], dtype=torch.int32)
-for file in (shared, own):
-    attnreg.configure(file)
-    attnreg.selection.ranks._compared.clear()
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    store.delete_key("attnreg/cpu")
-    dist.barrier()
-    try:
-        attnreg.varlen_attn(q, k, v, ends, ends, 16, 16)
-        print("agreed", *attnreg.stats().calls)
-    except attnreg.RanksDifferError as error:
-        print(error)
-    dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_two_processes_compare_over_the_jobs_own_store(tmp_path, monkeypatch):
-    # The table is to be one of the processes', whatever is compiled for them or here.
-    monkeypatch.setattr(compiled, "is_there", lambda: False)
-    for name, took in (("shared", 1.0), ("own0", 2.0), ("own1", 3.0)):
-        spec = asked(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
-        measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
-        here = environment(CPU, _registry.entries())
-        dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
-        (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
-    environ |= {"ATTNREG_ROUTERS": "python"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(number), str(tmp_path / "store"), str(tmp_path / "shared.toml"),
-             str(tmp_path / f"own{number}.toml")],
-            env=environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for number in (0, 1)
-    ]  # fmt: skip
-    lines = []
-    for process in started:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        lines += out.splitlines()
-    assert lines.count("agreed math") == 3  # both by the shared table, and the first by its own
-    assert sum("doesn't choose kernels as rank" in line for line in lines) == 1

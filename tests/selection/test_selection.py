@@ -102,10 +102,10 @@ def test_a_preference_for_other_devices_says_nothing_here(known):
     ],
 )
 def test_a_preference_for_an_architecture_governs_that_one_only(device, governed):
-    assert prefers("a", devices=("sm_90",)).governs(device) is governed
-    assert prefers("a", devices=("cpu", "sm_90")).governs(device) is (governed or device.type == "cpu")
-    assert prefers("a", devices=("cuda",)).governs(device) is (device.type == "cuda")
-    assert prefers("a").governs(device)
+    assert prefers("a", devices=("sm_90",)).applies_to(device) is governed
+    assert prefers("a", devices=("cpu", "sm_90")).applies_to(device) is (governed or device.type == "cpu")
+    assert prefers("a", devices=("cuda",)).applies_to(device) is (device.type == "cuda")
+    assert prefers("a").applies_to(device)
 
 
 def test_a_backend_that_left_the_registry_is_no_longer_preferred(known):
@@ -123,9 +123,9 @@ def test_torchs_own_kernel_leads_the_default_order_only(known):
 
 def test_a_policy_led_by_one_more_preference_keeps_the_rest(known):
     before = policy(prefers("a"), disabled={"b": "x"}, strict="y")
-    led = before.led_by(prefers("c"))
+    led = before.with_first(prefers("c"))
     assert led == Policy((prefers("c"), prefers("a")), {"b": "x"}, "y")
-    assert before.led_by(None) is before
+    assert before.with_first(None) is before
 
 
 # What can't run
@@ -330,7 +330,7 @@ def test_with_dropout_the_reasons_of_both_directions_are_listed_each_once(known,
 def test_a_backward_tied_to_its_forwards_dropout_runs_there_or_nowhere(known):
     training = asked(needs_backward=True, dropout=0.5)
     entries = known(a={}, b={})
-    tied = policy(prefers("a")).led_by(tied_to("b"))
+    tied = policy(prefers("a")).with_first(tied_to("b"))
     decision = select(training, "backward", entries, tied)
     assert (decision.backend, decision.source) == ("b", "the forward's dropout mask")
     refused = select(training, "backward", known(a={}, b={"backward": False}), tied)

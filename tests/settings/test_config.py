@@ -15,6 +15,8 @@ import torch
 import attnreg
 from attnreg.errors import ConfigError
 from attnreg.settings.config import (
+    DEVICE_KEY,
+    DEVICE_TYPES,
     DeviceSettings,
     LoadedSettings,
     Settings,
@@ -23,7 +25,6 @@ from attnreg.settings.config import (
     schema,
     settings_from,
 )
-from attnreg.settings.config_types import DEVICE_KEY, DEVICE_TYPES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 BACKENDS = ("FA2", "FA4", "cuDNN", "math", "cpu")
@@ -115,7 +116,7 @@ WRONG = [
     (
         'tuned = "~no-such-user/a.json"',
         "1:1: tuned: got '~no-such-user/a.json', expected the path of a file "
-        "(its ~ stands for no home folder)",
+        "(there is no home folder for its ~)",
     ),
     ("devices = 3", "1:1: devices: got 3, expected a table"),
     ("[[devices]]\ncuda = 1", "1:3: devices: got [{'cuda': 1}], expected a table"),

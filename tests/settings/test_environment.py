@@ -28,6 +28,7 @@ def test_every_variable_is_read():
         "ATTNREG_RECORD": "trace.jsonl",
         "ATTNREG_LOCK": "lock.json",
         "ATTNREG_ROUTERS": "Compiled",
+        "ATTNREG_BUILD": "Now",
         "PATH": "/bin",
     }
     assert read(environ) == Environment(
@@ -39,6 +40,7 @@ def test_every_variable_is_read():
         Path("trace.jsonl"),
         Path("lock.json"),
         "compiled",
+        "now",
     )
 
 
@@ -95,19 +97,19 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_CONFIG": "~no-such-user/attnreg.toml"},
             "ATTNREG_CONFIG: got '~no-such-user/attnreg.toml', expected a path "
-            "(its ~ stands for no home folder)",
+            "(there is no home folder for its ~)",
         ),
         (
             {"ATTNREG_BACKENDS": "FA4"},
             "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
-            "did you mean 'ATTNREG_BACKEND'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+            "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
         ),
         (
             {"attnreg_strict": "1"},
             "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS; "
-            "did you mean 'ATTNREG_STRICT'?",
+            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+            "ATTNREG_BUILD; did you mean 'ATTNREG_STRICT'?",
         ),
         (
             {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"},
@@ -116,6 +118,10 @@ def test_booleans_are_read_in_any_case(text, expected):
         (
             {"ATTNREG_ROUTERS": "compile"},
             "ATTNREG_ROUTERS: got 'compile', expected compiled or python; did you mean 'compiled'?",
+        ),
+        (
+            {"ATTNREG_BUILD": "backgroud"},
+            "ATTNREG_BUILD: got 'backgroud', expected background, now or off; did you mean 'background'?",
         ),
     ],
 )

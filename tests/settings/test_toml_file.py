@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnreg.errors import ConfigError
-from attnreg.settings.toml_file import Origin, key_text, read
-from attnreg.settings.toml_positions import NOWHERE, Position, positions
+from attnreg.settings.toml_file import NOWHERE, Origin, Position, key_text, positions, read
 
 EVERY_FORM = '''# every form in which TOML nests keys
 title = "a # that is no comment, [nor] a = {table}" # but this is

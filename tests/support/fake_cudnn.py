@@ -1,38 +1,36 @@
 """A stand-in for nvidia-cudnn-frontend on a CPU: its names and signatures, its faults, and float64.
 
 A graph keeps what was described to it; running it reads the buffers by the described dims, strides
-and offsets only, as cuDNN would. What cuDNN 9.19 was seen to get wrong on an H200 is wrong here, too.
+and offsets only, as cuDNN would. What cuDNN 9.19 gets wrong on an H200 is wrong here, too.
 """
 
 import ctypes
-import inspect
+import sys
 import threading
 import types
 from math import inf, nan
 
 import torch
 
-DTYPES = {
-    "HALF": torch.float16,
-    "BFLOAT16": torch.bfloat16,
-    "FLOAT": torch.float32,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-}
+from attnreg import Call
+from attnreg.backends.cudnn import adapter, launcher
+from attnreg.contract import offsets
+
+DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}
+DTYPES |= {"INT32": torch.int32, "INT64": torch.int64}
 
 TOTALS = ("max_total_seq_len_q", "max_total_seq_len_kv")
 BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
-# What a graph looks at beside its tensors; what it doesn't compute has to keep its default.
-OPTIONS = {
-    *("name", "attn_scale", "generate_stats", "use_padding_mask", "seq_len_q", "seq_len_kv", *TOTALS),
-    *("diagonal_alignment", *BOUNDS),
-}
+# The options of both builders that are computed here, with their defaults. The frontend's Python takes any
+# keyword, and 1.32 refuses those that it doesn't know when it describes the graph to cuDNN; it knows these.
+OPTIONS = dict.fromkeys(("name", "attn_scale", "seq_len_q", "seq_len_kv", *TOTALS, *BOUNDS))
+OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT"}
 
 HANDLES = {}
 
 
 def memory(address, dtype, size, stride):
-    """Return what lies at an address as a tensor."""
+    """Return the memory at an address as a tensor."""
     count = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     there = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(there, dtype=dtype).as_strided(size, stride)
@@ -43,35 +41,21 @@ class GraphNotSupportedError(RuntimeError):
 
 
 class Described:
-    """A tensor of a graph."""
+    """A tensor of a graph; `set_dim(...)` and the like set its attributes."""
 
     def __init__(self, uid=None, dim=None, stride=None, data_type=None, name=""):
         self.uid, self.dim, self.stride, self.data_type, self.name = uid, dim, stride, data_type, name
-        self.starts, self.output = None, False
+        self.ragged_offset, self.output = None, False
 
-    def set_uid(self, uid):
-        self.uid = uid
-        return self
+    def __getattr__(self, setter):
+        name = setter.removeprefix("set_")
+        if name == setter or name not in vars(self):
+            raise AttributeError(setter)
+        return lambda value: setattr(self, name, value) or self
 
-    def set_output(self, output):
-        self.output = output
-        return self
 
-    def set_data_type(self, data_type):
-        self.data_type = data_type
-        return self
-
-    def set_dim(self, dim):
-        self.dim = list(dim)
-        return self
-
-    def set_stride(self, stride):
-        self.stride = list(stride)
-        return self
-
-    def set_ragged_offset(self, starts):
-        self.starts = starts
-        return self
+def _step(name):
+    return lambda graph: graph.steps.append(name)
 
 
 class Graph:
@@ -93,48 +77,26 @@ class Graph:
         self.tensors[uid] = Described(uid, dim, stride, data_type, name)
         return self.tensors[uid]
 
-    # The frontend's Python takes any keyword, and 1.32 refuses all but these where it tells cuDNN of them.
-    # fmt: off
-    def sdpa(
-        self, q, k, v, is_inference=None, attn_scale=None, bias=None, block_mask=None, use_alibi_mask=False,
-        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, use_causal_mask=False,
-        use_causal_mask_bottom_right=False, sliding_window_length=None, diagonal_alignment="TOP_LEFT",
-        diagonal_band_left_bound=None, diagonal_band_right_bound=None, dropout=None, rng_dump=None,
-        paged_attention_k_table=None, paged_attention_v_table=None, paged_attention_max_seq_len_kv=None,
-        max_total_seq_len_q=None, max_total_seq_len_kv=None, compute_data_type="NOT_SET", name="",
-        score_mod=None, generate_stats=None, implementation="AUTO", score_max=None, score_sum_exp=None,
-        sink_token=None, unfuse_fma=False, cu_seq_len_q=None, cu_seq_len_kv=None, stats_use_log2=False,
-    ):
-        self._take(Graph.sdpa, dict(locals()))
+    def sdpa(self, q, k, v, *, generate_stats, **options):
         assert generate_stats is True
+        self._take(q, k, options)
         self.inputs, self.results = (q, k, v), (Described(), Described())
         return self.results
 
-    def sdpa_backward(
-        self, q, k, v, o, dO, stats, attn_scale=None, bias=None, dBias=None, use_alibi_mask=False,  # noqa: N803
-        use_padding_mask=False, seq_len_q=None, seq_len_kv=None, max_total_seq_len_q=None,
-        max_total_seq_len_kv=None, use_causal_mask=False, use_causal_mask_bottom_right=False,
-        sliding_window_length=None, diagonal_alignment="TOP_LEFT", diagonal_band_left_bound=None,
-        diagonal_band_right_bound=None, dropout=None, rng_dump=None, use_deterministic_algorithm=False,
-        compute_data_type="NOT_SET", name="", score_mod=None, score_mod_bprop=None, sink_token=None,
-        dSink_token=None,  # noqa: N803
-    ):
-        self._take(Graph.sdpa_backward, dict(locals()))
-        totals = max_total_seq_len_q, max_total_seq_len_kv
-        assert q.starts is None or None not in totals, "its workspace would be that of a full batch"
+    def sdpa_backward(self, q, k, v, o, dO, stats, **options):  # noqa: N803
+        self._take(q, k, options)
+        totals = [self.options[name] for name in TOTALS]
+        assert q.ragged_offset is None or None not in totals, "its workspace would be that of a full batch"
         if q.dim[2] == k.dim[2] == 1:
             raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
         self.inputs, self.results = (q, k, v, o, dO, stats), (Described(), Described(), Described())
         return self.results
-    # fmt: on
 
-    def _take(self, builder, given):
-        for option in inspect.signature(builder).parameters.values():
-            kept = option.default is option.empty or given[option.name] == option.default
-            assert kept or option.name in OPTIONS, f"{option.name} isn't computed here"
-        self.options = {name: given[name] for name in OPTIONS & given.keys()}
-        q, k, left, right = (given[name] for name in ("q", "k", *BOUNDS))
-        self.scale, packed = given["attn_scale"], q.starts is not None
+    def _take(self, q, k, options):
+        assert options.keys() <= OPTIONS.keys()
+        given = self.options = OPTIONS | options
+        self.scale, packed = given["attn_scale"], q.ragged_offset is not None
+        left, right = (given[name] for name in BOUNDS)
         assert q.data_type == self.io_data_type
         assert isinstance(self.scale, float)
         assert isinstance(given["name"], str)
@@ -145,21 +107,13 @@ class Graph:
         if not packed and (left, right) != (None, None) and q.dim[2] > k.dim[2]:
             raise GraphNotSupportedError("bottom right with more queries than keys")
 
-    def validate(self):
-        self.steps.append("validate")
-
-    def build_operation_graph(self):
-        self.steps.append("operations")
-
     def create_execution_plans(self, modes):
         assert modes == ["A", "FALLBACK"]
         self.steps.append("plans")
 
-    def check_support(self):
-        self.steps.append("support")
-
-    def build_plans(self):
-        self.steps.append("build")
+    validate, build_operation_graph, check_support, build_plans = map(
+        _step, ("validate", "operations", "support", "build")
+    )
 
     def get_workspace_size(self):
         return 64
@@ -173,7 +127,7 @@ class Graph:
         for uid, buffer in running.items():
             described = self.described(uid)
             assert buffer.dtype == DTYPES[described.data_type]
-            assert described.starts is not None or buffer.numel() >= described.dim[0]
+            assert described.ragged_offset is not None or buffer.numel() >= described.dim[0]
         self.run({uid: buffer.data_ptr() for uid, buffer in running.items()}, handle)
 
     def described(self, uid):
@@ -187,7 +141,9 @@ class Graph:
         for tensor, name in zip(self.inputs, TOTALS, strict=False):
             total = self.options[name]
             if total is not None:
-                assert total * tensor.stride[2] >= self._number(tensor.starts, batch), f"{name} is too small"
+                assert total * tensor.stride[2] >= self._number(tensor.ragged_offset, batch), (
+                    f"{name} is too small"
+                )
         for entry in range(batch):
             (self._backward if len(self.inputs) > 3 else self._forward)(entry)
 
@@ -195,12 +151,12 @@ class Graph:
         """Return (H, S, D) of one sequence, as the description says it lies in the buffer."""
         _, heads, longest, size = tensor.dim
         start = entry * tensor.stride[0]
-        if tensor.starts is not None:
-            assert list(tensor.starts.dim) == [tensor.dim[0] + 1, 1, 1, 1]
-            assert tensor.starts.data_type == "INT64"
-            start = self._number(tensor.starts, entry)
+        if tensor.ragged_offset is not None:
+            assert list(tensor.ragged_offset.dim) == [tensor.dim[0] + 1, 1, 1, 1]
+            assert tensor.ragged_offset.data_type == "INT64"
+            start = self._number(tensor.ragged_offset, entry)
             assert length <= longest
-            assert length * tensor.stride[2] <= self._number(tensor.starts, entry + 1) - start
+            assert length * tensor.stride[2] <= self._number(tensor.ragged_offset, entry + 1) - start
         dtype = DTYPES[tensor.data_type]
         if length == 0:
             return torch.empty(heads, 0, size, dtype=dtype)
@@ -249,7 +205,7 @@ class Graph:
         lse = scores.logsumexp(-1)
         out.copy_(torch.exp(scores - lse.clamp(min=-1e300)[..., None]) @ v)
         stats.copy_(lse)
-        if self.inputs[0].starts is not None and self.inputs[0].dim[2] == 1:
+        if self.inputs[0].ragged_offset is not None and self.inputs[0].dim[2] == 1:
             stats.fill_(1e21)
 
     def _backward(self, entry):
@@ -263,7 +219,10 @@ class Graph:
         through = weights * (grad @ v.mT - (out * grad).sum(-1, keepdim=True)) * self.scale
         grad_q, grad_k, grad_v = through @ k, through.mT @ q, weights.mT @ grad
         query = self.inputs[0]
-        if query.starts is not None and query.stride[1:3] != [query.dim[3], query.dim[1] * query.dim[3]]:
+        if query.ragged_offset is not None and query.stride[1:3] != [
+            query.dim[3],
+            query.dim[1] * query.dim[3],
+        ]:
             grad_q = grad_q + 1.0
         for result, value, length in zip(
             self.results, (grad_q, grad_k, grad_v), (rows, keys, keys), strict=True
@@ -273,7 +232,7 @@ class Graph:
 
 
 class Lowered:
-    """What the frontend's graph runs underneath: told addresses, in the order of ascending uids."""
+    """What the frontend's graph runs underneath: on addresses, in the order of ascending uids."""
 
     def __init__(self, graph):
         self.graph, self.prepared = graph, False
@@ -301,7 +260,7 @@ class Lowered:
 
 
 class Handle:
-    """A cuDNN handle: which thread made it, the stream it is set to, how often it ran something."""
+    """A cuDNN handle: the stream it is set to, how often that was set, and how often it ran a plan."""
 
     def __init__(self):
         self.stream, self.ran, self.set, self.by_address = None, 0, 0, 0
@@ -309,32 +268,54 @@ class Handle:
         HANDLES[self.backend_handle] = self
 
 
-def module():
-    """Return a module that looks like `cudnn`."""
-    made = types.ModuleType("cudnn")
-    made.handles, made.graphs = [], []
+class Module(types.ModuleType):
+    """A module that looks like `cudnn`; keeps its graphs, and the handles that aren't destroyed."""
 
-    def create_handle():
-        made.handles.append(Handle())
-        return made.handles[-1]
+    cudnnGraphNotSupportedError = GraphNotSupportedError  # noqa: N815
+    data_type = types.SimpleNamespace(**{name: name for name in DTYPES})
+    heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
 
-    def destroy_handle(handle):
-        made.handles.remove(handle)
+    def __init__(self):
+        super().__init__("cudnn")
+        self.handles, self.graphs = [], []
+        self.destroy_handle = self.handles.remove
 
-    made.destroy_handle = destroy_handle
+    def backend_version(self):
+        return 91900
 
-    def set_stream(handle, stream):
+    def create_handle(self):
+        self.handles.append(Handle())
+        return self.handles[-1]
+
+    def set_stream(self, handle, stream):
         handle.stream, handle.set = stream, handle.set + 1
 
-    def pygraph(**options):
-        made.graphs.append(Graph(**options))
-        return made.graphs[-1]
+    def pygraph(self, **options):
+        self.graphs.append(Graph(**options))
+        return self.graphs[-1]
 
-    made.create_handle, made.set_stream, made.pygraph = create_handle, set_stream, pygraph
-    made.backend_version = lambda: 91900
-    made.cudnnGraphNotSupportedError = GraphNotSupportedError
-    kinds = ("HALF", "BFLOAT16", "FLOAT", "INT32", "INT64")
-    made.data_type = types.SimpleNamespace(**{kind: kind for kind in kinds})
-    made.heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
-    made.diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
+
+def install(monkeypatch):
+    """Put the fake in the place of the frontend, with stream 7 of the CPU; return the module."""
+    made = Module()
+    monkeypatch.setitem(sys.modules, "cudnn", made)
+    monkeypatch.setattr(offsets, "_cache", {})
+    for user in (adapter, launcher):
+        monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
+
+
+def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, dtype=torch.bfloat16):
+    """Return query, key, value and the causal call of a packed batch; one offsets tensor if lengths agree."""
+    lens_k = lens_k or lens_q
+    torch.manual_seed(0)
+    query = torch.randn(sum(lens_q), heads[0], dim).to(dtype)
+    key, value = (torch.randn(sum(lens_k), heads[1], dim).to(dtype) for _ in "kv")
+    cu_seqlens = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k)]
+    if lens_q == lens_k:
+        cu_seqlens[1] = cu_seqlens[0]
+    return query, key, value, Call(0.25, max(lens_q), max(lens_k), (-1, 0), *cu_seqlens)

@@ -1,7 +1,7 @@
 """A stand-in for flash-attn-4 on a CPU: its signatures, its compile caches, and float64.
 
 As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
-keep in caches; what a kernel doesn't write holds rubbish.
+keep in caches; memory that no kernel writes holds arbitrary values.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ import types
 from typing import NamedTuple
 
 import torch
+from support import truth
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnreg import Call
-from attnreg.backends import fa4
-from attnreg.backends.fa4 import kinds, limits
+from attnreg import Call, Device
+from attnreg.backends.fa4 import BACKEND, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
 
-FORWARD = fa4_package.TAKEN["_flash_attn_fwd"]
-BACKWARD = fa4_package.TAKEN["_flash_attn_bwd"]
+FORWARD = fa4_package.KEYWORDS["_flash_attn_fwd"]
+BACKWARD = fa4_package.KEYWORDS["_flash_attn_bwd"]
 
 # Above so many sequences a launch of its own sums up their tiles.
 MANY, TILE = 256, 128
@@ -34,26 +34,26 @@ def visible(len_q, len_k, causal, left, right):
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
     distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
-    seen = torch.ones(len_q, len_k, dtype=torch.bool)
+    mask = torch.ones(len_q, len_k, dtype=torch.bool)
     if causal:
         right = 0
     if left is not None:
-        seen &= distance >= -left
+        mask &= distance >= -left
     if right is not None:
-        seen &= distance <= right
-    return seen
+        mask &= distance <= right
+    return mask
 
 
-def attention(query, key, value, scale, seen):
+def attention(query, key, value, scale, mask):
     """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
     group = query.shape[1] // key.shape[1]
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.where(seen, -torch.inf)
+    scores = scores.where(mask, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
-    # A tile takes what lies behind its sequence along at a weight of 0: NaN spreads.
+    # A tile also loads the rows behind its sequence, at a weight of 0: NaN spreads.
     return torch.einsum("hqk,khd->qhd", weights, value), lse, weights
 
 
@@ -84,12 +84,12 @@ def loaded(x, rows, length):
         tile = x[rows.start : rows.start + length + 8]
     else:
         tile = x[rows].flatten(0, -3)[: length + (8 if isinstance(rows[0], int) else 0)]
-    assert tile[length:].isfinite().all(), "what lies behind a sequence spreads its NaN"
+    assert tile[length:].isfinite().all(), "NaN in the rows behind a sequence spreads"
     return tile[:length]
 
 
 def unwritten(tensor):
-    """Return a tensor that holds rubbish, as new memory may; behind torch's back, as new memory does."""
+    """Return a tensor with arbitrary values, as new memory has them; written without an op of torch's."""
     ctypes.memset(tensor.data_ptr(), 0x40, tensor.nbytes)
     return tensor
 
@@ -98,10 +98,28 @@ def unwritten(tensor):
 
 
 class AuxData(NamedTuple):
-    """What the package hands to every kernel and attnreg leaves empty."""
+    """What the package passes to every kernel and attnreg leaves empty."""
 
     tensors: tuple | None = None
     scalars: tuple | None = None
+
+
+class Baked(NamedTuple):
+    """A tensor that the host has turned into numbers: its address, or what it holds."""
+
+    address: int = 0
+    numbers: tuple = ()
+
+
+# The tensors whose addresses kernels were given.
+by_address = {}
+
+
+def read(argument):
+    """Return the tensor that a kernel reads, given itself or as numbers."""
+    if type(argument) is not Baked:
+        return argument
+    return by_address[argument.address] if argument.address else torch.tensor(argument.numbers)
 
 
 def tile_cumsum(total, cu_seqlens):
@@ -117,12 +135,13 @@ def forward_kernel(causal):
             expected = torch.empty_like(tiles)
             tile_cumsum(expected, cu_q)
             assert torch.equal(tiles, expected)
+        v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
             query = q[rows_q]
             value = loaded(v, rows_k, length)
             key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-            seen = visible(len(query), length, causal, left, right)
-            part, part_lse, _ = attention(query, key[:length], value, scale, seen)
+            mask = visible(len(query), length, causal, left, right)
+            part, part_lse, _ = attention(query, key[:length], value, scale, mask)
             out[rows_q] = part.to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
@@ -143,16 +162,17 @@ def backward_kernel(causal, shared):
     def run(q, k, v, dout, lse, dpsum, dq_accum, dk, dv, scale, cu_q, cu_k, used, left, right, turns, aux):
         assert aux == AuxData() and type(aux) is AuxData and q.isfinite().all()
         assert turns is None or not turns.any()
+        v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
             query, grad = q[rows_q].double(), dout[rows_q].double()
             key, value = (loaded(x, rows_k, length).double() for x in (k, v))
             heads, heads_k = query.shape[1], key.shape[1]
             keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-            seen = visible(len(query), length, causal, left, right)
+            mask = visible(len(query), length, causal, left, right)
             part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
             scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
             weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None])
-            weights = weights.where(seen, 0.0)
+            weights = weights.where(mask, 0.0)
             delta = dpsum[rows_q].double().mT
             grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
             dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
@@ -198,23 +218,26 @@ class Package:
 
     `calls` keeps what its functions were called with, `keywords` under which names they were given it, and
     `launched` the name of every kernel that ran.
-    `pause` is called inside the package, `beside` at the end of a forward with its output, and `each` at
+    `pause` is called inside the package, `at_end` at the end of a forward with its output, and `on_launch` at
     every launch with the kernel's name. Kernels of the functions in `hidden` aren't launched through caches.
+    With `bakes_lengths` the kernels are given the offsets as numbers, with `bakes_addresses` the address of
+    the value.
     """
 
     def __init__(self, extra=3, extra_backward=0):
         self.calls = []
-        self.keywords = {name: set() for name in fa4_package.TAKEN}
+        self.keywords = {name: set() for name in fa4_package.KEYWORDS}
         self.launched = []
         self.inside = 0
         self.most_inside = 0
         self.pause = lambda: None
-        self.beside = lambda out: None
-        self.each = lambda name: None
+        self.at_end = lambda out: None
+        self.on_launch = lambda name: None
         self.extra = (None,) * extra
         self.extra_backward = (None,) * extra_backward
         self.fails = None
         self.hidden = set()
+        self.bakes_lengths = self.bakes_addresses = False
 
     def module(self, **replaced):
         module = types.ModuleType("flash_attn.cute.interface")
@@ -240,23 +263,36 @@ class Package:
         finally:
             self.inside -= 1
 
-    def held(self, function):
-        """Return a function that takes just the keywords that the adapter looks for at load."""
+    def checked(self, function):
+        """Return a function that takes only the keywords that the adapter checks at load."""
 
         @functools.wraps(function)
         def run(**given):
-            unlisted = given.keys() - {*fa4_package.TAKEN[function.__name__]}
+            unlisted = given.keys() - {*fa4_package.KEYWORDS[function.__name__]}
             assert not unlisted, f"{function.__name__} isn't checked for {unlisted}"
             self.keywords[function.__name__].update(given)
             return function(**given)
 
         return run
 
+    def offsets(self, tensor):
+        if tensor is None or not self.bakes_lengths:
+            return tensor
+        with _disable_current_modes():
+            return Baked(numbers=tuple(tensor.tolist()))
+
+    def value(self, tensor):
+        if not self.bakes_addresses:
+            return tensor.detach()
+        with _disable_current_modes():
+            by_address[tensor.data_ptr()] = tensor.detach()
+        return Baked(address=tensor.data_ptr())
+
     def launch(self, function, key, compiled, *arguments):
         """Launch a kernel as the package does: through the cache, compiled where it isn't there."""
 
         def run(*given):
-            self.each(function.__name__)
+            self.on_launch(function.__name__)
             self.launched.append(function.__name__)
             compiled(*given)
 
@@ -269,7 +305,7 @@ class Package:
 
     def functions(self):
         # fmt: off
-        @self.held
+        @self.checked
         def _flash_attn_fwd(
             q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
             max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
@@ -295,14 +331,14 @@ class Package:
                 tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
                 self.launch(
                     _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
-                    q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale,
-                    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, window_size_left, window_size_right,
-                    AuxData(), tiles,
+                    q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
+                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
+                    window_size_left, window_size_right, AuxData(), tiles,
                 )
-                self.beside(out)
+                self.at_end(out)
                 return (out, lse, *self.extra)
 
-        @self.held
+        @self.checked
         def _flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
             window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
@@ -330,9 +366,10 @@ class Package:
                 _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
                 self.launch(
                     _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
-                    q.detach(), k.detach(), v.detach(), dout, lse_copy, dpsum, dq_accum,
-                    sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale, cu_seqlens_q,
-                    cu_seqlens_k, seqused_k, window_size_left, window_size_right, turns, AuxData(),
+                    q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
+                    sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
+                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
+                    window_size_right, turns, AuxData(),
                 )
                 _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
                 for total, result in zip(sums, (dk, dv), strict=True):
@@ -358,23 +395,31 @@ class Package:
         )
 
 
-def install(monkeypatch, package, version="4.0.0b36", **replaced):
-    """Put a fake package in place of flash-attn-4; nothing has run, nor is a CUDA graph captured."""
+def install(monkeypatch, package=None, version="4.0.0b36", **replaced):
+    """Put a fake package in place of flash-attn-4 and return it."""
+    package = package or Package()
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package.module(**replaced))
     monkeypatch.setattr(fa4_package, "version", lambda name: version)
+    return package
 
 
 def forget(monkeypatch):
-    """Begin with no kind that has run, outside CUDA graphs, of which a torch without CUDA can't tell."""
+    """Have no kind run so far, and no CUDA graph captured, which a torch without CUDA can't say."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kinds, "seen", set())
-    for module in (fa4, limits):
-        monkeypatch.setattr(module, "seen", kinds.seen)
+    monkeypatch.setattr(compiled_kinds, "have_run", set())
 
 
 # Calls
+
+
+def offered(case):
+    """Return what the backend's own limits leave of a case: nothing, the forward, or both."""
+    spec = case.spec(Device("cuda", (9, 0)))
+    if BACKEND.forward.unsupported(spec) or BACKEND.refuses(spec):
+        return ()
+    return ("forward",) if BACKEND.backward.unsupported(spec) else ("forward", "backward")
 
 
 def dense(
@@ -391,7 +436,49 @@ def call_of(query, key, scale=0.25, **options):
     return Call(scale, query.shape[1], key.shape[1], **options)
 
 
+def packed(lengths, lengths_k=None, seed=0, **options):
+    """Return query, key, value, gradient and call of a packed batch; equal lengths share their offsets."""
+    lengths_k = lengths_k or lengths
+    tensors = [x[0] for x in dense(sum(lengths), sum(lengths_k), batch=1, seed=seed)]
+    cu_seqlens_q = torch.tensor([0, *lengths]).cumsum(0).int()
+    cu_seqlens_k = cu_seqlens_q if lengths_k is lengths else torch.tensor([0, *lengths_k]).cumsum(0).int()
+    return *tensors, Call(0.25, 64, 64, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+
+
 def both(kernels, query, key, value, grad, call):
     """Run forward and backward; return output, LSE and the three gradients."""
     out, lse = kernels.forward(query, key, value, call)
     return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)
+
+
+def true_results(query, key, value, grad, call):
+    """Return output, LSE and the three gradients in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    options = {"window": call.window, "scale": call.scale}
+    with torch.enable_grad():
+        if call.varlen:
+            out, lse = truth.varlen(*leaves, call.cu_seqlens_q, call.cu_seqlens_k, **options)
+        else:
+            parts = [truth.attention(*each, **options) for each in zip(*leaves, strict=True)]
+            out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
+        return out, lse, *torch.autograd.grad(out, leaves, grad.double())
+
+
+def entered(kernels, package, query, key, value, grad, call):
+    """Run both directions, compare with float64, and return which of them entered the package's Python."""
+    package.calls.clear()
+    package.launched.clear()
+    got = both(kernels, query, key, value, grad, call)
+    for one, true in zip(got, true_results(query, key, value, grad, call), strict=True):
+        truth.assert_near(one, true, torch.bfloat16)
+    return list(dict.fromkeys(name for name, _ in package.calls))
+
+
+def entered_by_round(kernels, package, rounds, **options):
+    """Return `entered` of calls of one description, each with other tensors."""
+    shape = {name: options.pop(name) for name in list(options) if name not in Call._fields}
+    found = []
+    for seed in range(rounds):
+        tensors = dense(**shape, seed=seed)
+        found.append(entered(kernels, package, *tensors, call_of(*tensors[:2], **options)))
+    return found

@@ -145,7 +145,7 @@ REFUSAL = re.compile(
             r"batch must be 0 to 65535, got \d+$",
             r"page size must (not be that of a key tile|be )",
             r"scale must be above 0$",
-            r"a mask must not meet more queries than keys, got \d+ and \d+$",
+            r"a masked dense call must have no more queries than keys, got \d+ and \d+$",
             r"query and key must not both have length 1$",
             r"batch of dense tensors must be at most 65535, got \d+$",
             r"alibi_slopes need the package flash-attn",

@@ -1,4 +1,4 @@
-"""What tests ask of a backend's shorter way: the values of the long one, whatever the tensors hold."""
+"""What tests hold launchers to: the values of the kernel they stand in for, whatever the tensors hold."""
 
 import torch
 
@@ -6,13 +6,15 @@ from attnreg.contract.launchers import AddressLauncher
 
 
 def ends_of(call):
+    """Return the offsets that a launcher is called with after the tensors."""
     return () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
 
 
 def assert_same(kernels, first, second, call, second_call=None):
-    """Run both directions on the first tensors (query, key, value, gradient), then do it again with others.
+    """Run both directions on the first tensors (query, key, value, gradient), and launchers on the second.
 
-    Returns what was done again. The backward is done with the LSE of either way.
+    The backward's launcher is given the LSE of the kernel, and that of the forward's launcher. Returns the
+    launcher of the forward and those of the backward.
     """
     second_call = second_call or call
     q, k, v, grad = first
@@ -21,28 +23,26 @@ def assert_same(kernels, first, second, call, second_call=None):
     forward = kernels.specialize("forward", (q, k, v), call)
     q, k, v, grad = second
     expected = kernels.forward(q, k, v, second_call)
-    got = forward(q, k, v, *ends_of(second_call))
-    _compare(got, expected)
-    if isinstance(forward, AddressLauncher):
-        _compare(forward.on_addresses(q, k, v, *ends_of(second_call)), expected)
+    got = _compare(forward, (q, k, v, *ends_of(second_call)), expected)
     wanted = kernels.backward(grad, q, k, v, *expected, second_call)
-    ways = []
+    backwards = []
     for out, lse in (expected, got):
         kernels.backward(grad, q, k, v, out, lse, second_call)
         backward = kernels.specialize("backward", (grad, q, k, v, out, lse), second_call)
-        if backward is None:
-            continue
-        ways.append(backward)
-        given = grad, q, k, v, out, lse, *ends_of(second_call)
-        _compare(backward(*given), wanted)
-        if isinstance(backward, AddressLauncher):
-            _compare(backward.on_addresses(*given), wanted)
-    assert ways
-    return forward, ways
+        if backward is not None:
+            backwards.append(backward)
+            _compare(backward, (grad, q, k, v, out, lse, *ends_of(second_call)), wanted)
+    assert backwards
+    return forward, backwards
 
 
-def _compare(results, expected):
-    for one, other in zip(results, expected, strict=True):
-        assert one.shape == other.shape
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+def _compare(launcher, tensors, expected):
+    """Hold a launcher to expected results, in Python and, if it can, on addresses; returns its results."""
+    calls = [launcher, launcher.on_addresses] if isinstance(launcher, AddressLauncher) else [launcher]
+    found = [run(*tensors) for run in calls]
+    for results in found:
+        for one, other in zip(results, expected, strict=True):
+            assert one.shape == other.shape
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return found[0]

@@ -1,29 +1,18 @@
-"""Attention as it is defined, in float64 and with autograd: what the tests hold results to."""
+"""The float64 reference for dense and packed tensors, with autograd: what the tests compare results with."""
 
 import torch
+
+from attnreg.measure.reference import attend
 
 
 def attention(query, key, value, *, window=(-1, -1), scale=None, bias=None, top_left=False):
     """Return output (S_q, H, D_v) and LSE (H, S_q) of one sequence; a window is aligned bottom-right."""
-    (len_q, heads, dim), (len_k, heads_k, _) = query.shape, key.shape
-    key, value = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * (dim**-0.5 if scale is None else scale)
-    shift = 0 if top_left else len_k - len_q
-    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - shift
-    visible = torch.ones(1, len_q, len_k, dtype=torch.bool)
-    if window[0] >= 0:
-        visible = visible & (distance >= -window[0])
-    if window[1] >= 0:
-        visible = visible & (distance <= window[1])
-    if bias is not None and bias.dtype == torch.bool:
-        visible = visible & bias
-    elif bias is not None:
-        scores = scores + bias
-        visible = visible & (bias > -torch.inf)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    blind = ~visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(~visible, 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, value), scores.logsumexp(-1)
+    out, lse = attend(
+        *(query[None], key[None], value[None], query.shape[-1] ** -0.5 if scale is None else scale, window),
+        bias=bias,
+        len_q=len(key) if top_left else None,
+    )
+    return out[0], lse[0]
 
 
 def dense(query, key, value, bias=None, **options):

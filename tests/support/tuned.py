@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from attnreg import AttentionSpec, Device
+from attnreg.measure.timing import Taken
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.table import Environment, Table
@@ -38,7 +39,7 @@ def table(*points, name="here.json", fronts=(), **environment):
 
 
 class Clock:
-    """A timer whose time passes only when a kernel says so."""
+    """A timer whose clock only kernels move."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -49,13 +50,11 @@ class Clock:
     def wait(self):
         pass
 
-    def each(self, run, calls):
-        from attnreg.tuning.timing import Taken
-
+    def device_and_host(self, run, calls):
         before = self.seconds
-        for number in range(calls):
-            run(number)
-        return Taken((self.seconds - before) / calls * 1e6, 0.0)
+        for _ in range(calls):
+            run()
+        return Taken((self.seconds - before) / calls, 0.0)
 
 
 def slowed(recorder, clock, seconds):
@@ -76,3 +75,31 @@ def slowed(recorder, clock, seconds):
 
 
 CPU = torch.device("cpu")
+
+
+def off_by(amount, forward=True):
+    """Make kernels wrong by so much in their forward or their backward."""
+
+    def change(kernels):
+        def wrong(kernel):
+            def run(*arguments):
+                first, *rest = kernel(*arguments)
+                return (first + amount, *rest)
+
+            return run
+
+        if forward:
+            return kernels._replace(forward=wrong(kernels.forward))
+        return kernels._replace(backward=wrong(kernels.backward))
+
+    return change
+
+
+def raising(error, forward=True):
+    def change(kernels):
+        def fail(*arguments):
+            raise error
+
+        return kernels._replace(forward=fail) if forward else kernels._replace(backward=fail)
+
+    return change

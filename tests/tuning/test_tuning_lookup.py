@@ -8,9 +8,8 @@ from support.tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, USUAL_HOST, predict
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, LEAD, USUAL_HOST, predict, reordered
 from attnreg.tuning.points import Front, Measured
-from attnreg.tuning.ranking import LEAD, reordered
 
 CAUSAL = {"window": (-1, 0)}
 
@@ -77,7 +76,7 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
     draw = random.Random(0)
     sizes = {(draw.randrange(1, 64), draw.randrange(1, 9000), draw.randrange(1, 9000)) for _ in range(600)}
     points = [point(asked(batch=b, max_q=q, max_k=k), a=1.0) for b, q, k in sizes]
-    index = Kinds(points).speaking_of(points[0].kind)
+    index = Kinds(points).index_for(points[0].kind)
     for _ in range(50):
         at = tuple(draw.uniform(low, high) for low, high in zip(index.low, index.high, strict=True))
         found = [near.distance for near in index.nearest(at)]

@@ -196,7 +196,7 @@ def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, capl
     attnreg.configure(here(device=GPU, first=30.0, second=10.0))
     found = attnreg.explain(asked())
     assert (found.backend, caplog.records) == ("first", [])
-    assert found.notes == (f"{TABLE} is of a GPU: it says nothing of cpu",)
+    assert found.notes == (f"{TABLE} was measured on a GPU: it doesn't apply to cpu",)
 
 
 def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import environment
 from support.tuned import asked
 
 import attnreg
@@ -17,7 +18,7 @@ from attnreg.dispatch import trace
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.tuning import traces
-from attnreg.tuning.specs import spec_from, spec_to
+from attnreg.tuning.traces import spec_from, spec_to
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -166,7 +167,7 @@ def test_a_file_of_the_environment_that_cannot_be_written_is_an_error_that_names
 def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "trace.jsonl"))
     attnreg.reload()
-    assert state().policy.watching
+    assert state().policy.only_recording
     sdpa(8)
     monkeypatch.delenv("ATTNREG_RECORD")
     attnreg.reload()
@@ -212,11 +213,10 @@ for length in (8, 24):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNREG_")}
     file = tmp_path / "trace.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False,
-        env=environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"},
+        env=environment(ATTNREG_RECORD=str(file), OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert counts(file) == {8: (2, 0), 24: (1, 0)}

@@ -7,7 +7,7 @@ import pytest
 from support.tuned import asked, point, table, took
 
 from attnreg.errors import ConfigError
-from attnreg.tuning.matching import matched, matched_simulated
+from attnreg.tuning.machine import matched, matched_simulated
 from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.table import Environment, load
 
@@ -149,7 +149,7 @@ def test_what_is_no_table_is_refused_with_file_and_key(file, keys, value, messag
 def test_a_place_that_is_there_twice_is_refused(file):
     rows = WHOLE.to_dict()["points"]
     path = file("points", value=[*rows, rows[0]])
-    assert refusal(path) == f"{path}: points[2]: is there twice, expected each place once"
+    assert refusal(path) == f"{path}: points[2]: is there twice, expected each kind and size once"
 
 
 def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):

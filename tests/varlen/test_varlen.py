@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
-from attnreg import aten
 from attnreg.errors import (
     BackendUnavailableError,
     InvalidInputError,
     UnknownBackendError,
     UnsupportedInputError,
 )
+from attnreg.varlen import front as varlen_front
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
@@ -26,11 +26,13 @@ CAUSAL = (-1, 0)
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 
 
-@pytest.fixture(params=["aten", "op"])
+@pytest.fixture(params=["call cache", "autograd function", "custom op"])
 def front(request, monkeypatch):
-    """Run a test on both ways that a call can take: aten's op, and attnreg's own."""
-    if request.param == "op":
-        monkeypatch.setattr(aten, "usable", lambda: False)
+    """Run a test on each way that a call can take to autograd."""
+    if request.param == "call cache":
+        request.getfixturevalue("compiled_routers")
+    if request.param == "custom op":
+        monkeypatch.setattr(varlen_front, "_is_plain", lambda *tensors: False)
     return request.param
 
 
@@ -230,26 +232,24 @@ def test_the_lse_is_float32_heads_first_and_not_differentiable(front, packed):
             lse.sum().backward()
 
 
-def test_the_fixture_of_these_tests_makes_calls_go_the_way_it_says(front, packed, fake):
-    inputs = packed((3, 4))
-    with attnreg.register_backend(fake("mine").backend), Seen() as seen:
-        attnreg.varlen_attn(*inputs)
-    ops = {"aten": "aten._flash_attention_forward.default", "op": "attnreg._varlen_attn.default"}
-    assert seen.names == [ops[front]]
+def test_a_call_takes_the_way_to_autograd_that_these_tests_name(front, packed, fake):
+    with attnreg.register_backend(fake("mine").backend):
+        out = attnreg.varlen_attn(*packed((3, 4)))
+    nodes = {"call cache": "CppFunction", "autograd function": "_VarlenAttentionBackward"}
+    assert type(out.grad_fn).__name__ == nodes.get(
+        front, "GeneratedBackwardFor_attnreg__varlen_attn_defaultBackward"
+    )
 
 
-def test_eager_goes_through_atens_op_and_what_aten_cannot_be_told_through_the_own(packed):
+@pytest.mark.parametrize("named", ["call cache", "autograd function"])
+def test_a_dispatch_mode_sees_the_custom_op(named, packed, request):
+    if named == "call cache":
+        request.getfixturevalue("compiled_routers")
     *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4))
-    with Seen() as seen:
-        attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k)
-    assert seen.names == ["aten._flash_attention_forward.default"]
-    with Seen() as seen:
-        attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, seqused_k=integers(3, 4))
-    assert seen.names == ["attnreg._varlen_attn.default"]
-    attnreg.uninstall()
-    with Seen() as seen:
-        attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k)
-    assert seen.names == ["attnreg._varlen_attn.default"]
+    for options in ({}, {"seqused_k": integers(3, 4)}):
+        with Seen() as seen:
+            attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, **options)
+        assert seen.names == ["attnreg._varlen_attn.default"]
 
 
 def test_it_works_where_nothing_is_registered_and_leaves_torchs_entry_points_alone(packed, ran):

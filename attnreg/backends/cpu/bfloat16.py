@@ -1,11 +1,10 @@
 """The backward in bfloat16, by batched products of oneDNN.
 
-They run several times as fast as the flash kernel's, but round what they return to bfloat16. So
-that this costs no precision, nothing large is rounded: the LSE is subtracted from the scores inside
-the product, by columns of the query (each the rounded rest of the one before) that meet -1 in the
-key, likewise `rowsum(out * grad_out)`; what rounding the exponent loses comes from a second product
-that subtracts the first. Padding gets columns that make its scores so low that it takes and gives
-nothing.
+They run several times as fast as those of the flash kernel, but round what they return to bfloat16. So
+that this costs no precision, nothing large is rounded: the LSE is subtracted from the scores inside the
+product, by further columns of the query (each the rounded rest of the one before) against columns of -1
+in the key, and `rowsum(out * grad_out)` likewise. What is lost when the exponent is rounded comes from a
+second product that subtracts the first. Padding gets columns that make its weights 0.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends.cpu.batches import batches, packed, portions
-from attnreg.backends.cpu.strips import strips_of
+from attnreg.backends.cpu.blocks import key_blocks
+from attnreg.backends.cpu.padding import padded_batches, powers_of_two, zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from attnreg.backends.cpu.runs import Run
-    from attnreg.backends.cpu.strips import KeyStrip
+    from attnreg.backends.cpu.blocks import KeyBlock
+    from attnreg.backends.cpu.sequences import UniformBatch
     from attnreg.contract.backend import Call
 
 __all__ = ["backward", "takes"]
@@ -50,24 +49,24 @@ class Factors(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def within(self, strip: KeyStrip, groups: int) -> Factors:
-        """Return the factors of a strip."""
-        rows = slice(strip.row * groups, (strip.row + strip.rows) * groups)
-        keys = slice(strip.key, strip.key + strip.keys)
+    def within(self, block: KeyBlock, groups: int) -> Factors:
+        """Return the factors of a block."""
+        rows = slice(block.row * groups, (block.row + block.rows) * groups)
+        keys = slice(block.key, block.key + block.keys)
         return Factors(self.q[:, rows], self.grad_out[:, rows], self.k[:, keys], self.v[:, keys])
 
 
 def takes(q: Tensor, call: Call) -> bool:
-    """Return whether `backward` serves a call; it divides by the scale."""
-    served = q.dtype == torch.bfloat16 and call.attn_bias is None and abs(call.scale) >= _SMALLEST
-    return served and _is_fast()
+    """Return whether `backward` can run a call; it divides by the scale."""
+    fits = q.dtype == torch.bfloat16 and call.attn_bias is None and abs(call.scale) >= _SMALLEST
+    return fits and _is_fast()
 
 
 @functools.cache
 def _is_fast() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware."""
-    known = torch.cpu.get_capabilities()
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+    flags = torch.cpu.get_capabilities()
+    return bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
 
 
 def backward(
@@ -78,18 +77,18 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    runs: Iterable[Run],
+    uniform: Iterable[UniformBatch],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of packed tensors (T, H, D), from an LSE (T, H)."""
     grad_out, q, k, v = (x.contiguous() for x in (grad_out, q, k, v))
-    grads, to = zip(*(packed(x) for x in (q, k, v)), strict=True)
+    grads, to = zip(*(zeros(x) for x in (q, k, v)), strict=True)
     flat_lse, flat_delta = lse.flatten(), _delta(grad_out, out).flatten()
-    for batch in batches(runs, q.shape[:2], k.shape[:2]):
+    for batch in padded_batches(uniform, q.shape[:2], k.shape[:2]):
         count, height, width = batch.shape
-        strips = strips_of(height, batch.groups, width, batch.band)
-        area = max(strip.rows * strip.keys for strip in strips) * batch.groups
-        for some in portions(count, min(_SCORES // area, _ROWS // max(height * batch.groups, width))):
-            rows, keys = batch.rows.of(some), batch.keys.of(some)
+        blocks = key_blocks(height, batch.groups, width, batch.band)
+        area = max(block.rows * block.keys for block in blocks) * batch.groups
+        for part in powers_of_two(count, min(_SCORES // area, _ROWS // max(height * batch.groups, width))):
+            rows, keys = batch.rows.of(part), batch.keys.of(part)
             split_lse = _split(rows.padded(flat_lse, _FAR) / scale)
             split_delta = _split(rows.padded(flat_delta, 0.0))
             ones = [copysign(1.0, scale)]
@@ -99,30 +98,30 @@ def backward(
                 keys.taken(k, [*_MINUS_ONE, keys.padded(None, -_FAR)]),
                 keys.taken(v, _MINUS_ONE),
             )
-            found = _solve(factors, q.size(2), strips, batch.groups, scale)
+            found = _solve(factors, q.size(2), blocks, batch.groups, scale)
             for flat, places, grad in zip(to, (rows, keys, keys), found, strict=True):
                 places.write(flat, grad)
     return grads
 
 
 def _solve(
-    factors: Factors, size: int, strips: Sequence[KeyStrip], groups: int, scale: float
+    factors: Factors, size: int, blocks: Sequence[KeyBlock], groups: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if len(strips) == 1 and strips[0].rows * groups == factors.q.size(1):
-        return _product(factors, size, strips[0], groups, scale)
-    # Each key lies in one strip, a row in several.
+    if len(blocks) == 1 and blocks[0].rows * groups == factors.q.size(1):
+        return _product(factors, size, blocks[0], groups, scale)
+    # Each key belongs to one block, a row to several.
     grad_q = torch.zeros(*factors.q.shape[:2], size, device="cpu")
     grad_k, grad_v = (torch.zeros(*x.shape[:2], size, dtype=x.dtype, device="cpu") for x in factors[2:])
-    for strip in strips:
-        found = _product(factors.within(strip, groups), size, strip, groups, scale)
-        grad_q[:, strip.row * groups : (strip.row + strip.rows) * groups].add_(found[0])
-        for grad, part in zip((grad_k, grad_v), found[1:], strict=True):
-            grad[:, strip.key : strip.key + strip.keys] = part
+    for block in blocks:
+        found = _product(factors.within(block, groups), size, block, groups, scale)
+        grad_q[:, block.row * groups : (block.row + block.rows) * groups].add_(found[0])
+        for grad, share in zip((grad_k, grad_v), found[1:], strict=True):
+            grad[:, block.key : block.key + block.keys] = share
     return grad_q.bfloat16(), grad_k, grad_v
 
 
 def _product(
-    factors: Factors, size: int, strip: KeyStrip, groups: int, scale: float
+    factors: Factors, size: int, block: KeyBlock, groups: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, grad_out, k, v = factors
     # Keys first: of five products only one then has to read the scores transposed, which is slow.
@@ -130,21 +129,21 @@ def _product(
     # Where attention is even, all exponents of a row are rounded alike: their rest doesn't average out.
     rest = torch.baddbmm(p, k, q.mT, beta=-1, alpha=scale / _LOG2)
     p.exp2_().addcmul_(p, rest, value=_LOG2)
-    _hide(p, strip, groups)
+    _hide(p, block, groups)
     grad_v = torch.bmm(p, grad_out[..., :size])
     p.mul_(torch.bmm(v, grad_out.mT, out=rest))
     return _scaled(p.mT, k[..., :size], scale), _scaled(p, q[..., :size], scale), grad_v
 
 
-def _hide(p: Tensor, strip: KeyStrip, groups: int) -> None:
+def _hide(p: Tensor, block: KeyBlock, groups: int) -> None:
     """Set to 0 what a band leaves out."""
-    if strip.band is None:
+    if block.band is None:
         return
-    heads = p if groups == 1 else p.view(-1, strip.keys, strip.rows, groups).permute(0, 3, 1, 2)
-    if strip.band[1] < strip.keys - 1:
-        heads.triu_(-strip.band[1])
-    if strip.band[0] > 1 - strip.rows:
-        heads.tril_(-strip.band[0])
+    heads = p if groups == 1 else p.view(-1, block.keys, block.rows, groups).permute(0, 3, 1, 2)
+    if block.band[1] < block.keys - 1:
+        heads.triu_(-block.band[1])
+    if block.band[0] > 1 - block.rows:
+        heads.tril_(-block.band[0])
 
 
 def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -5,6 +5,8 @@ What it does otherwise, found by running torch 2.13, and what is put right here:
 - A last dimension whose stride isn't 1 is read as if it were, with wrong numbers: it is copied.
 - A mask has to have the dtype of the query, and can't be boolean.
 - A row that sees no key gets LSE 0 from the forward; from an LSE of -inf the backward makes NaN.
+- Its causal mask is multiplied by the scale: from a scale of 0 it makes NaN, and from one below 0 it
+  turns -inf into +inf, so that rows see the keys that they mustn't. An additive mask isn't touched.
 - An empty query or key ends the process by a division by zero: callers pass none.
 - Its float16 products, and in the backward its bfloat16 ones of short sequences, are up to ten
   times slower than float32, and its backward sums gradients in the dtype of the query: float16 is
@@ -25,18 +27,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.backends.cpu.blocks import Band
+
 __all__ = ["Flash", "additive", "forward_dtype", "lse_dtype", "readable"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-
-Band = tuple[int, int]
 
 
 class Flash(NamedTuple):
     """The two captured kernels. Tensors are (B, H, S, D), never empty, LSE is (B, H, S).
 
-    In a `band` (low, high) row i sees key j if low <= j - i <= high. A `bias` is as `additive`
-    returns it.
+    A `bias` is as `additive` returns it.
     """
 
     forward_kernel: Callable[..., Any]
@@ -44,7 +45,7 @@ class Flash(NamedTuple):
 
     @classmethod
     def captured(cls) -> Flash:
-        """Return torch's own kernels, whatever router covers them."""
+        """Return torch's own kernels, under attnreg's routers."""
         return cls(*(captured.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward")))
 
     def forward(
@@ -58,6 +59,8 @@ class Flash(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Return output and LSE."""
         causal, mask = _mask(q, k, band, bias)
+        if causal and scale <= 0.0:
+            q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         if bias is not None and mask is not None:
             lse = lse.masked_fill((mask == -inf).all(-1), -inf)
@@ -84,10 +87,14 @@ class Flash(NamedTuple):
         if bias is not None:
             # exp(score - inf) is 0, and the row drops out of every sum.
             lse = lse.masked_fill(lse == -inf, inf)
-        grads: tuple[Tensor, Tensor, Tensor] = self.backward_kernel(
+        sign = 1.0
+        if causal and scale <= 0.0:
+            sign = -1.0 if scale < 0.0 else 0.0
+            q, scale = _above_zero(q, scale)
+        grad_q, grad_k, grad_v = self.backward_kernel(
             grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return grads
+        return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
 
 
 def lse_dtype(x: Tensor) -> torch.dtype:
@@ -115,6 +122,11 @@ def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if bias.dtype == torch.bool:
         return torch.zeros_like(bias, dtype=dtype).masked_fill_(~bias, -inf)
     return bias.to(dtype).contiguous()
+
+
+def _above_zero(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a scale above 0 that give the same scores as those given."""
+    return (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
 
 
 def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple[bool, Tensor | None]:

@@ -1,10 +1,8 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
-What differs from the contract: tensors are described as (B, H, S, D) with any strides; of packed
-tensors the LSE mostly lies with the token first; a mask is a band with its own alignment, whose left bound
-counts the diagonal; results of tokens that belong to no sequence are never written. `_cudnn_described`
-makes a `_cudnn_problem` of a call, `_cudnn_sharing` rounds it, `_cudnn_graph` plans it, `_cudnn_plans`
-keeps what was planned, `_cudnn_offsets` derives lengths, and `_cudnn_again` does a call that is known.
+What it can run is declared here; read adapter.py next. A call goes `problem` (what a plan depends on) ->
+`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one);
+`lengths` derives what a plan reads of `cu_seqlens`, `launcher` repeats a call. README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -14,25 +12,17 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.util import find_spec
-from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.backends.cudnn.describe import described, lse_lies, with_results
+from attnreg.backends.cudnn.adapter import backward, forward
 from attnreg.backends.cudnn.launcher import specialize
 from attnreg.backends.cudnn.plans import Plans
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
-from attnreg.contract.offsets import facts
-from attnreg.torchlib.layout import readable, with_strides
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.backends.cudnn.offsets import Offsets
-    from attnreg.backends.cudnn.problem import Problem
-    from attnreg.contract.backend import Call
     from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
@@ -55,7 +45,7 @@ FORWARD = Capabilities(
     deterministic=True,
     capture=True,
 )
-# Its deterministic backward takes B * H * S_q * S_k * 2 bytes on Hopper.
+# On Hopper its deterministic backward takes B * H * S_q * S_k * 2 bytes.
 BACKWARD = replace(FORWARD, deterministic=False)
 
 
@@ -82,7 +72,9 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     reasons = []
     masked = spec.window != (-1, -1)
     if not spec.varlen and masked and spec.max_q > spec.max_k:
-        reasons.append(f"a mask must not meet more queries than keys, got {spec.max_q} and {spec.max_k}")
+        reasons.append(
+            f"a masked dense call must have no more queries than keys, got {spec.max_q} and {spec.max_k}"
+        )
     if not spec.varlen and spec.seqused_k:
         reasons.append("seqused_k must be None with dense tensors, got a tensor")
     if not spec.varlen and spec.max_q == spec.max_k == 1:
@@ -103,63 +95,6 @@ def _load() -> Kernels:
         functools.partial(backward, plans),
         functools.partial(specialize, plans),
     )
-
-
-def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE."""
-    shape = (*query.shape[:-1], value.shape[-1])
-    if not (query.numel() and key.numel() and call.max_q and call.max_k):
-        *batch, rows, heads = query.shape[:-1]
-        return query.new_zeros(shape), query.new_full((*batch, heads, rows), -inf, dtype=torch.float32)
-    query, key, value = (readable(x, repeats=False) for x in (query, key, value))
-    problem, offsets, stream = described("forward", query, key, value, call)
-    problem = plans.planned(problem)
-    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
-    out = query.new_empty(shape) if whole else query.new_zeros(shape)
-    lse = query.new_empty_strided(*lse_lies(problem, query), dtype=torch.float32)
-    if not whole:
-        lse.fill_(-inf)
-    _run(plans, problem, (query, key, value, out, lse), offsets, stream)
-    return out, lse.contiguous()
-
-
-def backward(
-    plans: Plans,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
-    inputs = (query, key, value)
-    if not (query.numel() and key.numel() and call.max_q and call.max_k):
-        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
-        return grad_q, grad_k, grad_v
-    # Of packed queries that aren't contiguous cuDNN 9.19 writes a wrong gradient.
-    query = query.contiguous() if call.varlen else query
-    given = (query, key, value, out, grad_out)
-    query, key, value, out, grad_out = (readable(x, repeats=False) for x in given)
-    problem, offsets, stream = described("backward", query, key, value, call)
-    problem = plans.planned(with_results(problem, out, grad_out, call))
-    whole = offsets is None or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
-    grad_q, grad_k, grad_v = (x.new_empty(x.shape) if whole else x.new_zeros(x.shape) for x in inputs)
-    lse = with_strides(lse, lse_lies(problem, query)[1])
-    tensors = (query, key, value, out, lse, grad_out, grad_q, grad_k, grad_v)
-    _run(plans, problem, tensors, offsets, stream)
-    return grad_q, grad_k, grad_v
-
-
-def _run(
-    plans: Plans, problem: Problem, tensors: tuple[Tensor, ...], offsets: Offsets | None, stream: int
-) -> None:
-    if torch.cuda.current_device() == problem.device:
-        plans.run(problem, tensors, offsets, stream)
-    else:
-        with torch.cuda.device(problem.device):
-            plans.run(problem, tensors, offsets, stream)
 
 
 BACKEND = Backend(

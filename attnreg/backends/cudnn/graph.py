@@ -1,59 +1,76 @@
-"""Describing a problem to cuDNN, and having it planned."""
+"""Building a plan: a problem described to cuDNN as a graph, and how the built graph is run."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg.backends.cudnn.addresses import by_address
-from attnreg.backends.cudnn.problem import Slot, Start
+from attnreg.backends.cudnn.problem import RaggedOffset, Slot
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
-    from attnreg.backends.cudnn.addresses import ByAddress
     from attnreg.backends.cudnn.problem import Problem, Strides
 
-__all__ = ["Graph", "build"]
+__all__ = ["ByAddress", "Plan", "build"]
 
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
-# One thread plans at a time.
-_kinds: dict[tuple[Slot | Start, ...], int] = {}
-# The uid of a tensor's beginnings is its own and this.
-_STARTS = 100
+# One thread builds at a time, so nothing guards this.
+_lengths_keys: dict[tuple[Slot | RaggedOffset, ...], int] = {}
+# The uid of a tensor's ragged offset is the tensor's and this.
+_RAGGED = 100
+# What the docstring of the frontend's function on addresses begins with, in 1.32.
+_ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int"
+
+log = logging.getLogger("attnreg")
+
+
+class ByAddress(NamedTuple):
+    """How a plan is run on addresses.
+
+    Attributes:
+        run: `run(addresses, workspace, handle)`, all of them numbers; the last is a handle's
+            `backend_handle`.
+        order: the places of the tensors in the plan's `uids`, in the order of the addresses.
+    """
+
+    run: Callable[[int, int, int], None]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Graph:
-    """A built plan: `run.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
+class Plan:
+    """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
     Attributes:
-        run: cuDNN's graph.
+        graph: the frontend's.
         workspace: bytes that a run needs.
         tensors: what the first buffers are, ascending.
-        vectors: what the others are: lengths and beginnings of packed sequences.
-        kind: a number of just these vectors; looked up faster than they are.
-        uids: cuDNN's numbers of all of them.
-        by_address: how to run it on their addresses; None if the frontend doesn't tell.
+        lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
+        lengths_key: a number that plans with the same `lengths` share; looked up faster than they are.
+        uids: cuDNN's numbers of all buffers.
+        by_address: how to run it on addresses; None if this release of the frontend can't.
     """
 
-    run: Any
+    graph: Any
     workspace: int
     tensors: tuple[Slot, ...]
-    vectors: tuple[Slot | Start, ...]
-    kind: int
+    lengths: tuple[Slot | RaggedOffset, ...]
+    lengths_key: int
     uids: tuple[int, ...]
     by_address: ByAddress | None = None
 
 
-def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Graph:
-    """Describe a problem to cuDNN and have it planned.
+def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
+    """Describe a problem to cuDNN and build the plan.
 
     Raises:
-        UnsupportedInputError: cuDNN has no kernel for it; says what cuDNN says.
+        UnsupportedInputError: cuDNN has no kernel for it; with cuDNN's reason.
     """
     try:
         return _Description(cudnn, problem, handle).build()
@@ -72,6 +89,7 @@ class _Description:
         self._problem = problem
         self._handle = handle
         self._dtype = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[problem.dtype]
+        # Without a handle a graph would run on stream 0 for ever.
         self._graph = cudnn.pygraph(
             handle=handle,
             io_data_type=self._dtype,
@@ -79,10 +97,10 @@ class _Description:
             compute_data_type=types.FLOAT,
         )
         self._tensors: dict[int, Slot] = {}
-        self._vectors: dict[int, Slot | Start] = {}
+        self._lengths: dict[int, Slot | RaggedOffset] = {}
 
-    def build(self) -> Graph:
-        """Return the planned graph."""
+    def build(self) -> Plan:
+        """Return the plan."""
         if self._problem.direction == "forward":
             self._forward()
         else:
@@ -93,11 +111,11 @@ class _Description:
         graph.create_execution_plans([modes.A, modes.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        tensors, vectors = dict(sorted(self._tensors.items())), tuple(self._vectors.values())
-        uids = (*tensors, *self._vectors)
-        return Graph(
-            graph, graph.get_workspace_size(), tuple(tensors.values()), vectors,
-            _kinds.setdefault(vectors, len(_kinds)), uids, by_address(graph, uids, self._handle),
+        tensors, lengths = dict(sorted(self._tensors.items())), tuple(self._lengths.values())
+        uids, lengths_key = (*tensors, *self._lengths), _lengths_keys.setdefault(lengths, len(_lengths_keys))
+        return Plan(
+            graph, graph.get_workspace_size(), tuple(tensors.values()), lengths, lengths_key, uids,
+            _by_address(graph, uids, self._handle),
         )  # fmt: skip
 
     def _forward(self) -> None:
@@ -124,6 +142,7 @@ class _Description:
                 self._cudnn.data_type.FLOAT,
             ),
         }
+        # Without these totals the workspace would be that of a batch in which each sequence is the longest.
         totals = {"max_total_seq_len_q": problem.tokens_q, "max_total_seq_len_kv": problem.tokens_k}
         grads = self._graph.sdpa_backward(
             **operands, **self._options(), **(totals if problem.packed else {}), name="backward"
@@ -153,7 +172,7 @@ class _Description:
         options: dict[str, Any] = {"attn_scale": self._problem.scale}
         if self._problem.packed:
             options["use_padding_mask"] = True
-            for option, slot in (("seq_len_q", Slot.ROWS), ("seq_len_kv", Slot.KEYS)):
+            for option, slot in (("seq_len_q", Slot.SEQ_LEN_Q), ("seq_len_kv", Slot.SEQ_LEN_K)):
                 dtype = self._cudnn.data_type.INT32
                 options[option] = self._vector(slot, int(slot), self._problem.batch, dtype)
         if left >= 0 or right >= 0:
@@ -167,10 +186,10 @@ class _Description:
         return options
 
     def _stats_strides(self) -> Strides:
-        """Strides of the LSE: of packed tensors with the token first, (T, H), or in order, (H, T)."""
+        """Return the strides of the LSE, which cuDNN calls stats; see `Problem.exact`."""
         heads, rows = self._problem.heads_q, self._problem.max_q
         if self._problem.packed:
-            return (0, self._problem.tokens_q, 1) if self._problem.own else (0, 1, heads)
+            return (0, self._problem.tokens_q, 1) if self._problem.exact else (0, 1, heads)
         return heads * rows, rows, 1
 
     def _tensor(self, slot: Slot, shape: tuple[int, int, int], strides: Strides, dtype: Any = None) -> Any:
@@ -181,22 +200,24 @@ class _Description:
             stride=_with_batch(strides, shape[1]),
             data_type=dtype or self._dtype,
         )
-        self._place(tensor, slot, strides)
+        self._add(tensor, slot, strides)
         return tensor
 
     def _result(self, tensor: Any, slot: Slot, shape: tuple[int, int, int], strides: Strides) -> None:
         tensor.set_output(True).set_uid(int(slot)).set_data_type(self._dtype)
         tensor.set_dim([self._problem.batch, *shape]).set_stride(_with_batch(strides, shape[1]))
-        self._place(tensor, slot, strides)
+        self._add(tensor, slot, strides)
 
-    def _place(self, tensor: Any, slot: Slot, strides: Strides) -> None:
+    def _add(self, tensor: Any, slot: Slot, strides: Strides) -> None:
+        """Take a tensor into the plan, with a ragged offset if it is packed."""
         self._tensors[int(slot)] = slot
         if self._problem.packed:
-            start, dtype = Start(slot in _OF_KEYS, strides[2]), self._cudnn.data_type.INT64
-            tensor.set_ragged_offset(self._vector(start, _STARTS + int(slot), self._problem.batch + 1, dtype))
+            offset, dtype = RaggedOffset(slot in _OF_KEYS, strides[2]), self._cudnn.data_type.INT64
+            vector = self._vector(offset, _RAGGED + int(slot), self._problem.batch + 1, dtype)
+            tensor.set_ragged_offset(vector)
 
-    def _vector(self, operand: Slot | Start, uid: int, count: int, dtype: Any) -> Any:
-        self._vectors[uid] = operand
+    def _vector(self, operand: Slot | RaggedOffset, uid: int, count: int, dtype: Any) -> Any:
+        self._lengths[uid] = operand
         shape = {"dim": [count, 1, 1, 1], "stride": [1, 1, 1, 1]}
         return self._graph.tensor(name=f"vector {uid}", uid=uid, data_type=dtype, **shape)
 
@@ -206,6 +227,41 @@ def _contiguous(problem: Problem, length: int, heads: int, size: int) -> Strides
 
 
 def _with_batch(strides: Strides, length: int) -> list[int]:
-    """Return strides with the head dim's; cuDNN wants one for the batch even where it reads offsets."""
+    """Return strides with the head dim's; cuDNN wants one of the batch even where it reads ragged offsets."""
     batch, head, token = strides
     return [batch or length * token, head, token, 1]
+
+
+def _by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | None:
+    """Return how to run a built graph on addresses; None where this release doesn't do it as 1.32 does.
+
+    The frontend's `execute` looks at each tensor, which costs the host as much as cuDNN's launch. What it
+    calls then is private: where a release has changed it, plans are run by `execute`.
+
+    Args:
+        graph: the frontend's.
+        uids: of the tensors that it is run on.
+        handle: one of those that it will be run with.
+    """
+    try:
+        if graph.selected_engine is not None:
+            return None  # an engine of the frontend's, written in Python
+        lowered, index = graph._lowered_graph, graph.plans[graph._plan_index].cpp_index
+        execute = lowered._execute_with_raw_ptrs
+        if _ON_ADDRESSES not in execute.__doc__ or not isinstance(handle.backend_handle, int):
+            raise TypeError(f"the signature of _execute_with_raw_ptrs has changed: {execute.__doc__}")
+        lowered._prepare_variant_pack_template()
+        expected = lowered._get_variant_pack_uids_sorted()
+    except Exception as error:  # noqa: BLE001 - it can be done without
+        log.debug("this cuDNN plan isn't run on addresses: %s: %s", type(error).__name__, error)
+        return None
+    ordered = sorted(uids)
+    if ordered != list(expected):
+        log.debug("this cuDNN plan isn't run on addresses: it reads %s, expected %s", expected, ordered)
+        return None
+    count, index = len(ordered), -1 if index is None else index
+
+    def run(addresses: int, workspace: int, handle: int) -> None:
+        execute(addresses, count, workspace, handle, index)
+
+    return ByAddress(run, tuple(uids.index(uid) for uid in ordered))

@@ -1,4 +1,4 @@
-"""cuDNN's plans and handles: built once, found again.
+"""The plans of this process and the cuDNN handles of its threads.
 
 A plan is immutable and may run in several threads; a handle belongs to one thread and one device.
 """
@@ -6,15 +6,14 @@ A plan is immutable and may run in several threads; a handle belongs to one thre
 from __future__ import annotations
 
 import atexit
-import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.graph import build
-from attnreg.backends.cudnn.sharing import Firsts, exact, shared
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.isolation import run_in_thread
 from attnreg.torchlib.layout import uninitialized
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backends.cudnn.graph import Graph
-    from attnreg.backends.cudnn.offsets import Offsets
+    from attnreg.backends.cudnn.graph import Plan
+    from attnreg.backends.cudnn.lengths import Lengths
     from attnreg.backends.cudnn.problem import Problem
 
 __all__ = ["Plans"]
 
-# More than a training run needs (packed problems are rounded), few enough to stay small: a plan
+# More than a training run needs, as packed problems are rounded, and few enough to stay small: a plan
 # holds some hundred kilobytes of host memory.
 _KEPT = 512
 
 
 class _Handles(dict[int, list[Any]]):
-    """The handles of one thread by device, with the stream that each is set to; they end with it."""
+    """The handles of one thread by device, with the stream that each is set to; destroyed with the thread."""
 
     def __init__(self, destroy: Callable[[Any], None]) -> None:
         self._destroy = destroy
@@ -46,7 +45,7 @@ class _Handles(dict[int, list[Any]]):
     def __del__(self) -> None:
         for handle, _ in self.values():
             try:
-                # It waits for the device, which would end a capture: then the handle is better lost.
+                # Destroying waits for the device, which would end a capture: then the handle is better lost.
                 if not torch.cuda.is_current_stream_capturing():
                     self._destroy(handle)
             except Exception:  # noqa: BLE001 - at the end of the process CUDA may be gone already
@@ -54,7 +53,7 @@ class _Handles(dict[int, list[Any]]):
 
 
 class Plans:
-    """The plans of this process.
+    """The plans that this process has built.
 
     Attributes:
         built: how many plans were built for each direction.
@@ -64,72 +63,73 @@ class Plans:
         self.built = {"forward": 0, "backward": 0}
         self._module = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
-        self._plans: dict[Problem, Graph] = {}
+        self._plans: dict[Problem, Plan] = {}
         self._declined: dict[Problem, str] = {}
-        self._firsts = Firsts()
-        self._own = threading.local()
-        atexit.register(self._let_go)
+        self._first_tokens = rounding.FirstTokens()
+        self._thread = threading.local()
+        atexit.register(self._release)
 
-    def planned(self, problem: Problem) -> Problem:
-        """Return the problem whose plan is to run this one."""
+    def select(self, problem: Problem) -> Problem:
+        """Return the problem whose plan is to run this one: for exactly its tokens, or a shared one."""
         if not problem.packed:
             return problem
-        own = exact(problem)
-        if own in self._plans:
-            return own
-        if self._firsts.may_be(problem) and not torch.cuda.is_current_stream_capturing():
-            return own
-        return shared(problem)
+        problem = rounding.exact(problem)
+        if problem in self._plans:
+            return problem
+        # A capture can't build a plan, but it may find a shared one that has run before.
+        if self._first_tokens.allow_exact(problem) and not torch.cuda.is_current_stream_capturing():
+            return problem
+        return rounding.shared(problem)
 
-    def run(self, problem: Problem, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int) -> None:
-        """Run a problem's plan on a stream of its device, which has to be the current one.
-
-        Args:
-            problem: what to run, one that `planned` has returned.
-            tensors: those of the plan, by `Slot`, ascending.
-            offsets: those of packed tensors.
-            stream: a CUDA stream.
-
-        Raises:
-            UnsupportedInputError: cuDNN has no kernel for it, or it would have to be planned while a
-                CUDA graph is captured.
-        """
-        plan = self._plans.get(problem) or self._plan(problem)
-        self.launch(plan, problem.device, tensors, offsets, stream)
-
-    def known(self, problem: Problem) -> Graph | None:
-        """Return a problem's plan if there is one."""
+    def find(self, problem: Problem) -> Plan | None:
+        """Return the plan of a problem that `select` has returned, if it is built."""
         return self._plans.get(problem)
 
-    def launch(
-        self, plan: Graph, device: int, tensors: Sequence[Tensor], offsets: Offsets | None, stream: int
+    def run(self, problem: Problem, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int) -> None:
+        """Run the plan of a problem, built if it isn't yet; its device has to be the current one.
+
+        Args:
+            problem: what `select` has returned.
+            tensors: those of the plan, by `Slot`, ascending.
+            lengths: those of packed tensors.
+            stream: a CUDA stream of the device.
+
+        Raises:
+            UnsupportedInputError: cuDNN has no kernel for it, or a plan would have to be built while a
+                CUDA graph is captured.
+        """
+        plan = self._plans.get(problem) or self._build_once(problem)
+        self.execute(plan, problem.device, tensors, lengths, stream)
+
+    def execute(
+        self, plan: Plan, device: int, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int
     ) -> None:
-        """Run a plan, likewise."""
-        buffers = [*tensors, *offsets.operands(plan)] if offsets is not None else tensors
+        """Run a plan on tensors; the rest as for `run`."""
+        buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
         size, workspace = plan.workspace, None
         if size:
             workspace = uninitialized((size,), (1,), torch.uint8, tensors[0].device)
-        plan.run.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
+        plan.graph.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
 
-    def launch_on_addresses(
+    def execute_on_addresses(
         self, run: Callable[[int, int, int], None], device: int, addresses: int, workspace: int, stream: int
     ) -> None:
-        """Run a plan by its `ByAddress.run`, likewise."""
+        """Run a plan by its `ByAddress.run`; the rest as for `run`."""
         run(addresses, workspace, self._handle(device, stream).backend_handle)
 
-    def _let_go(self) -> None:
-        """Give back what is the package's, at the end of the process: it prints a list of what outlives it.
+    def _release(self) -> None:
+        """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
 
-        Routers are registered in torch's dispatcher, which does, and lead here.
+        This object does: the routers in torch's dispatcher refer to it.
         """
         self._plans.clear()
-        self._own = threading.local()
+        self._thread = threading.local()
 
     @property
     def _cudnn(self) -> Any:
         return self._module()
 
-    def _plan(self, problem: Problem) -> Graph:
+    def _build_once(self, problem: Problem) -> Plan:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedInputError(
                 f"cuDNN has no plan yet for this {problem.direction}, and can't make one while a CUDA "
@@ -139,31 +139,35 @@ class Plans:
             if problem in self._declined:
                 raise UnsupportedInputError(self._declined[problem])
             if problem not in self._plans:
-                if problem.own:
-                    self._firsts.met(problem)
+                if problem.exact:
+                    self._first_tokens.remember(problem)
                 while len(self._plans) >= _KEPT:
                     del self._plans[next(iter(self._plans))]
-                handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
-                # The package leaves an error of a failed attempt in a cycle with the frames above it. What it
-                # imports to build a plan is its own, and the handle is the caller's, who waits.
-                try:
-                    self._plans[problem] = run_in_thread(functools.partial(self._build, problem, handle))
-                except UnsupportedInputError as error:
-                    if len(self._declined) >= _KEPT:
-                        self._declined.clear()
-                    self._declined[problem] = str(error)  # batches of new sizes come to the same problem
-                    raise
+                self._plans[problem] = self._build(problem)
                 self.built[problem.direction] += 1
             return self._plans[problem]
 
-    def _build(self, problem: Problem, handle: Any) -> Graph:
-        with torch.cuda.device(problem.device):
-            return build(self._cudnn, problem, handle)
+    def _build(self, problem: Problem) -> Plan:
+        handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
+
+        def there() -> Plan:
+            with torch.cuda.device(problem.device):
+                return build(self._cudnn, problem, handle)
+
+        try:
+            # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
+            # above it, and these hold the caller's tensors. The handle is this thread's, which waits.
+            return run_in_thread(there)
+        except UnsupportedInputError as error:
+            if len(self._declined) >= _KEPT:
+                self._declined.clear()
+            self._declined[problem] = str(error)  # batches of other lengths come to the same problem
+            raise
 
     def _handle(self, device: int, stream: int) -> Any:
-        handles = getattr(self._own, "handles", None)
+        handles = getattr(self._thread, "handles", None)
         if handles is None:
-            handles = self._own.handles = _Handles(self._cudnn.destroy_handle)
+            handles = self._thread.handles = _Handles(self._cudnn.destroy_handle)
         found = handles.get(device)
         if found is None:
             found = handles[device] = [self._cudnn.create_handle(), None]

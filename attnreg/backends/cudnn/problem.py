@@ -1,20 +1,24 @@
-"""What one cuDNN plan is built for."""
+"""The problem that a cuDNN plan is built for, and how one is read off the tensors of a call."""
 
 from __future__ import annotations
 
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from attnreg.torchlib.layout import contiguous_strides
+
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+    from attnreg.contract.backend import Call
     from attnreg.contract.spec import Direction
 
-__all__ = ["Problem", "Slot", "Start", "Strides"]
+__all__ = ["Problem", "RaggedOffset", "Slot", "Strides", "describe", "is_empty", "lse_layout", "with_results"]
 
 
 class Slot(enum.IntEnum):
-    """The tensors of a graph; the numbers are cuDNN's uids."""
+    """The tensors of a graph; the numbers are their uids."""
 
     Q = 1
     K = 2
@@ -25,15 +29,20 @@ class Slot(enum.IntEnum):
     GRAD_Q = 7
     GRAD_K = 8
     GRAD_V = 9
-    ROWS = 10
-    KEYS = 11
+    SEQ_LEN_Q = 10
+    SEQ_LEN_K = 11
 
 
-class Start(NamedTuple):
-    """Where the sequences of a packed tensor begin: whose sequences, and the tensor's token stride."""
+class RaggedOffset(NamedTuple):
+    """Where the sequences of a packed tensor begin, in elements: `cu_seqlens` times its token stride.
+
+    Attributes:
+        of_keys: whether these are the offsets of the keys.
+        token_stride: of the tensor, in elements.
+    """
 
     of_keys: bool
-    stride: int
+    token_stride: int
 
 
 Strides = tuple[int, int, int]
@@ -42,12 +51,18 @@ Strides = tuple[int, int, int]
 class Problem(NamedTuple):
     """Everything that a plan depends on; equal problems share a plan.
 
-    Strides are those of (batch, head, token) in elements; a packed tensor has 0 for the batch. The
-    head dim lies dense. Results are contiguous. A masked backward is `square` where every sequence has
-    as many keys as queries: then both alignments of a mask are the same, and cuDNN 9.19 skips what is
-    masked for the one aligned top-left only. Of packed tensors the tokens are the most that there may be,
-    of keys in the backward only; the `own` plan of a number of query tokens is for just so many, with an LSE
-    that lies in order, (H, T), where others have the token first.
+    Strides are those of (batch, head, token) in elements, the head dim's is 1, and results are contiguous.
+
+    Attributes:
+        packed: whether sequences are packed; the strides of a batch are 0 then.
+        tokens_q, tokens_k: of packed tensors, how many tokens there may be at most. The forward's workspace
+            doesn't depend on its keys, whose number is 0 there.
+        strides_out, strides_grad_out: a backward's alone.
+        square: whether this is a masked backward in which each sequence has as many keys as queries. Aligned
+            top-left and bottom-right the mask is the same then, and cuDNN 9.19 skips the hidden part of it
+            top-left only.
+        exact: whether the plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T). Other plans
+            of packed tensors are for any number of tokens, with the token first, (T, H).
     """
 
     direction: Direction
@@ -71,4 +86,55 @@ class Problem(NamedTuple):
     strides_out: Strides = (0, 0, 0)
     strides_grad_out: Strides = (0, 0, 0)
     square: bool = False
-    own: bool = False
+    exact: bool = False
+
+
+def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether there is no score to compute; no graph can describe such a call."""
+    return not (query.numel() and key.numel() and call.max_q and call.max_k)
+
+
+def describe(direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Problem:
+    """Return the problem of a call, with its own lengths; `Plans.select` rounds them."""
+    packed, batch, tokens = False, query.shape[0], (0, 0)
+    if call.cu_seqlens_q is not None:
+        packed, batch = True, call.cu_seqlens_q.shape[0] - 1
+        tokens = query.shape[0], key.shape[0] if direction == "backward" else 0
+    return Problem(
+        direction, query.get_device(), query.dtype, batch, call.max_q, call.max_k,
+        query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1],
+        float(call.scale), call.window, packed, *tokens,
+        _strides(query, packed), _strides(key, packed), _strides(value, packed),
+    )  # fmt: skip
+
+
+def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) -> Problem:
+    """Return the problem of a backward with the forward's output and the gradient of it."""
+    return problem._replace(
+        strides_out=_strides(out, problem.packed),
+        strides_grad_out=_strides(grad_out, problem.packed),
+        square=call.window != (-1, -1) and _is_square(call),
+    )
+
+
+def lse_layout(problem: Problem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return size and strides of the LSE that a problem's plan writes or reads."""
+    *batch, rows, heads = query.shape[:-1]
+    size = *batch, heads, rows
+    return size, (1, heads) if problem.packed and not problem.exact else contiguous_strides(size)
+
+
+def _is_square(call: Call) -> bool:
+    """Whether the host knows that each sequence has as many keys as queries."""
+    if call.cu_seqlens_q is None:
+        return call.max_q == call.max_k
+    return call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
+
+
+def _strides(x: Tensor, packed: bool) -> Strides:
+    """Return the strides of (batch, head, token)."""
+    if packed:
+        token, head, _ = x.stride()
+        return 0, head, token
+    batch, token, head, _ = x.stride()
+    return batch, head, token

@@ -1,9 +1,8 @@
-"""FA2: FlashAttention 2, the CUDA kernels that come with torch, and the package flash-attn beside them.
+"""FA2: FlashAttention 2, by the CUDA kernels inside torch or by those of the package flash-attn.
 
-Torch's own kernels run whatever they can. The package is used only where it can do more: ALiBi
-slopes, which torch's kernels are built without, and a paged key-value cache on torch 2.11. Both
-depart from the contract in the LSE of a row without a key (+inf there, -inf here) and in rows past
-the last offset, which they never write.
+What it can run is declared here, and so is which provider runs a call: torch's (native.py) whatever it can,
+the package (flash_attn_package.py) ALiBi slopes, and a paged key-value cache on torch 2.11. conversions.py
+has where both depart from the contract. README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import rows
+from attnreg.backends.fa2 import conversions
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
 from attnreg.backends.fa2.native import PAGES, SPLITS, Native
 from attnreg.contract.backend import Backend, Call, Kernels
@@ -29,7 +28,7 @@ __all__ = ["BACKEND"]
 
 
 class _Forward(Capabilities):
-    """The fields, and what only this direction adds."""
+    """The fields and what they can't say of a forward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -37,7 +36,7 @@ class _Forward(Capabilities):
 
 
 class _Backward(Capabilities):
-    """The fields, and what only this direction adds."""
+    """The fields and what they can't say of a backward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -62,13 +61,12 @@ LIMITS: dict[str, Any] = {
     "deterministic": True,
     "capture": True,
 }
-# torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
-MOST_SPLITS = 128
+MOST_SPLITS = 128  # the same file
 FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
 BACKWARD = _Backward(**LIMITS)
 
 
-def _packages_forward(paged: bool, alibi: bool) -> bool:
+def _needs_package(paged: bool, alibi: bool) -> bool:
     """Whether only the package can run a forward."""
     return alibi or (paged and not PAGES)
 
@@ -79,15 +77,15 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
-    # The kernels of packed sequences split only those with pages, dense ones by torch's own choice alone.
+    # Torch's kernels split packed sequences only if they have pages, and dense ones as torch chooses.
     if spec.num_splits is not None and not spec.varlen:
         yield f"num_splits must be None for dense tensors, got {spec.num_splits}"
     elif paged and (spec.num_splits or 1) > MOST_SPLITS:
         yield f"num_splits must be at most {MOST_SPLITS} with a block_table, got {spec.num_splits}"
-    # csrc/flash_attn/src/flash_fwd_launch_template.h: both share a dimension of the grid then.
+    # csrc/flash_attn/src/flash_fwd_launch_template.h: batch and heads share a dimension of the grid then.
     elif paged and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
         yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
-    if _packages_forward(paged, spec.alibi):
+    if _needs_package(paged, spec.alibi):
         what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"
         if lack := missing(spec.device.simulated):
             yield f"{what} {lack}"
@@ -128,37 +126,40 @@ def _unavailable() -> str | None:
 
 
 def _version() -> str:
-    beside = installed()
-    return f"{torch.__version__} (flash-attn {beside})" if beside else str(torch.__version__)
+    flash_attn = installed()
+    return f"{torch.__version__} (flash-attn {flash_attn})" if flash_attn else str(torch.__version__)
 
 
 def _load() -> Kernels:
-    torchs = Native()
+    native = Native()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if rows.nothing_to_do(query, key, call):
-            return rows.empty(query, call)
-        packages = _packages_forward(call.block_table is not None, call.alibi_slopes is not None)
-        use: Native | Package = package() if packages else torchs
-        out, lse = use.forward(query, key, value, call)
-        return (out, lse) if rows.covered(query, key, call) else rows.by_contract(out, lse, call)
+        if conversions.is_empty(query, key, call):
+            return conversions.empty_results(query, call)
+        by_package = _needs_package(call.block_table is not None, call.alibi_slopes is not None)
+        provider: Native | Package = package() if by_package else native
+        out, lse = provider.forward(query, key, value, call)
+        if conversions.keeps_contract(query, key, call):
+            return out, lse
+        return conversions.to_contract(out, lse, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if rows.nothing_to_do(query, key, call):
+        if conversions.is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        use: Native | Package = torchs if call.alibi_slopes is None else package()
-        if rows.covered(query, key, call):
-            return use.backward(grad_out, query, key, value, out, lse, call)
-        grads = use.backward(grad_out, query, key, value, out, rows.kernels_lse(lse), call)
-        offsets = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
-        grad_q, grad_k, grad_v = (
-            rows.zero_tail(grad, ends) for grad, ends in zip(grads, offsets, strict=True)
+        provider: Native | Package = native if call.alibi_slopes is None else package()
+        if conversions.keeps_contract(query, key, call):
+            return provider.backward(grad_out, query, key, value, out, lse, call)
+        lse = conversions.kernel_lse(lse)
+        grad_q, grad_k, grad_v = provider.backward(grad_out, query, key, value, out, lse, call)
+        return (
+            conversions.zero_unused_rows(grad_q, call.cu_seqlens_q),
+            conversions.zero_unused_rows(grad_k, call.cu_seqlens_k),
+            conversions.zero_unused_rows(grad_v, call.cu_seqlens_k),
         )
-        return grad_q, grad_k, grad_v
 
-    return Kernels(forward, backward, torchs.specialize)
+    return Kernels(forward, backward, native.specialize)
 
 
 BACKEND = Backend(

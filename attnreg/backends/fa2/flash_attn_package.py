@@ -1,7 +1,7 @@
-"""FA2's second provider: the package flash-attn, for what the kernels inside torch can't do.
+"""FA2's kernels in the package flash-attn, for what those inside torch can't do.
 
-It has the same kernels with more ways in: a backward with ALiBi slopes, and pages on a torch that
-has none. Its functions are operators of torch's, called by keyword.
+They are the same kernels with more arguments: a backward with ALiBi slopes, and pages on a torch without
+them. The package registers them as torch ops, which are called by keyword.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import rows
+from attnreg.backends.fa2 import conversions
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable
@@ -30,30 +30,18 @@ NAME = "flash-attn"
 INSTALL = "pip install 'attnreg[fa2]'"
 
 _MASK = (
-    "dropout_p",
-    "softmax_scale",
-    "causal",
-    "window_size_left",
-    "window_size_right",
-    "softcap",
-    "alibi_slopes",
+    *("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right"),
+    *("softcap", "alibi_slopes"),
 )
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _GRADS = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic", "rng_state")
 
-# What the adapter passes; what else there is keeps its default.
-TAKEN = {
+_PAGED = ("return_softmax", "block_table", "seqused_k")
+
+# What the adapter passes to each op; the other arguments keep their defaults.
+PASSED = {
     "_flash_attn_forward": ("q", "k", "v", *_MASK, "return_softmax"),
-    "_flash_attn_varlen_forward": (
-        "q",
-        "k",
-        "v",
-        *_MASK,
-        *_PACKED,
-        "return_softmax",
-        "block_table",
-        "seqused_k",
-    ),
+    "_flash_attn_varlen_forward": ("q", "k", "v", *_MASK, *_PACKED, *_PAGED),
     "_flash_attn_backward": ("q", "k", "v", *_MASK, *_GRADS),
     "_flash_attn_varlen_backward": ("q", "k", "v", *_MASK, *_PACKED, *_GRADS),
 }
@@ -71,8 +59,8 @@ def installed() -> str | None:
 def missing(simulated: bool) -> str:
     """Return why the package can't be used, or an empty string.
 
-    On this machine it is loaded to find out: its extension fits one torch only, and by the time that
-    a call runs there is no other backend to go to.
+    It is loaded to find out, unless the device is simulated: its extension fits one torch only, and by the
+    time that a call runs it is too late for another backend.
     """
     found = installed()
     if found is None:
@@ -86,10 +74,10 @@ def missing(simulated: bool) -> str:
 
 
 def package() -> Package:
-    """Return the loaded package; `missing` has said that it is there.
+    """Return the loaded package.
 
     Raises:
-        RegistrationError: it isn't; with the cause.
+        RegistrationError: it can't be loaded, which `missing` would have said; with the cause.
     """
     loaded = _loaded()
     if isinstance(loaded, Package):
@@ -99,28 +87,28 @@ def package() -> Package:
 
 @functools.cache
 def _loaded() -> Package | Exception:
-    """Load the package, once per process, or return what kept it from loading."""
+    """Load the package, once per process, or return the error."""
     try:
-        import_module("flash_attn.flash_attn_interface")  # registers its operators
+        import_module("flash_attn.flash_attn_interface")  # registers its ops
         return Package()
     except Exception as error:  # noqa: BLE001 - the cause becomes a reason
         return strip_tracebacks(error)
 
 
 class Package:
-    """The package's four operators, once they are known to take what the adapter passes."""
+    """The package's four ops, checked to take what the adapter passes."""
 
     def __init__(self) -> None:
-        self._run = {name: _checked(name) for name in TAKEN}
+        self._ops = {name: _checked(name) for name in PASSED}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and LSE as the kernel gives them."""
-        given = _given(query, key, value, call) | {"return_softmax": False}
+        given = _shared_arguments(query, key, value, call) | {"return_softmax": False}
         name = "_flash_attn_forward"
         if call.varlen:
             name = "_flash_attn_varlen_forward"
             given |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
-        out, lse, _, rng_state = self._run[name](**given)
+        out, lse, _, rng_state = self._ops[name](**given)
         if call.rng_state is not None:
             call.rng_state.view(torch.int64).copy_(rng_state)
         return out, lse
@@ -136,20 +124,20 @@ class Package:
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients as the kernel gives them."""
-        # The operator returns none of the three: what it isn't given to write to is lost.
+        # The op writes the gradients into its arguments and returns none of them.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
-        self._run["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
+        self._ops["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
             dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic,
             rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
-            **_given(query, key, value, call),
+            **_shared_arguments(query, key, value, call),
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
 
-def _given(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
-    """Return what all four are given."""
-    causal, left, right = rows.mask(call)
+def _shared_arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
+    """Return the arguments that all four ops are given."""
+    causal, left, right = conversions.kernel_mask(call)
     given: dict[str, Any] = {
         "q": readable(query),
         "k": readable(key),
@@ -163,19 +151,22 @@ def _given(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, A
         "alibi_slopes": call.alibi_slopes,
     }
     if call.varlen:
-        given["cu_seqlens_q"], given["cu_seqlens_k"] = call.cu_seqlens_q, rows.key_offsets(call)
-        given["max_seqlen_q"], given["max_seqlen_k"] = rows.longest(query, key, call)
+        given["cu_seqlens_q"], given["cu_seqlens_k"] = (
+            call.cu_seqlens_q,
+            conversions.kernel_cu_seqlens_k(call),
+        )
+        given["max_seqlen_q"], given["max_seqlen_k"] = conversions.kernel_max_lengths(query, key, call)
     return given
 
 
 def _checked(name: str) -> Any:
-    operator = getattr(torch.ops.flash_attn, name, None)
-    if operator is None:
+    op = getattr(torch.ops.flash_attn, name, None)
+    if op is None:
         raise RegistrationError(f"it registers no operator flash_attn::{name}")
-    arguments = operator.default._schema.arguments
-    if lacking := [taken for taken in TAKEN[name] if taken not in {one.name for one in arguments}]:
+    arguments = op.default._schema.arguments
+    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
         raise RegistrationError(f"flash_attn::{name} has no argument {', '.join(lacking)}")
     needed = [one.name for one in arguments if not one.has_default_value()]
-    if unknown := [argument for argument in needed if argument not in TAKEN[name]]:
+    if unknown := [argument for argument in needed if argument not in PASSED[name]]:
         raise RegistrationError(f"flash_attn::{name} needs {', '.join(unknown)}, which attnreg doesn't know")
-    return operator.default
+    return op.default

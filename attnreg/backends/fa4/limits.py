@@ -1,10 +1,10 @@
-"""What FA4 can run: its capabilities as data, and the limits that no field can say."""
+"""What FA4 can run: its capabilities as data, and the limits that no field can express."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attnreg.backends.fa4.kinds import kind_of_spec, seen
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 
 if TYPE_CHECKING:
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKWARD", "FORWARD", "refuses"]
 
-# Value and query of different head dims whose backward the package builds for Hopper.
+# Unequal head dims of query and value whose backward the package can compile for Hopper.
 UNEQUAL = ((64, 128), (96, 128), (128, 64), (192, 128), (256, 128))
 
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
-WRONG = (8, 16, 40, 48, 72, 80, 104, 112)
+WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
 
 
 class _Forward(Capabilities):
-    """The fields, and what only this direction adds."""
+    """The fields, and the limits of the forward alone."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -30,57 +30,43 @@ class _Forward(Capabilities):
 
 
 class _Backward(Capabilities):
-    """The fields, and what only this direction adds."""
+    """The fields, and the limits of the backward alone."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
         return super().unsupported(spec) or (*_gradients(spec), *_not_yet_compiled(spec, "backward"))
 
 
-# flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
-# functions. A backward for compute capability 8.x doesn't exist, and FA2 serves that forward better.
-FORWARD = _Forward(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    compute_capability=((9, 0), (12, 1)),
-    head_dim=Range(8, 256, 8),
-    head_dim_v=Range(8, 256, 8),
-    page_size=Range(16, 256, 16),
-    varlen=True,
-    gqa=True,
-    causal=True,
-    window=True,
-    seqused_k=True,
-    num_splits=True,
-    deterministic=True,
-    capture=True,
-)
-BACKWARD = _Backward(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    compute_capability=((9, 0), (12, 1)),
-    head_dim=Range(8, 256, 8),
-    head_dim_v=Range(8, 256, 8),
-    varlen=True,
-    gqa=True,
-    causal=True,
-    window=True,
-    seqused_k=True,
-    num_splits=True,
-    deterministic=True,
-    capture=True,
-)
+# From flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
+# functions. There is no backward for compute capability 8.x, and FA2 is the better forward there.
+_BOTH: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((9, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "head_dim_v": Range(8, 256, 8),
+    "varlen": True,
+    "gqa": True,
+    "causal": True,
+    "window": True,
+    "seqused_k": True,
+    "num_splits": True,
+    "deterministic": True,
+    "capture": True,
+}
+FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
+BACKWARD = _Backward(**_BOTH)
 
 
 def refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    """Return what speaks against a spec in either direction."""
+    """Return the reasons against a spec that hold in both directions."""
     return tuple(_in_both(spec))
 
 
 def _in_both(spec: AttentionSpec) -> Iterator[str]:
     major = _major(spec)
     dims = (spec.head_dim, spec.head_dim_v)
-    if spec.num_splits not in (None, 1):  # which a backward isn't given
+    if spec.num_splits not in (None, 1):  # a backward's spec has None
         yield f"num_splits must be 1 or None, got {spec.num_splits}"
     if not spec.varlen and spec.batch > GRID:
         yield f"batch of dense tensors must be at most {GRID}, got {spec.batch}"
@@ -99,16 +85,17 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         yield "block_table must be None on sm_12x: no paged key-value cache"
     if spec.head_dim % 16 or spec.head_dim_v % 16:
         yield f"head dims must be multiples of 16 with pages, got {(spec.head_dim, spec.head_dim_v)}"
-    # Pages of the size of a tile are loaded whole, with the keys that nobody has written yet; a NaN
-    # there would spread, and a pool of pages can't be copied for each call.
+    # Pages of the size of a tile are loaded whole, unwritten keys included; a NaN there would spread,
+    # and a pool of pages can't be copied at each call.
     if spec.page_size == _key_tile(spec):
         yield f"page size must not be that of a key tile, got {spec.page_size}"
 
 
 def _gradients(spec: AttentionSpec) -> Iterator[str]:
     major, dims = _major(spec), (spec.head_dim, spec.head_dim_v)
-    if major == 9 and dims[0] in WRONG:
-        yield f"head_dim must not be {', '.join(map(str, WRONG))}, whose gradients are wrong, got {dims[0]}"
+    if major == 9 and dims[0] in WRONG_GRADIENTS:
+        wrong = ", ".join(map(str, WRONG_GRADIENTS))
+        yield f"head_dim must not be {wrong}, whose gradients are wrong, got {dims[0]}"
     if major == 12 and spec.deterministic:
         yield "not deterministic on sm_12x, and deterministic algorithms are on"
     if major == 9 and dims[0] != dims[1] and spec.heads_q != spec.heads_k:
@@ -118,8 +105,10 @@ def _gradients(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
-    # Of a GPU that isn't here nobody knows what has run on it.
-    if spec.capturing and not spec.device.simulated and kind_of_spec(direction, spec) not in seen:
+    # What has run on a GPU that isn't in this machine can't be known.
+    if not spec.capturing or spec.device.simulated:
+        return
+    if compiled_kinds.kind_of_spec(direction, spec) not in compiled_kinds.have_run:
         yield "this kind of call has to run once before it can be recorded in a CUDA graph"
 
 

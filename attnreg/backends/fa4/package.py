@@ -1,4 +1,4 @@
-"""The package flash-attn-4: whether it is here whole, and its two functions once they are known to fit."""
+"""The package flash-attn-4: whether it is complete, its two functions, its releases, its disk cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,39 +27,79 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "KNOWN",
+    "KEYWORDS",
+    "PROVEN_RELEASES",
     "RESULTS",
-    "first",
+    "PackageCall",
     "functions",
+    "functions_with_caches",
     "installed",
-    "launchers",
+    "launches_are_proven",
     "quiet",
     "release",
     "unavailable",
 ]
 
 PACKAGE = "flash-attn-4"
+# The releases whose signatures the adapter has been written for.
 KNOWN = "4.0.0b19 to 4.0.0b36"
 
-SHARED = (
+# The exact releases whose recorded launches may be replayed (`replay`). To add one, install it, list it here
+# and run `make test-gpu BACKENDS=FA4`: it may stay if everything passes. README.md has the details.
+PROVEN_RELEASES = ("4.0.0b36",)
+
+_BOTH = (
     *("q", "k", "v", "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "out", "lse"),
 )
-# Every keyword that the adapter passes. Betas rename them; a call must not be the first to notice.
-TAKEN = {
-    "_flash_attn_fwd": (*SHARED, "page_table", "num_splits", "return_lse"),
-    "_flash_attn_bwd": (*SHARED, "dout", "deterministic", "dq", "dk", "dv"),
+# Every keyword that the adapter passes. Betas rename them, which has to be noticed at load, not in a call.
+KEYWORDS = {
+    "_flash_attn_fwd": (*_BOTH, "page_table", "num_splits", "return_lse"),
+    "_flash_attn_bwd": (*_BOTH, "dout", "deterministic", "dq", "dk", "dv"),
 }
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# Parameters that nothing has to be passed for.
-SWALLOWING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-# How many of their results are asked for.
+# How many results of each direction are used; further ones differ from release to release.
 RESULTS = {"forward": 2, "backward": 3}
 
 SWITCH, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 log = logging.getLogger("attnreg")
+
+
+class PackageCall(NamedTuple):
+    """One call of a function of the package, which a call of this object performs.
+
+    Attributes:
+        direction: forward or backward.
+        function: the package's.
+        tensors: the contract's tensors by the package's keywords, in the contract's order, followed by both
+            `cu_seqlens` of a packed call.
+        options: the other keywords.
+    """
+
+    direction: str
+    function: Callable[..., Any]
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Return the results that are used.
+
+        Raises:
+            BackendUnavailableError: the package returned something else.
+        """
+        results = self.function(**self.tensors, **self.options)
+        count = RESULTS[self.direction]
+        used = results[:count] if isinstance(results, tuple) else ()
+        if len(used) == count and all(isinstance(one, torch.Tensor) for one in used):
+            return used
+        kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
+        name = dict(zip(RESULTS, KEYWORDS, strict=True))[self.direction]
+        raise BackendUnavailableError(
+            f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
+            f"expected {count} tensors or more; attnreg knows {KNOWN}"
+        )
 
 
 def installed() -> str | None:
@@ -75,6 +115,18 @@ def release() -> str:
     return f"{PACKAGE} {installed()}"
 
 
+def launches_are_proven() -> bool:
+    """Whether the installed release is one of `PROVEN_RELEASES`; logs if not."""
+    if installed() in PROVEN_RELEASES:
+        return True
+    log.info(
+        "FA4: each call goes through the Python of %s, as its launches may be replayed only for %s",
+        release(),
+        ", ".join(PROVEN_RELEASES),
+    )
+    return False
+
+
 def unavailable() -> str | None:
     """Return why the package can't be loaded here; imports nothing of it."""
     if installed() is None:
@@ -83,7 +135,7 @@ def unavailable() -> str | None:
     if not any((Path(place) / "cute" / "cache_utils.py").is_file() for place in _places("flash_attn")):
         return (
             f"{release()} lacks flash_attn/cute/cache_utils.py, as when flash-attn is installed over it "
-            f"or removed beside it; reinstall it with: pip install --force-reinstall --no-deps {PACKAGE}"
+            f"or removed afterwards; reinstall it with: pip install --force-reinstall --no-deps {PACKAGE}"
         )
     if not _places("cutlass"):
         return f"{release()} needs nvidia-cutlass-dsl, and there is no module cutlass"
@@ -98,45 +150,31 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     Raises:
         BackendUnavailableError: one of them lacks a parameter; says which, and of what version.
     """
-    _keep_compiled()  # the package reads both variables when it is imported
+    _keep_compiled()  # the package reads both variables at its import
     try:
         with quiet():
             interface = import_module("flash_attn.cute.interface")
     finally:
-        # What it leaves in cycles holds errors, whose frames lead to the tensors of a first call.
+        # The import leaves errors in reference cycles, whose frames hold the tensors of the first call.
         gc.collect()
-    forward, backward = (_checked(interface, name) for name in TAKEN)
-    # From 4.0.0b26 on it copies by itself what its kernels can't load.
+    forward, backward = (_checked(interface, name) for name in KEYWORDS)
+    # From 4.0.0b26 on the package itself copies what its kernels can't load.
     copier = getattr(interface, "maybe_contiguous", None)
     if copier is not None and "align_bytes" in inspect.signature(copier).parameters:
         return forward, backward
     return _aligning(forward), _aligning(backward)
 
 
-def first(results: Any, direction: str) -> tuple[Tensor, ...]:
-    """Return the first results of a function; further ones differ from release to release."""
-    count = RESULTS[direction]
-    found = results[:count] if isinstance(results, tuple) else ()
-    if len(found) == count and all(isinstance(one, torch.Tensor) for one in found):
-        return found
-    kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
-    name = dict(zip(RESULTS, TAKEN, strict=True))[direction]
-    raise BackendUnavailableError(
-        f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
-        f"expected {count} tensors or more; attnreg knows {KNOWN}"
-    )
-
-
-def launchers() -> list[Any]:
+def functions_with_caches() -> list[Any]:
     """Return the package's functions that launch kernels, each through its `compile_cache`."""
     interface = import_module("flash_attn.cute.interface")
-    named = list(vars(interface).values())
+    named = list(vars(interface).values())  # some are there under two names
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back what the package's compiler has to say about itself, which users can do nothing about."""
+    """Suppress warnings of the package's compiler about itself, which users can't act on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -146,7 +184,7 @@ def _places(module: str) -> list[str]:
     """Return the folders of a package, without importing it."""
     try:
         found = find_spec(module)
-    except ValueError:  # somebody has put a module without a spec in its place
+    except ValueError:  # sys.modules holds a module without a spec
         return []
     return list(found.submodule_search_locations or ()) if found else []
 
@@ -156,12 +194,12 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
     if function is None:
         raise BackendUnavailableError(f"{release()}: there is no {name}; attnreg knows {KNOWN}")
     takes = inspect.signature(function).parameters
-    if missing := [keyword for keyword in TAKEN[name] if keyword not in takes]:
+    if missing := [keyword for keyword in KEYWORDS[name] if keyword not in takes]:
         raise BackendUnavailableError(
             f"{release()}: {name} takes no {', '.join(map(repr, missing))}; attnreg knows {KNOWN}"
         )
-    wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in SWALLOWING]
-    if unknown := [keyword for keyword in wanted if keyword not in TAKEN[name]]:
+    wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in VARIADIC]
+    if unknown := [keyword for keyword in wanted if keyword not in KEYWORDS[name]]:
         raise BackendUnavailableError(
             f"{release()}: {name} needs {', '.join(map(repr, unknown))}, which attnreg doesn't know; "
             f"it knows {KNOWN}"
@@ -183,13 +221,13 @@ def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_compiled() -> None:
-    """Have what gets compiled kept on disk, unless the user has settled that or no folder serves."""
+    """Have compiled kernels kept on disk, unless the user has decided that or the folder can't be used."""
     if os.environ.get(SWITCH, "1") != "1":
         return
     try:
         folder = Path(os.environ.get(FOLDER) or caches.folder("fa4"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _try_out(folder)
+        _check_locks(folder)
     except (OSError, RuntimeError, ImportError) as error:
         log.warning("FA4 compiles anew in each process: its cache folder can't be used: %s", error)
         return
@@ -197,7 +235,7 @@ def _keep_compiled() -> None:
     os.environ.setdefault(FOLDER, str(folder))
 
 
-def _try_out(folder: Path) -> None:
+def _check_locks(folder: Path) -> None:
     """Write and lock a file: the package waits fifteen seconds for a lock, and then fails."""
     import fcntl
 

@@ -1,9 +1,9 @@
 """The reference: attention in plain PyTorch operations, for every call, dtype and device.
 
-It is here for its answers, not for its speed: it works in float32 or float64, keeps nothing of the
-size S_q x S_k, takes every option of the contract, and never reads a tensor of another device on
-the host. The work is in three helpers beside this file: `_math_batch` brings dense, packed and
-paged tensors to one form, `_math_mask` says which scores count, `_math_tiles` computes.
+It is correct before it is fast: it computes in float32 or float64, keeps nothing of the size S_q x S_k, takes
+every option of the contract, and never reads a tensor of another device on the host. `batch.py` brings dense,
+packed and paged tensors to one form, `mask.py` says which scores count, `tiles.py` computes. Imports from
+`contract`. Start with README.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKEND"]
 
-# Elements of a padded group: enough to keep a GPU busy, little enough to fit anywhere.
+# Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
 
 EVERYTHING = Capabilities(
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     work = _working_dtype(q)
     q_rows, k_rows, v_rows = as_rows(q), as_rows(k), as_rows(v)
     tokens, heads, _ = q_rows.shape
-    # One row more takes what belongs to padding: leaving it out would need a count from the device.
+    # The last row is for padding: to leave that out would take a count from the device.
     out = q.new_zeros(tokens + 1, heads, v.shape[-1])
     lse = q.new_full((tokens + 1, heads, 1), -torch.inf, dtype=work)
     with _without_autocast(q.device):
@@ -67,8 +67,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             part_out, part_lse = attend(query, key, value, Mask(call, group, heads))
             group.queries.scatter(part_out, out)
             group.queries.scatter(part_lse, lse)
-    heads_first = lse[:-1].view(q.shape[:-1]).transpose(-1, -2).contiguous()
-    return out[:-1].view(*q.shape[:-1], v.shape[-1]), heads_first
+    bhs = lse[:-1].view(q.shape[:-1]).transpose(-1, -2).contiguous()
+    return out[:-1].view(*q.shape[:-1], v.shape[-1]), bhs
 
 
 def backward(
@@ -88,7 +88,7 @@ def backward(
             mask = Mask(call, group, query.shape[1])
             part_q, part_k, part_v = attend_backward(grad, query, key, value, output, stats, mask)
             group.queries.scatter(part_q, grads[0])
-            # Sequences may share the pages of a cache: what they give to it adds up.
+            # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
             group.keys.scatter(part_v, grads[2], add=True)
     grad_q, grad_k, grad_v = (grad[:-1].view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))

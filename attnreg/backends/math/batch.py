@@ -1,10 +1,9 @@
-"""Where the sequences of a batch lie, and how they move into padded groups and back.
+"""The rows of each sequence of a batch, and how they are gathered into padded groups and scattered back.
 
-Dense, packed and paged tensors are all read as rows, (T, H, D), and a place in them for every token
-of every sequence. Neighbouring sequences are gathered into a group, (b, H, width, D), padded on the
-*left*: their last tokens line up, so that one bottom-right mask holds for all of them. It is known
-on the host even where the lengths are not, as on a GPU, where reading them would wait for the
-device and break CUDA graphs.
+Dense, packed and paged tensors are all read as rows, (T, H, D), with the row of every token of every
+sequence. Neighbouring sequences are gathered into a group, (b, H, width, D), padded on the *left*: their
+last tokens line up, so that one bottom-right mask holds for all of them. Its width is known on the host even
+where the lengths are not, as on a GPU, where reading them would wait for the device and break CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Span(NamedTuple):
         total = flat.shape[0]
         picked = flat.index_select(0, self.rows.clamp(max=total - 1).flatten()).to(dtype)
         if self.padded:
-            # What lies there belongs to others or to nobody, and may be NaN: 0 * NaN is not 0.
+            # These rows belong to other sequences or to none, and may be NaN: 0 * NaN is not 0.
             picked.masked_fill_((self.rows == total).view(-1, 1, 1), 0)
         return picked.view(*self.rows.shape, *flat.shape[1:]).transpose(1, 2).contiguous()
 
@@ -58,7 +57,7 @@ class Span(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The places of all sequences on one side of a call.
+    """The rows of all sequences on one side of a call.
 
     Attributes:
         starts, lengths: (B,), the first row and the number of tokens of each sequence; where the
@@ -78,7 +77,7 @@ class Sequences(NamedTuple):
     page_size: int = 1
 
     def span(self, batch: slice) -> Span:
-        """Return the places of some neighbouring sequences."""
+        """Return the rows of some neighbouring sequences."""
         width = max(self.bounds[batch])
         padded = not self.exact or min(self.bounds[batch]) < width
         missing = width - self.lengths[batch, None]
@@ -94,7 +93,7 @@ class Sequences(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Neighbouring sequences that are worked on together."""
+    """Neighbouring sequences that are computed together."""
 
     batch: slice
     queries: Span
@@ -107,12 +106,12 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def query_sequences(q: Tensor, call: Call) -> Sequences:
-    """Return the places of the queries."""
+    """Return the sequences of the queries."""
     return _sequences(q, call.cu_seqlens_q, None, call.max_q)
 
 
 def key_sequences(k: Tensor, call: Call) -> Sequences:
-    """Return the places of the keys and values, those that count."""
+    """Return the sequences of the keys and values, without keys that `seqused_k` leaves out."""
     if call.block_table is None:
         return _sequences(k, call.cu_seqlens_k, call.seqused_k, call.max_k)
     page_size = k.shape[1]
@@ -125,7 +124,7 @@ def key_sequences(k: Tensor, call: Call) -> Sequences:
 def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
     """Yield the batch in groups of similar lengths; `cost` elements a token stay below `limit`.
 
-    Sequences without queries or without keys may be left out: nothing is to be done for them.
+    Sequences without queries or without keys may be left out: there is nothing to compute for them.
     """
     start, wide_q, wide_k, area = 0, 0, 0, 0
     for stop, (len_q, len_k) in enumerate(zip(queries.bounds, keys.bounds, strict=True)):

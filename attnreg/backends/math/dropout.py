@@ -1,8 +1,8 @@
-"""A dropout mask that any device rebuilds, whole or in parts.
+"""A dropout mask that can be computed again on any device, all of it or a tile.
 
-Each attention weight has a number of its own, a hash of the random state and of where the weight
-stands. The backward therefore needs nothing from the forward but the random state, and that only as
-a tensor: it is never read on the host.
+Each attention weight has its own random number, a hash of the random state and of its batch, head, row and
+column. So the backward needs nothing from the forward but the random state, and that only as a tensor: it is
+never read on the host.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ WORD = 0xFFFFFFFF
 def survivors(
     rng_state: Tensor, p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor
 ) -> Tensor:
-    """Return which weights (b, H, rows, cols) stay; each is dropped with probability `p`.
+    """Return which weights (b, H, rows, cols) are kept; each is dropped with probability `p`.
 
-    `batch`, `heads`, `rows` and `cols` number the weights; equal numbers give equal answers.
+    `batch`, `heads`, `rows` and `cols` number the weights; equal numbers give equal results.
     """
     places = (batch[:, None, None, None], heads[:, None, None], rows[:, None])
     step, start = (_key(rng_state, lane, *places) for lane in (1, 2))

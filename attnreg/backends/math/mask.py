@@ -1,8 +1,8 @@
 """Which scores of a group count, and what is added to them, tile by tile.
 
-A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix, which
-never exists whole. Tiles that the window excludes are never visited, so the work grows with the
-window, not with the square of the length.
+A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix, of which only
+one tile exists at a time. Tiles that the window excludes are skipped, so the work grows with the window, not
+with the square of the length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class Mask:
-    """What a call hides and adds in one group."""
+    """Which scores of a group are hidden, and what is added to the others."""
 
     def __init__(self, call: Call, group: Group, heads: int) -> None:
         self.call = call
@@ -54,7 +54,7 @@ class Mask:
         return _blocks(0, self.width_q, TILE_QUERIES)
 
     def tiles(self, rows: slice) -> Iterator[Tile]:
-        """Yield the tiles of some rows, without those that the window hides altogether."""
+        """Yield the tiles of some rows, without those that the window hides entirely."""
         left, right = self.call.window
         shift = self.width_k - self.width_q
         low = max(0, rows.start + shift - left) if left >= 0 else 0
@@ -112,7 +112,7 @@ class Mask:
     def _unmasked(self, rows: slice, cols: slice) -> Iterator[Tensor]:
         bias = self._bias(rows, cols)
         if bias is not None:
-            # A key at -inf is hidden, not merely unlikely: whatever it holds must not come through.
+            # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
             yield bias if bias.dtype == torch.bool else bias != -torch.inf
 
     def _bias(self, rows: slice, cols: slice) -> Tensor | None:

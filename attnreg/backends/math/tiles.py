@@ -52,7 +52,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `lse` is (b, H, S_q, 1)."""
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # The softmax's backward needs sum(weights * grad_weights) of each row: the same, cheaper.
+    # Equal to sum(weights * grad_weights) of each row, which the softmax's backward needs, and cheaper.
     delta = (grad_out * out).sum(-1, keepdim=True)
     for rows in mask.row_blocks():
         for tile in mask.tiles(rows):
@@ -85,12 +85,12 @@ def _hide(x: Tensor, tile: Tile, value: float) -> Tensor:
 
 
 def _seen_rows(x: Tensor, tile: Tile) -> Tensor:
-    """Return rows with 0 for those that see no key here: their NaN would survive a weight of 0."""
+    """Return rows, 0 for those that see no key of the tile: their NaN would survive a weight of 0."""
     return x if tile.visible is None else x.masked_fill(~tile.visible.any(-1)[..., None], 0.0)
 
 
 def _seen_keys(x: Tensor, tile: Tile) -> Tensor:
-    """Return the keys or values of a tile, with 0 for those that no query sees here."""
+    """Return the keys or values of a tile, 0 for those that no query sees."""
     x = x[:, :, tile.cols]
     if tile.visible is None:
         return x

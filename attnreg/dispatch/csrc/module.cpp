@@ -30,11 +30,12 @@ PyObject* add_router(PyObject*, PyObject* args) {
                         &lse_ends_in_one, &lse_bsh, &gradients_bshd, &plan)) {
     return nullptr;
   }
+  native_kernels.erase(std::string(key) + op);  // what lies there now is what to fall back to
   const auto* native = capture(op, key);
   const Layout layout{static_cast<size_t>(query), token_argument, token_result, bhsd != 0,
                       lse_ends_in_one != 0, lse_bsh != 0, gradients_bshd != 0};
   auto router = std::make_unique<Router>(
-      static_cast<int64_t>(libraries.size()), layout, native ? &native->second : nullptr, held(plan));
+      static_cast<int64_t>(libraries.size()), layout, native ? std::optional(native->second) : std::nullopt, held(plan));
   auto library = std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__);
   library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(router)));

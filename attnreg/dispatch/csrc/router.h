@@ -10,9 +10,9 @@ namespace attnreg {
 
 class Router final : public c10::OperatorKernel {
  public:
-  // `native` is torch's own kernel, null where it has none; `plan` the router in Python.
-  Router(int64_t site, Layout layout, const c10::SafeKernelFunction* native, Object plan)
-      : site_(site), layout_(layout), native_(native), plan_(std::move(plan)) {}
+  // `native` is torch's own kernel, if it has one; `plan` the router in Python.
+  Router(int64_t site, Layout layout, std::optional<c10::SafeKernelFunction> native, Object plan)
+      : site_(site), layout_(layout), native_(std::move(native)), plan_(std::move(plan)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -143,7 +143,7 @@ class Router final : public c10::OperatorKernel {
 
   int64_t site_;
   Layout layout_;
-  const c10::SafeKernelFunction* native_;
+  std::optional<c10::SafeKernelFunction> native_;
   Object plan_;
 };
 

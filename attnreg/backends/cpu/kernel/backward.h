@@ -1,4 +1,4 @@
-// The backward: weights again from the LSE, and from them five products for each block of keys.
+// The backward: weights are recomputed from the LSE, with five products for each block of keys.
 
 #pragma once
 
@@ -7,18 +7,18 @@
 
 namespace attnreg {
 
-// The gradients of key and value of a sequence, as sums.
+// The sums of the gradients of key and value of one head of a sequence.
 struct KeySums {
   Panels k, v;
 
   static int64_t size(const Problem& problem, const Sequence& sequence) {
-    const int64_t height = padded(sequence.keys, kSteps) + kSteps;
+    const int64_t height = padded(sequence.keys, kTileRows) + kTileRows;
     return Panels::size(problem.size, height) + Panels::size(problem.value_size, height);
   }
 
-  // Blocks of keys begin anywhere, and their last tile may reach beyond the last key.
+  // Blocks of keys begin at any key, so their last tile may reach beyond the last one.
   static KeySums in(float* memory, const Problem& problem, const Sequence& sequence) {
-    const int64_t height = padded(sequence.keys, kSteps) + kSteps;
+    const int64_t height = padded(sequence.keys, kTileRows) + kTileRows;
     return {{memory, height}, {memory + Panels::size(problem.size, height), height}};
   }
 };
@@ -28,18 +28,18 @@ class Backward {
  public:
   static constexpr int64_t kKeys = 64;
   // Rows that are packed at a time, in every form that a product needs.
-  static constexpr int64_t kRows = 5 * kWidest * kLanes;
+  static constexpr int64_t kRows = 5 * kMaxPanels * kLanes;
 
   explicit Backward(const Problem& problem) : problem_(problem) {}
 
-  // Where the task is one of several, `shared` has zeros to add to.
+  // `shared` is the memory for the sums where the task is one of several of a head, else null.
   void run(const Task& task, float* shared) {
     const int64_t count = KeySums::size(problem_, *task.sequence);
     float* memory = shared ? shared : sums_.take(count);
     std::fill_n(memory, count, 0.0f);
     const KeySums sums = KeySums::in(memory, problem_, *task.sequence);
     for (int64_t done = 0; done < task.rows; done += kRows) {
-      chunk({task.sequence, task.key_head, task.row + done, std::min(kRows, task.rows - done), task.part}, sums);
+      add_rows({task.sequence, task.key_head, task.row + done, std::min(kRows, task.rows - done), task.part}, sums);
     }
     if (!shared) {
       write(task, sums);
@@ -54,7 +54,7 @@ class Backward {
   }
 
  private:
-  void chunk(const Task& task, const KeySums& sums) {
+  void add_rows(const Task& task, const KeySums& sums) {
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
     const int64_t lanes = padded(task.rows, kLanes);
     const auto queries = query_rows<Number>(problem_.q, task, group);
@@ -62,20 +62,20 @@ class Backward {
     const Panels q = q_.panels(size, task.rows), q_columns = q_columns_.panels(lanes, size);
     const Panels grad_out = grad_out_.panels(value_size, task.rows);
     const Panels grad_out_columns = grad_out_columns_.panels(lanes, value_size);
-    const Panels grad_q = grad_q_.zeros(lanes, padded(size, kSteps));
+    const Panels grad_q = grad_q_.zeros(lanes, padded(size, kTileRows));
     pack_rows(queries, task.row, task.rows, size, q);
     pack_columns(queries, task.row, task.rows, size, static_cast<float>(problem_.scale / kLog2), q_columns);
     pack_rows(grads, task.row, task.rows, value_size, grad_out);
     pack_columns(grads, task.row, task.rows, value_size, 1.0f, grad_out_columns);
     float* lse = lse_.take(lanes);
     float* delta = delta_.take(lanes);
-    describe(task, grad_out_columns, lse, delta);
+    load_lse_and_delta(task, grad_out_columns, lse, delta);
     bounds_.set(task, group);
 
     const Panels k = k_.panels(size, kKeys), k_columns = k_columns_.panels(kKeys, size);
     const Panels v_columns = v_columns_.panels(kKeys, value_size);
-    const Panels weights = weights_.panels(kWidest * kLanes, kKeys);
-    const Panels grad_scores = grad_scores_.panels(kWidest * kLanes, kKeys);
+    const Panels weights = weights_.panels(kMaxPanels * kLanes, kKeys);
+    const Panels grad_scores = grad_scores_.panels(kMaxPanels * kLanes, kKeys);
     const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = std::min(kKeys, bounds_.highest() - key);
@@ -83,27 +83,27 @@ class Backward {
       pack_columns(keys, key, count, size, 1.0f, k_columns);
       pack_columns(values, key, count, value_size, 1.0f, v_columns);
       for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
-        width = width_of_next((lanes - lane) / kLanes);
+        width = next_width((lanes - lane) / kLanes);
         const auto span = bounds_.of(lane, width * kLanes, key, count);
         if (span.from >= span.to) {
           continue;
         }
         const int64_t panel = lane / kLanes, rows = std::min(task.rows - lane, width * kLanes);
-        const int64_t end = padded(span.to, kSteps);
+        const int64_t end = padded(span.to, kTileRows);
         with_width(width, [&](auto known) {
           constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, To::kNothing>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
-          columns_by_rows<kWidth, To::kNothing>(
+          columns_by_rows<kWidth, Store::kOverwrite>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
+          columns_by_rows<kWidth, Store::kOverwrite>(
               v_columns, grad_out_columns.from(panel), grad_scores, span.from, end, 0, value_size);
           if (span.masked) {
             bounds_.mask(weights, kWidth, lane, key, span);
           }
           for (int64_t i = 0; i < kWidth; i++) {
             const int64_t here = lane + i * kLanes;
-            weigh(weights.from(i), grad_scores.from(i), span.from, span.to, lse + here, delta + here);
+            grad_of_scores(weights.from(i), grad_scores.from(i), span.from, span.to, lse + here, delta + here);
           }
-          columns_by_rows<kWidth, To::kSum>(
-              k, grad_scores, grad_q.from(panel), 0, padded(size, kSteps), span.from, span.to);
+          columns_by_rows<kWidth, Store::kAdd>(
+              k, grad_scores, grad_q.from(panel), 0, padded(size, kTileRows), span.from, span.to);
         });
         const Panels some_q{q.at(0, lane), q.height}, some_grads{grad_out.at(0, lane), grad_out.height};
         const int64_t q_panels = padded(size, kLanes) / kLanes, v_panels = padded(value_size, kLanes) / kLanes;
@@ -116,16 +116,16 @@ class Backward {
   }
 
   // For each row the LSE to base 2, and the sum of its output times its gradient.
-  void describe(const Task& task, Panels grad_out_columns, float* lse, float* delta) {
+  void load_lse_and_delta(const Task& task, Panels grad_out_columns, float* lse, float* delta) {
     const int64_t group = problem_.group(), size = problem_.value_size, lanes = padded(task.rows, kLanes);
     const auto lses = query_rows<Float32>(problem_.lse, task, group);
     for (int64_t row = 0; row < lanes; row++) {
-      // A weight is exp(score - LSE): 0 in a row that sees nothing, or that there isn't.
+      // A weight is exp(score - LSE): 0 in a row that sees no key, and in lanes after the last row.
       const float found = row < task.rows ? *lses[task.row + row] : -kInfinity;
       lse[row] = found == -kInfinity ? kInfinity : static_cast<float>(found / kLog2);
     }
-    // Summed in the order in which the product of value and gradient is: where a row sees one key both are the
-    // same, and their difference is 0.
+    // Summed in the order in which the product of value and gradient is: in a row that sees one key the two are
+    // equal, and their difference has to be exactly 0.
     const Panels out = out_columns_.panels(lanes, size);
     pack_columns(query_rows<Number>(problem_.out, task, group), task.row, task.rows, size, 1.0f, out);
     for (int64_t panel = 0; panel * kLanes < lanes; panel++) {
@@ -137,20 +137,21 @@ class Backward {
     }
   }
 
-  // Scores become weights, and the gradients of weights those of scores; both are 0 up to a whole step.
-  static void weigh(
+  // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple
+  // of kTileRows.
+  static void grad_of_scores(
       Panels weights, Panels grad_scores, int64_t from, int64_t to, const float* lse, const float* delta) {
     const Floats row_lse = load<Floats>(lse), row_delta = load<Floats>(delta);
     int64_t row = from;
     for (; row < to; row++) {
       float *weight = weights.at(0, row), *grad = grad_scores.at(0, row);
-      // No weight is above 1, whatever rounding has left of scores that are very large.
+      // No weight is above 1, however much of very large scores was lost to rounding.
       const Floats power = load<Floats>(weight) - row_lse;
       const Floats found = exp2(power > 0.0f ? Floats{} : power);
       store(weight, found);
       store(grad, found * (load<Floats>(grad) - row_delta));
     }
-    for (; row % kSteps; row++) {
+    for (; row % kTileRows; row++) {
       store(weights.at(0, row), Floats{});
       store(grad_scores.at(0, row), Floats{});
     }

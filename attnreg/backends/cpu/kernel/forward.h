@@ -1,7 +1,6 @@
-// The forward: softmax on the way, over blocks of keys.
+// The forward: an online softmax over blocks of keys (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867).
 //
-// Scores and outputs are computed with the rows as columns, so that what is done to each row is done to a vector
-// of them.
+// Scores and outputs are transposed, rows as columns, so that the softmax computes a vector of rows at a time.
 
 #pragma once
 
@@ -15,19 +14,19 @@ namespace attnreg {
 template <class Number>
 class Forward {
  public:
-  // Keys of a block: its scores stay in the nearest cache.
+  // Keys of a block: its scores stay in the first-level cache.
   static constexpr int64_t kKeys = 128;
-  // Rows of a task, at most: they share what is packed of a block.
-  static constexpr int64_t kRows = 10 * kWidest * kLanes;
+  // Rows of a task at most: they share the packed keys and values of a block.
+  static constexpr int64_t kRows = 10 * kMaxPanels * kLanes;
 
   explicit Forward(const Problem& problem) : problem_(problem) {}
 
   void run(const Task& task) {
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
     const int64_t lanes = padded(task.rows, kLanes);
-    const Panels q = q_.panels(lanes, size), out = out_.zeros(lanes, padded(value_size, kSteps));
+    const Panels q = q_.panels(lanes, size), out = out_.zeros(lanes, padded(value_size, kTileRows));
     const Panels k = k_.panels(kKeys, size), v = v_.panels(value_size, kKeys);
-    const Panels scores = scores_.panels(kWidest * kLanes, kKeys);
+    const Panels scores = scores_.panels(kMaxPanels * kLanes, kKeys);
     float* highest = highest_.take(lanes);
     float* sums = sums_.take(lanes);
     std::fill_n(highest, lanes, -kInfinity);
@@ -41,7 +40,7 @@ class Forward {
       pack_columns(keys, key, count, size, 1.0f, k);
       pack_rows(values, key, count, value_size, v);
       for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
-        width = width_of_next((lanes - lane) / kLanes);
+        width = next_width((lanes - lane) / kLanes);
         const auto span = bounds_.of(lane, width * kLanes, key, count);
         if (span.from >= span.to) {
           continue;
@@ -49,27 +48,28 @@ class Forward {
         const int64_t panel = lane / kLanes;
         with_width(width, [&](auto known) {
           constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, To::kNothing>(
-              k, q.from(panel), scores, span.from, padded(span.to, kSteps), 0, size);
+          columns_by_rows<kWidth, Store::kOverwrite>(
+              k, q.from(panel), scores, span.from, padded(span.to, kTileRows), 0, size);
           if (span.masked) {
             bounds_.mask(scores, kWidth, lane, key, span);
           }
           float factors[kWidth * kLanes];
           for (int64_t i = 0; i < kWidth; i++) {
             const int64_t here = i * kLanes;
-            weigh(scores.from(i), span.from, span.to, highest + lane + here, sums + lane + here, factors + here);
+            softmax_of_block(scores.from(i), span.from, span.to, highest + lane + here, sums + lane + here, factors + here);
           }
-          columns_by_rows<kWidth, To::kScaled>(
-              v, scores, out.from(panel), 0, padded(value_size, kSteps), span.from, span.to, factors);
+          columns_by_rows<kWidth, Store::kScaleAndAdd>(
+              v, scores, out.from(panel), 0, padded(value_size, kTileRows), span.from, span.to, factors);
         });
       }
     }
-    finish(task, out, highest, sums);
+    write_results(task, out, highest, sums);
   }
 
  private:
-  // Scores become weights, relative to the highest score so far; says by what the weights so far shrink.
-  static void weigh(Panels scores, int64_t from, int64_t to, float* highest, float* sums, float* factors) {
+  // Turns scores into weights relative to the highest score so far; `factors` are what earlier sums are multiplied
+  // by when that rises.
+  static void softmax_of_block(Panels scores, int64_t from, int64_t to, float* highest, float* sums, float* factors) {
     const Floats before = load<Floats>(highest);
     Floats most[4] = {before, before, before, before};
     int64_t row = from;
@@ -83,7 +83,7 @@ class Forward {
       most[0] = larger(load<Floats>(scores.at(0, row)), most[0]);
     }
     const Floats now = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-    // Where nothing is seen yet, -inf - -inf would be NaN.
+    // In a row that has seen no key yet, -inf - -inf would be NaN.
     const Floats base = now == -kInfinity ? Floats{} : now;
     Floats sum[2] = {};
     row = from;
@@ -108,7 +108,7 @@ class Forward {
     store(highest, now);
   }
 
-  void finish(const Task& task, Panels out, const float* highest, float* sums) const {
+  void write_results(const Task& task, Panels out, const float* highest, float* sums) const {
     const int64_t group = problem_.group();
     const auto lse = query_rows<Float32>(problem_.lse, task, group);
     for (int64_t row = 0; row < task.rows; row++) {

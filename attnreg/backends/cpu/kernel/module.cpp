@@ -1,7 +1,10 @@
-// Attention on a CPU, as a library without Python: `_cpu_compiled.py` has it compiled and calls it.
+// Attention on a CPU, as a library without Python: `torchlib/building.py` compiles it, `compiled.py` calls it.
 //
 // Sequences of any lengths are one call, cut into tasks that torch's threads take one after the other. Matrices
-// are packed into panels (panels.h) in float32, whatever the dtype, and multiplied by tiles (products.h).
+// are packed into panels (panels.h) in float32, whatever the dtype, and multiplied tile by tile (products.h).
+//
+// vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
+// products.h: their products · problem.h: a call and its tasks · forward.h, backward.h: what a task computes
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
@@ -17,8 +20,8 @@
 
 namespace attnreg {
 
-// Scores that take as long as it takes to wake a thread, at a size of heads as is common.
-constexpr double kWorthAThread = 4096;
+// Computing so many scores takes as long as waking a thread does, at common head dims.
+constexpr double kScoresPerThread = 4096;
 
 // Runs the tasks 0 to `count` in torch's own threads, each with a worker of its own.
 template <class Make, class Work>
@@ -30,13 +33,13 @@ void in_parallel(int64_t count, double cost, Make&& make, Work&& work) {
       work(worker, i);
     }
   };
-  const int64_t worth = std::min(cost / kWorthAThread, 1e6);
+  const int64_t worth = std::min(cost / kScoresPerThread, 1e6);
   const int64_t threads = std::min<int64_t>({count, at::get_num_threads(), worth});
   if (threads < 2 || at::in_parallel_region()) {
     return take();
   }
-  // `at::parallel_for` is a template that needs this file to be compiled with the OpenMP that torch was; a loop
-  // over a tensor with an element for each thread asks it of torch itself.
+  // `at::parallel_for` is a template: with it, this file would have to be compiled with the OpenMP that torch was.
+  // A TensorIterator over one element for each thread has torch itself start the threads.
   const at::TensorBase each = at::detail::empty_cpu({threads}, at::kByte);
   auto iterator = at::TensorIteratorConfig().check_all_same_dtype(false).resize_outputs(false).add_output(each).build();
   iterator.for_each([&](char**, const int64_t*, int64_t, int64_t) { take(); }, 1);
@@ -50,14 +53,14 @@ double cost_of(const std::vector<Task>& tasks, int64_t group) {
   return cost;
 }
 
-// The tasks of a problem, with at most `most` rows; fewer where there are many threads.
+// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads.
 std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
   const int64_t group = problem.group(), threads = at::get_num_threads();
   int64_t rows = 0;
   for (int64_t i = 0; i < problem.count; i++) {
     rows += problem.sequences[i].rows * problem.heads;
   }
-  const int64_t tile = kWidest * kLanes;
+  const int64_t tile = kMaxPanels * kLanes;
   if (threads > 1) {
     most = std::clamp(padded(rows / (threads * 4), tile), tile, most);
   }
@@ -85,9 +88,9 @@ void forward(const Problem& problem) {
       [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
 }
 
-// A sequence and head that several tasks have a part in, each with sums of its own.
-struct Shared {
-  Task whole;
+// A head of a sequence that is shared out to several tasks: each has its own sums, which are added at the end.
+struct SharedSums {
+  Task head;
   int64_t parts;
   std::unique_ptr<float[]> sums;
   int64_t size;
@@ -97,34 +100,34 @@ template <class Number>
 void backward(const Problem& problem) {
   using Worker = Backward<Number>;
   const int64_t group = problem.group(), threads = at::get_num_threads();
-  std::vector<Task> wholes;
+  std::vector<Task> heads_of_sequences;
   for (int64_t i = 0; i < problem.count; i++) {
     for (int64_t head = 0; head < problem.key_heads; head++) {
-      wholes.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group, -1});
+      heads_of_sequences.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group, -1});
     }
   }
-  const double cost = cost_of(wholes, group);
-  // What takes longer than half of a thread's share is cut by its rows.
+  const double cost = cost_of(heads_of_sequences, group);
+  // A head that takes longer than half of a thread's share is cut by its rows.
   const double share = cost / double(2 * threads);
   std::vector<Task> tasks;
-  std::vector<Shared> shared;
+  std::vector<SharedSums> shared;
   std::vector<std::pair<int64_t, int64_t>> owners;
-  for (const Task& whole : wholes) {
-    const int64_t chunks = (whole.rows + Worker::kRows - 1) / Worker::kRows;
-    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(whole.cost(group) / share), 1, chunks);
+  for (const Task& head : heads_of_sequences) {
+    const int64_t chunks = (head.rows + Worker::kRows - 1) / Worker::kRows;
+    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(head.cost(group) / share), 1, chunks);
     if (parts == 1) {
-      tasks.push_back(whole);
+      tasks.push_back(head);
       continue;
     }
     const int64_t piece = (chunks + parts - 1) / parts * Worker::kRows;
     int64_t part = 0;
-    for (int64_t row = 0; row < whole.rows; row += piece) {
-      tasks.push_back({whole.sequence, whole.key_head, row, std::min(piece, whole.rows - row),
+    for (int64_t row = 0; row < head.rows; row += piece) {
+      tasks.push_back({head.sequence, head.key_head, row, std::min(piece, head.rows - row),
                        static_cast<int64_t>(owners.size())});
       owners.emplace_back(shared.size(), part++);
     }
-    const int64_t size = KeySums::size(problem, *whole.sequence);
-    shared.push_back({whole, part, std::unique_ptr<float[]>(new float[part * size]), size});
+    const int64_t size = KeySums::size(problem, *head.sequence);
+    shared.push_back({head, part, std::unique_ptr<float[]>(new float[part * size]), size});
   }
   sort(tasks, group);
   in_parallel(
@@ -140,30 +143,35 @@ void backward(const Problem& problem) {
   in_parallel(
       shared.size(), cost, [&] { return Worker(problem); },
       [&](Worker& worker, int64_t i) {
-        const Shared& each = shared[i];
+        const SharedSums& each = shared[i];
         float* sums = each.sums.get();
         for (int64_t part = 1; part < each.parts; part++) {
           for (int64_t at = 0; at < each.size; at++) {
             sums[at] += sums[part * each.size + at];
           }
         }
-        worker.write(each.whole, KeySums::in(sums, problem, *each.whole.sequence));
+        worker.write(each.head, KeySums::in(sums, problem, *each.head.sequence));
       });
 }
 
-// Does what is to be done for a dtype; no exception may leave.
+// Runs a body for the dtype of a problem whose first `count` operands are at the addresses; no exception may leave.
 template <class Body>
-int64_t guarded(int64_t dtype, Body&& body) {
+int64_t run_for_dtype(const Problem* description, void* const* addresses, int64_t count, Body&& body) {
   try {
-    switch (dtype) {
+    // A copy: several threads may run calls of one description at once.
+    Problem problem = *description;
+    for (int64_t i = 0; i < count; i++) {
+      problem.operands[i].data = addresses[i];
+    }
+    switch (problem.dtype) {
       case 0:
-        body(Float32());
+        body(Float32(), problem);
         return 0;
       case 1:
-        body(BFloat16());
+        body(BFloat16(), problem);
         return 0;
       default:
-        body(Float16());
+        body(Float16(), problem);
         return 0;
     }
   } catch (const std::bad_alloc&) {
@@ -177,12 +185,17 @@ int64_t guarded(int64_t dtype, Body&& body) {
 
 extern "C" {
 
-// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had.
-int64_t attnreg_forward(int64_t dtype, const attnreg::Problem* problem) {
-  return attnreg::guarded(dtype, [&](auto number) { attnreg::forward<decltype(number)>(*problem); });
+// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
+// each operand: 5 in a forward, 9 in a backward.
+int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
+  return attnreg::run_for_dtype(problem, addresses, 5, [](auto number, const attnreg::Problem& problem) {
+    attnreg::forward<decltype(number)>(problem);
+  });
 }
 
-int64_t attnreg_backward(int64_t dtype, const attnreg::Problem* problem) {
-  return attnreg::guarded(dtype, [&](auto number) { attnreg::backward<decltype(number)>(*problem); });
+int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
+  return attnreg::run_for_dtype(problem, addresses, 9, [](auto number, const attnreg::Problem& problem) {
+    attnreg::backward<decltype(number)>(problem);
+  });
 }
 }

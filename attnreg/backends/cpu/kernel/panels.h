@@ -1,8 +1,8 @@
-// Matrices as every product here reads and writes them, and how rows of tensors come in and go out.
+// Matrices as products read and write them, and how rows of tensors are packed and unpacked.
 
 #pragma once
 
-#include "numbers.h"
+#include "dtypes.h"
 
 namespace attnreg {
 
@@ -10,8 +10,8 @@ constexpr int64_t padded(int64_t size, int64_t step) {
   return (size + step - 1) / step * step;
 }
 
-// A matrix of columns and rows, where the columns lie in panels as wide as a vector: panel by panel, each row by
-// row. What goes through a panel reads memory in its order, whatever the sizes are.
+// A matrix whose columns are grouped into panels as wide as a vector, stored panel by panel, each row by row: a
+// loop over the rows of a panel reads memory in order, whatever the sizes are.
 struct Panels {
   float* data;
   int64_t height;
@@ -22,7 +22,7 @@ struct Panels {
   static int64_t size(int64_t columns, int64_t height) { return padded(columns, kLanes) * height; }
 };
 
-// Where the rows of a head, or of the query heads that share a key head, lie in a tensor.
+// The rows of a head, or of the query heads that share a key head, in a tensor.
 template <class Number>
 struct Rows {
   using Stored = typename Number::Stored;
@@ -36,7 +36,7 @@ struct Rows {
   }
 };
 
-// Tensor rows become columns, multiplied by a factor; the last panel's missing ones are 0.
+// Packs tensor rows as columns, multiplied by a factor; columns that the last panel lacks are 0.
 template <class Number>
 void pack_columns(const Rows<Number>& rows, int64_t first, int64_t count, int64_t size, float factor, Panels to) {
   for (int64_t panel = 0; panel * kLanes < count; panel++) {
@@ -56,7 +56,7 @@ void pack_columns(const Rows<Number>& rows, int64_t first, int64_t count, int64_
   }
 }
 
-// Tensor rows stay rows; the last panel's missing columns are 0.
+// Packs tensor rows as rows; columns that the last panel lacks are 0.
 template <class Number>
 void pack_rows(const Rows<Number>& rows, int64_t first, int64_t count, int64_t size, Panels to) {
   for (int64_t row = 0; row < count; row++) {
@@ -67,7 +67,7 @@ void pack_rows(const Rows<Number>& rows, int64_t first, int64_t count, int64_t s
   }
 }
 
-// The way back of columns, each multiplied by its factor.
+// Unpacks columns to tensor rows, each multiplied by its factor.
 template <class Number>
 void unpack_columns(
     Panels from, const float* factors, const Rows<Number>& rows, int64_t first, int64_t count, int64_t size) {
@@ -87,7 +87,7 @@ void unpack_columns(
   }
 }
 
-// The way back of rows, all multiplied by one factor.
+// Unpacks rows to tensor rows, all multiplied by one factor.
 template <class Number>
 void unpack_rows(Panels from, float factor, const Rows<Number>& rows, int64_t count, int64_t size) {
   for (int64_t row = 0; row < count; row++) {

@@ -1,4 +1,4 @@
-// A call, as it comes from Python, and what tasks it is cut into.
+// A call, as `compiled.py` describes it, and the tasks that it is cut into.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace attnreg {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kLog2 = 0.6931471805599453;
 
-// A tensor (batch, token, head, size): where it begins, and its strides but for the last, which is 1.
+// A tensor (batch, token, head, size): its address, and its strides but for the last, which is 1.
 struct Operand {
   void* data;
   int64_t batch, token, head;
@@ -39,10 +39,17 @@ struct Sequence {
   }
 };
 
+// Like `_Problem` in `compiled.py`, where the addresses of operands are left out.
 struct Problem {
+  int64_t dtype;
   int64_t heads, key_heads, size, value_size, count;
   const Sequence* sequences;
-  Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+  union {
+    Operand operands[9];
+    struct {
+      Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+    };
+  };
   double scale;
 
   int64_t group() const { return heads / key_heads; }
@@ -52,7 +59,7 @@ struct Problem {
 struct Task {
   const Sequence* sequence;
   int64_t key_head, row, rows;
-  int64_t part;  // which of several of a sequence, that add to the same gradients; -1 if it is the only one
+  int64_t part;  // its number among the tasks that add to the same gradients; -1 if it is the only one
 
   double cost(int64_t group) const {
     const int64_t last = (row + rows - 1) / group;
@@ -60,14 +67,14 @@ struct Task {
   }
 };
 
-// The costly ones first: threads that take one after the other then end together.
+// The costly ones first: then the threads, which take one after the other, end at nearly the same time.
 inline void sort(std::vector<Task>& tasks, int64_t group) {
   std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& one, const Task& other) {
     return one.cost(group) > other.cost(group);
   });
 }
 
-// Memory that is used again, beginning on a cache line.
+// Memory that is reused from task to task, aligned to a cache line.
 class Buffer {
  public:
   float* take(int64_t count) {
@@ -107,33 +114,33 @@ class Bounds {
     first_.resize(lanes);
     end_.resize(lanes);
     for (int64_t lane = 0; lane < lanes; lane++) {
-      // Lanes behind the last row see what it does: so they need no case of their own.
+      // Lanes after the last row see what it sees, so that they need no case of their own.
       const int64_t token = (task.row + std::min(lane, task.rows - 1)) / group;
       first_[lane] = task.sequence->first_key(token);
       end_[lane] = task.sequence->keys_end(token);
     }
   }
 
-  // Neither bound ever falls from one row to the next.
+  // Neither bound decreases from one row to the next.
   int64_t lowest() const { return first_.front(); }
   int64_t highest() const { return end_.back(); }
 
-  // The keys of a block, counted from its first, that some row of a tile sees, the first one rounded down to a
-  // whole number of steps; and whether some row sees only some of these.
+  // The keys of a block, counted from its first, that some row of a tile sees, `from` rounded down to a multiple of
+  // kTileRows; `masked` if some row sees only some of them.
   struct Span {
     int64_t from, to;
     bool masked;
   };
 
   Span of(int64_t lane, int64_t lanes, int64_t key, int64_t keys) const {
-    const int64_t from = std::max<int64_t>(first_[lane] - key, 0) / kSteps * kSteps;
+    const int64_t from = std::max<int64_t>(first_[lane] - key, 0) / kTileRows * kTileRows;
     const int64_t to = std::min<int64_t>(end_[lane + lanes - 1] - key, keys);
     return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
   }
 
-  // Lowers what isn't seen to minus infinity.
+  // Sets scores that are masked to minus infinity.
   void mask(Panels scores, int64_t panels, int64_t lane, int64_t key, const Span& span) const {
-    const Floats hidden = splat(-kInfinity);
+    const Floats hidden = broadcast(-kInfinity);
     for (int64_t panel = 0; panel < panels; panel++) {
       const Ints first = load<Ints>(&first_[lane + panel * kLanes]), end = load<Ints>(&end_[lane + panel * kLanes]);
       for (int64_t row = span.from; row < span.to; row++) {

@@ -1,4 +1,4 @@
-// Matrix products, a tile of registers at a time.
+// Matrix products, one tile at a time, whose sums stay in registers.
 
 #pragma once
 
@@ -8,15 +8,16 @@
 
 namespace attnreg {
 
-// The most panels of columns that a tile has.
-constexpr int64_t kWidest = 3;
+// Panels of columns that a tile has at most.
+constexpr int64_t kMaxPanels = 3;
 
-// Cuts panels into as even parts as the widest tile allows: one panel alone reads more than it computes.
-inline int64_t width_of_next(int64_t left) {
-  return left == 4 ? 2 : left < kWidest ? left : kWidest;
+// How many of the panels that are left the next tile takes: parts as even as possible, since a tile of one panel
+// reads more than it computes.
+inline int64_t next_width(int64_t left) {
+  return left == 4 ? 2 : left < kMaxPanels ? left : kMaxPanels;
 }
 
-// Calls what takes a number of panels at compile time.
+// Calls a function with a number of panels that is known at compile time.
 template <class Body>
 inline void with_width(int64_t width, Body&& body) {
   switch (width) {
@@ -29,15 +30,15 @@ inline void with_width(int64_t width, Body&& body) {
   }
 }
 
-// What the sums of a tile are added to: nothing, what is there, or that with each column multiplied by a factor.
-// They begin at 0 each time: the sum of sums loses less to rounding than one long sum.
-enum class To { kNothing, kSum, kScaled };
+// How the sums of a tile are stored: over what is there, added to it, or added to it after each of its columns was
+// multiplied by a factor. Sums begin at 0: a sum of sums loses less to rounding than one long sum.
+enum class Store { kOverwrite, kAdd, kScaleAndAdd };
 
-template <int64_t kWidth, To kTo>
+template <int64_t kWidth, Store kStore>
 struct Tile {
-  Floats sums[kSteps][kWidth] = {};
+  Floats sums[kTileRows][kWidth] = {};
 
-  template <int64_t kApart>
+  template <int64_t kStride>
   inline __attribute__((always_inline)) void add(const float* left, const float* right, int64_t panel) {
     Floats columns[kWidth];
 #pragma GCC unroll 3
@@ -45,8 +46,8 @@ struct Tile {
       columns[n] = load<Floats>(right + n * panel);
     }
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < kSteps; i++) {
-      const Floats number = splat(left[i * kApart]);
+    for (int64_t i = 0; i < kTileRows; i++) {
+      const Floats number = broadcast(left[i * kStride]);
 #pragma GCC unroll 3
       for (int64_t n = 0; n < kWidth; n++) {
         sums[i][n] += number * columns[n];
@@ -58,11 +59,11 @@ struct Tile {
 #pragma GCC unroll 3
     for (int64_t n = 0; n < kWidth; n++) {
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kSteps; i++) {
+      for (int64_t i = 0; i < kTileRows; i++) {
         float* at = to.at(n, row + i);
-        if constexpr (kTo == To::kNothing) {
+        if constexpr (kStore == Store::kOverwrite) {
           store(at, sums[i][n]);
-        } else if constexpr (kTo == To::kSum) {
+        } else if constexpr (kStore == Store::kAdd) {
           store(at, load<Floats>(at) + sums[i][n]);
         } else {
           store(at, load<Floats>(at) * load<Floats>(factors + n * kLanes) + sums[i][n]);
@@ -73,14 +74,14 @@ struct Tile {
 };
 
 // Row r of the result is the sum over k of column r of the left, row k, times row k of the right. Rows are `from`
-// to `to`, a whole number of tiles; `first` to `last` is summed over.
-template <int64_t kWidth, To kTo>
+// to `to`, a multiple of kTileRows; `first` to `last` is summed over.
+template <int64_t kWidth, Store kStore>
 void columns_by_rows(
     Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t first, int64_t last,
     const float* factors = nullptr) {
   const int64_t panel = right.height * kLanes;
-  for (int64_t row = from; row < to; row += kSteps) {
-    Tile<kWidth, kTo> tile;
+  for (int64_t row = from; row < to; row += kTileRows) {
+    Tile<kWidth, kStore> tile;
     const float *a = left.at(row / kLanes, first) + row % kLanes, *b = right.at(0, first);
     for (int64_t k = first; k < last; k++, a += kLanes, b += kLanes) {
       tile.template add<1>(a, b, panel);
@@ -95,8 +96,8 @@ template <int64_t kWidth>
 void add_rows_by_rows(
     Panels left, Panels right, Panels result, int64_t shift, int64_t from, int64_t to, int64_t last) {
   const int64_t panel = right.height * kLanes;
-  for (int64_t row = from; row < to; row += kSteps) {
-    Tile<kWidth, To::kSum> tile;
+  for (int64_t row = from; row < to; row += kTileRows) {
+    Tile<kWidth, Store::kAdd> tile;
     const float* b = right.at(0, 0);
     for (int64_t k = 0; k < last; k += kLanes) {
       const float* a = left.at(k / kLanes, row);
@@ -113,7 +114,7 @@ void add_rows_by_rows(
 inline void add_rows_by_all_rows(
     Panels left, Panels right, Panels result, int64_t panels, int64_t shift, int64_t from, int64_t to, int64_t last) {
   for (int64_t panel = 0, width; panel < panels; panel += width) {
-    width = width_of_next(panels - panel);
+    width = next_width(panels - panel);
     const Panels b = right.from(panel), c = result.from(panel);
     with_width(width, [&](auto known) {
       add_rows_by_rows<decltype(known)::value>(left, b, c, shift, from, to, last);

@@ -1,4 +1,4 @@
-// Vectors as wide as the instruction set has them, and what torch has no loop for over them.
+// Vectors as wide as those of the instruction set, and what is computed with them.
 
 #pragma once
 
@@ -8,14 +8,14 @@
 
 namespace attnreg {
 
-// Numbers of a vector, and rows of a tile: with three vectors a tile fills the registers, but for those that
-// it is computed from.
+// Elements of a vector, and rows of a tile of a product: with kMaxPanels vectors in a row, a tile fills the
+// registers, but for those that its operands need.
 #if defined(__AVX512F__)
-constexpr int64_t kLanes = 16, kSteps = 8;
+constexpr int64_t kLanes = 16, kTileRows = 8;
 #elif defined(__AVX2__)
-constexpr int64_t kLanes = 8, kSteps = 4;
+constexpr int64_t kLanes = 8, kTileRows = 4;
 #else
-constexpr int64_t kLanes = 4, kSteps = 4;
+constexpr int64_t kLanes = 4, kTileRows = 4;
 #endif
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
@@ -43,7 +43,7 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats splat(float number) {
+inline Floats broadcast(float number) {
   return Floats{} + number;
 }
 
@@ -55,10 +55,10 @@ inline Floats larger(Floats one, Floats other) {
 // number, NaN of NaN.
 inline Floats exp2(Floats power) {
   constexpr float kRound = 12582912.0f + 127.0f;  // the last bit that stays is 1; below it is the exponent's bias
-  power = power < -126.0f ? splat(-127.0f) : power;
+  power = power < -126.0f ? broadcast(-127.0f) : power;
   const Floats shifted = power + kRound;
   const Floats rest = power - (shifted - kRound);
-  Floats sum = splat(0.00015353362f) * rest + 0.0013398875f;
+  Floats sum = broadcast(0.00015353362f) * rest + 0.0013398875f;
   sum = sum * rest + 0.009618437f;
   sum = sum * rest + 0.055503324f;
   sum = sum * rest + 0.24022648f;
@@ -79,7 +79,7 @@ inline Floats interleaved(Floats one, Floats other, bool high, std::index_sequen
 #endif
 }
 
-// Each step is a perfect shuffle of all numbers; as many as a number of a lane has bits swap lanes and rows.
+// Each step is a perfect shuffle of all elements; log2(kLanes) of them swap lanes and rows.
 inline void transpose(Floats (&rows)[kLanes]) {
   constexpr auto kAll = std::make_index_sequence<kLanes>();
 #pragma GCC unroll 4

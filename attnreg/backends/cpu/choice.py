@@ -1,0 +1,116 @@
+"""Which kernel runs a call where both can: torch's, or the compiled one. Decided by what was measured.
+
+`leaves_to_torch` decides about calls that have come to the backend, `replaces_torch` about dense calls that
+torch's selector has sent to torch's kernel. The numbers are from `benchmarks/cpu_sdpa.py`; README.md has its
+tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg.backends.cpu.sequences import sequences_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnreg.contract.backend import Call
+    from attnreg.contract.spec import AttentionSpec, Direction
+
+__all__ = ["Machine", "corrects_torch", "leaves_to_torch", "machine", "replaces_torch"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+OPEN = (-1, -1)
+
+# From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
+_LONG, _ROWS_OF_A_CALL = 256, 1024
+# Rows of a key head that aren't worth packing its keys for, and keys to a row that are many.
+_FEW, _MANY = 8, 16
+
+# Rows of a key head, of all its query heads, below which torch's kernel was the faster one: the compiled one
+# packs keys and values first. Where MKL is slow, and elsewhere.
+_ROWS_SLOW_MKL, _ROWS = 16, 48
+# Keys from which a causal mask makes the compiled kernel the faster one: it skips smaller blocks of what is
+# hidden.
+_CAUSAL_KEYS = 128
+# Keys up to which shared key heads do: it computes their query heads as the rows of one product.
+_GROUP_KEYS = 128
+# Keys times head dim up to which torch's bfloat16 kernel is the slower one although it has AMX: the time goes
+# between its products, not into them.
+_AMX_FORWARD, _AMX_BACKWARD = 8192, 24576
+
+
+class Machine(NamedTuple):
+    """What the speed of torch's kernel depends on.
+
+    Attributes:
+        avx: whether it is x86 with AVX2 or AVX512, as those that the rules were measured on.
+        amx: whether torch multiplies bfloat16 by AMX.
+        slow_mkl: whether torch multiplies float32 by an MKL that uses half of the width of the vectors, as it
+            does on CPUs of AMD with AVX512.
+    """
+
+    avx: bool
+    amx: bool
+    slow_mkl: bool
+
+
+@functools.cache
+def machine() -> Machine:
+    """Return what this machine is."""
+    flags, vectors = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+    has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    is_amd = str(flags.get("cpu_name", "")).startswith("AMD")
+    return Machine(
+        avx=vectors.startswith("AVX"),
+        amx=bool(flags.get("amx_bf16")),
+        slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
+    )
+
+
+def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Return whether the backend runs a forward by torch's kernel although the compiled one could.
+
+    Torch's multiplies bfloat16 by AMX, the compiled one in float32; and torch's reads float32 keys without
+    packing them, which for a few queries takes longer than the products.
+    """
+    if q.dtype == torch.bfloat16:
+        if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
+            return False
+        return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
+    rows = call.max_q * q.size(-2) // k.size(-2)
+    return q.dtype == torch.float32 and rows <= _FEW and call.max_k >= _MANY * rows
+
+
+def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
+    """Return whether the backend is to run a dense SDPA call in place of torch's kernel."""
+    return corrects_torch(direction, spec) or _is_faster(direction, spec, machine())
+
+
+def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
+    """Return whether torch's kernel computes a dense SDPA call wrong: see `flash.py`."""
+    return spec.window != OPEN and not spec.positive_scale
+
+
+def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
+    group = spec.heads_q // spec.heads_k
+    fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
+    if not fits:
+        return False
+    # Torch's backward of 16-bit dtypes is so slow that few rows make no difference.
+    if direction == "forward" or spec.dtype == "float32":
+        least = _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
+        if spec.max_q * group < least:
+            return False
+    if machine.slow_mkl:
+        return True
+    is_causal = spec.window != OPEN and spec.max_k >= _CAUSAL_KEYS
+    if spec.dtype == "float32":
+        return is_causal or (direction == "forward" and group > 1 and spec.max_k <= _GROUP_KEYS)
+    if spec.dtype == "float16" or not machine.amx:
+        return True
+    most = _AMX_FORWARD if direction == "forward" else _AMX_BACKWARD
+    return spec.max_k * spec.head_dim <= most

@@ -1,0 +1,166 @@
+"""Any call of the contract by torch's CPU flash kernel.
+
+The kernel reads packed rows from where they are, and a call of it costs a few microseconds: one call for
+each batch of equally long neighbours is faster than sorting and padding sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import inf
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnreg.backends.cpu import bfloat16, dense
+from attnreg.backends.cpu.flash import additive, forward_dtype, lse_dtype, readable
+from attnreg.backends.cpu.sequences import sequences_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnreg.backends.cpu.flash import Flash
+    from attnreg.backends.cpu.sequences import UniformBatch
+    from attnreg.contract.backend import Call
+
+__all__ = ["backward", "forward"]
+
+
+def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE."""
+    if not (q.numel() and k.numel()):
+        return _no_key(q)
+    if _is_packed(call):
+        batches = sequences_of(q, k, call).uniform_batches
+        query, key, value = (_packed(x) for x in (q, k, v))
+        out, lse = _packed_forward(flash, query, key, value, call.scale, batches)
+        return out.view(q.shape), lse.view(q.shape[:-1]).mT.contiguous()
+    dtype = forward_dtype(q)
+    query, key, value = (readable(x, dtype) for x in (q, k, v))
+    bias = additive(call.attn_bias, dtype)
+    out, lse = dense.forward(flash, query, key, value, call.scale, call.window, bias)
+    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+
+
+def backward(
+    flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    if not (q.numel() and k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dtype = lse_dtype(q)
+    if lse.dtype != dtype:
+        lse = forward(flash, q, k, v, call)[1]
+    by_products = bfloat16.takes(q, call)
+    if by_products or _is_packed(call):
+        g, query, key, value, o = (_packed(x) for x in (grad_out, q, k, v, out))
+        rows = lse.mT.reshape(-1, q.size(-2))
+        solve = bfloat16.backward if by_products else functools.partial(_packed_backward, flash)
+        grads = solve(g, query, key, value, o, rows, call.scale, sequences_of(q, k, call).uniform_batches)
+    else:
+        g, query, key, value, o = (readable(x, dtype) for x in (grad_out, q, k, v, out))
+        bias = additive(call.attn_bias, dtype)
+        grads = dense.backward(flash, g, query, key, value, o, lse, call.scale, call.window, bias)
+    grad_q, grad_k, grad_v = (
+        grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _is_packed(call: Call) -> bool:
+    # With counts of keys, the sequences of a dense tensor differ in length as packed ones do.
+    return call.varlen or call.seqused_k is not None
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _no_key(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of rows without a key: output 0 and an LSE of -inf."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q)).mT.contiguous()
+
+
+def _packed_forward(
+    flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, batches: Sequence[UniformBatch]
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of packed tensors."""
+    rows, keys = _Spans(batches, "row"), _Spans(batches, "key")
+    out = rows.result(q.shape, q.dtype)
+    lse = rows.result(q.shape[:2], lse_dtype(q), -inf)
+    to = zip(batches, rows.views(out), rows.views(lse), strict=True)
+    dtype = forward_dtype(q)
+    tensors = zip(rows.batches(q, dtype), keys.batches(k, dtype), keys.batches(v, dtype), strict=True)
+    for (batch, batch_out, batch_lse), (query, key, value) in zip(to, tensors, strict=True):
+        found = dense.forward(flash, query, key, value, scale, batch.window)
+        _write(batch_out, found[0])
+        _write(batch_lse, found[1])
+    return out, lse
+
+
+def _packed_backward(
+    flash: Flash,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    batches: Sequence[UniformBatch],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of packed tensors."""
+    rows, keys = _Spans(batches, "row"), _Spans(batches, "key")
+    grads = rows.result(q.shape, q.dtype), keys.result(k.shape, k.dtype), keys.result(v.shape, v.dtype)
+    to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
+    sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
+    tensors = zip(*(side.batches(x, lse.dtype) for side, x in sides), strict=True)
+    for batch, views, (g, query, key, value, o, row_lse) in zip(batches, to, tensors, strict=True):
+        found = dense.backward(flash, g, query, key, value, o, row_lse[..., 0], scale, batch.window)
+        for view, grad in zip(views, found, strict=True):
+            _write(view, grad)
+    return grads
+
+
+class _Spans:
+    """The places of the rows, or the keys, of all batches in a packed tensor."""
+
+    def __init__(self, batches: Sequence[UniformBatch], side: str) -> None:
+        self._counts = [batch.count for batch in batches]
+        self._cuts: list[int] = []
+        end = 0
+        for batch in batches:
+            start, length = (batch.row, batch.rows) if side == "row" else (batch.key, batch.keys)
+            size = length * batch.count
+            self._cuts += (start - end, size)
+            end = start + size
+        self._end = end
+
+    def _split(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        return torch.split(x, [*self._cuts, x.size(dim) - self._end], dim)
+
+    def views(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each batch."""
+        return self._split(x)[1::2]
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
+        """Return a tensor to write the parts of all batches to, filled where there is none."""
+        x = torch.empty(shape, dtype=dtype, device="cpu")
+        for gap in self._split(x)[::2]:
+            gap.fill_(fill)
+        return x
+
+    def batches(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Return the part of each batch as (count, H, S, D), so that the kernels can read it."""
+        parts = self._split(readable(x.unsqueeze(0), dtype), 2)[1::2]
+        return [
+            part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            for part, count in zip(parts, self._counts, strict=True)
+        ]
+
+
+def _write(part: Tensor, batch: Tensor) -> None:
+    part.view(batch.shape).copy_(batch)

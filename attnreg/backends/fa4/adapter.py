@@ -1,0 +1,205 @@
+"""FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
+
+Layouts, LSE and masks are the contract's already. Three things have to be put right: an open side of a
+window is None there; rows past the last offset are never written; rows of no sequence have to be finite
+(`unused_rows`). A NaN within one sequence of a packed batch can still spread to the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.backends.fa4 import compiled_kinds
+from attnreg.backends.fa4.package import PackageCall, functions, launches_are_proven, quiet, release
+from attnreg.backends.fa4.recording import describe
+from attnreg.backends.fa4.replay import Replays
+from attnreg.backends.fa4.unused_rows import blanked, empty_results, find_unused, none_unused, zero_gradient
+from attnreg.contract.backend import Call, Kernels
+from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib.locks import open_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnreg.backends.fa4.recording import Description
+    from attnreg.contract.launchers import Launcher
+    from attnreg.contract.spec import Direction
+
+__all__ = ["load"]
+
+# The package's compiler crashes when two threads use it at once. Held around every call of the package,
+# whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
+# compile. Autograd runs backwards on threads of its own, so both directions share it. Replays don't need it.
+_compile_lock = open_after_fork(threading.RLock())
+
+_NOTHING = contextlib.nullcontext()
+
+
+def load() -> Kernels:
+    """Import flash-attn-4 and return its kernels.
+
+    Raises:
+        BackendUnavailableError: the release's functions aren't those that the adapter knows.
+    """
+    adapter = _Adapter(*functions(), Replays(launches_are_proven()))
+    return Kernels(adapter.forward, adapter.backward, adapter.specialize)
+
+
+class _Adapter(NamedTuple):
+    """The package's two functions, and the calls that can do without their Python."""
+
+    run_forward: Callable[..., Any]
+    run_backward: Callable[..., Any]
+    replays: Replays
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE. See `Kernels`."""
+        inputs = query, key, value
+        description = describe(call, *inputs)
+        recipe = self.replays.find(description)
+        if recipe is not None and none_unused(query, key, call):
+            with _current(query.device):
+                out, lse = recipe.replay(*inputs, *_offsets(call).values())
+            return out, lse
+        if _nothing_to_do(query, key):
+            return empty_results(query, value, call)
+        call = _with_dense_integers(call)
+        # 0 would let the package choose, and fail on Hopper where it chooses more than one.
+        options = _options(call, None) | {"num_splits": 1, "return_lse": True}
+        if not none_unused(query, key, call):
+            description = None
+            # Weights of unused keys are zero, whatever the keys hold, so that only the values matter.
+            _, unused_keys = find_unused(query, key, call)
+            options["out"], options["lse"] = empty_results(query, value, call)
+            (value,) = blanked(unused_keys, options["out"], value)
+        if call.block_table is not None:
+            options["page_table"] = call.block_table
+        tensors = {"q": query, "k": key, "v": value} | _offsets(call)
+        package_call = PackageCall("forward", self.run_forward, tensors, options)
+        out, lse = _run(package_call, call, self.replays, description)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value. See `Kernels`."""
+        lse = lse.contiguous()  # another backend's forward may give it other strides
+        inputs = grad_out, query, key, value, out, lse
+        description = describe(call, *inputs)
+        recipe = self.replays.find(description)
+        if recipe is not None and none_unused(query, key, call):
+            with _current(query.device):
+                grad_q, grad_k, grad_v = recipe.replay(*inputs, *_offsets(call).values())
+            return grad_q, grad_k, grad_v
+        if _nothing_to_do(query, key):
+            return zero_gradient(query), zero_gradient(key), zero_gradient(value)
+        call = _with_dense_integers(call)
+        options = _options(call, 0.0) | {"deterministic": call.deterministic}
+        if not none_unused(query, key, call):
+            description = None
+            # Here each row is a factor of a sum over a whole tile: all four have to be finite.
+            unused_queries, unused_keys = find_unused(query, key, call)
+            options |= {"dq": zero_gradient(query), "dk": zero_gradient(key), "dv": zero_gradient(value)}
+            query, grad_out = blanked(unused_queries, options["dq"], query, grad_out)
+            key, value = blanked(unused_keys, options["dk"], key, value)
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
+        package_call = PackageCall("backward", self.run_backward, tensors | _offsets(call), options)
+        grad_q, grad_k, grad_v = _run(package_call, call, self.replays, description)
+        return grad_q, grad_k, grad_v
+
+    def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+        """Return the replay of such a call once its recipe is proven. See `contract.launchers`."""
+        if direction == "backward" and not tensors[-1].is_contiguous():
+            return None  # the LSE would have to be copied first
+        recipe = self.replays.find(describe(call, *tensors))
+        return None if recipe is None else recipe.replay
+
+
+def _options(call: Call, softcap: float | None) -> dict[str, Any]:
+    """Return the keywords of both functions; to turn softcap off, one takes None and the other 0.0."""
+    left, right = call.window
+    # The package takes a negative bound literally; only None is an open side.
+    causal = left < 0 and right == 0
+    return {
+        "softmax_scale": call.scale,
+        "softcap": softcap,
+        "causal": causal,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 and not causal else None,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }
+
+
+def _offsets(call: Call) -> dict[str, Tensor]:
+    """Return the offsets that a call has: both, those of the queries with pages, or none."""
+    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    return {name: x for name, x in offsets.items() if x is not None}
+
+
+def _with_dense_integers(call: Call) -> Call:
+    """Return a call whose integers have a last stride of 1, which the package asserts even of one element."""
+    copies = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        if (tensor := getattr(call, name)) is not None and tensor.stride(-1) != 1
+    }
+    return call._replace(**copies) if copies else call
+
+
+def _run(
+    package_call: PackageCall, call: Call, replays: Replays, description: Description | None
+) -> tuple[Tensor, ...]:
+    """Call the package, one thread at a time, on the tensors' device; never to compile in a CUDA graph."""
+    direction, _, tensors, _ = package_call
+    query = tensors["q"]
+    kind = compiled_kinds.kind_of(direction, query, tensors["k"], tensors["v"], call)
+    # The limits see the kind only: a spec doesn't say which tensors are expanded.
+    exact = (kind, compiled_kinds.repeated_dims(*tensors.values()))
+    new, capturing = exact not in compiled_kinds.have_run, _capturing(query)
+    if new and capturing:
+        raise UnsupportedInputError(
+            f"FA4 has to run this kind of {direction} once before it can be recorded in a CUDA graph"
+        )
+    try:
+        with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
+            if description is not None and replays.came_before(description) and not new and not capturing:
+                results = replays.run(description, package_call)
+            else:
+                results = package_call()
+    except Exception as error:
+        if new:
+            error.add_note(f"{release()} has loaded, but its first {direction} of this kind failed")
+        raise
+    if new:
+        compiled_kinds.have_run.update((kind, exact))
+    return results
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make it the current device, which the kernels are compiled for and launched on."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
+    return query.numel() == 0 or key.numel() == 0

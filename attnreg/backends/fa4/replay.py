@@ -1,0 +1,300 @@
+"""Repeated calls without the package's Python: their recorded launches, replayed once they are proven.
+
+A call of the package costs the host 90 to 120 µs on an H200, of which a launch is 10; the rest is Python that
+checks arguments and looks up what to launch. Two calls of one description launch the same kernels with the
+same numbers, so that can be recorded. But a launch that the recording missed would be left out silently, and
+a number that depends on addresses or lengths would be repeated. Hence a recipe has to be proven:
+
+1. The first call of a description runs through the package.
+2. So does the second, which is recorded.
+3. A later one runs through the package, too; then the recipe is replayed on rearranged copies of its
+   tensors, at other addresses than the recorded ones, with other lengths, in memory full of NaN. The device
+   compares with the package on the same copies, and the host doesn't wait for it.
+4. Once the device has found them equal, calls of this description are replayed.
+
+Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in a CUDA graph's capture.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attnreg.backends.fa4.recording import Recorded, all_distinct, record
+from attnreg.torchlib.layout import uninitialized
+from attnreg.torchlib.readback import AsyncReadback
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnreg.backends.fa4.package import PackageCall
+    from attnreg.backends.fa4.recording import Description, Recipe
+
+__all__ = ["Replays"]
+
+# Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
+MOST = 4096
+# With more than so many, batches come in ever new sizes, and a description may come once for each layer and
+# never again. Its proof, two more calls, then waits for as many later calls as make up for it.
+FEW, WAIT = 256, 32
+
+# What the device reports of a proof; 2 is `readback.PENDING`. Values of which none is finite show nothing,
+# as gradients of a loss that was scaled too far.
+REFUTED, PROVEN, INCONCLUSIVE = 0, 1, 3
+
+# By how much of its largest value a result may differ: backwards add up in any order, so that not even the
+# package repeats itself. A result that is rounding alone may differ by a part of the largest of all.
+NEAR, ROUNDING = 0.02, 1e-4
+
+log = logging.getLogger("attnreg")
+
+
+class _Entry:
+    """What is known of one description.
+
+    Attributes:
+        recorded: its recipe; None as long as none was recorded, and if there is none to be used.
+        closed: whether nothing more will be tried: its recipe is refuted, or it has none.
+        proven: whether the recipe may be used.
+        proof: what the device is about to report; None if no proof is under way.
+        later_calls: how many calls came since the recording.
+    """
+
+    __slots__ = ("closed", "later_calls", "proof", "proven", "recorded")
+
+    def __init__(self) -> None:
+        self.recorded: Recorded | None = None
+        self.closed = self.proven = False
+        self.proof: AsyncReadback | None = None
+        self.later_calls = 0
+
+
+class Replays:
+    """The call descriptions that have come up, and their recipes.
+
+    `find` may be called by any thread, the rest by one at a time.
+    """
+
+    def __init__(self, proven_release: bool) -> None:
+        self._proven_release = proven_release
+        self._entries: dict[Description, _Entry] = {}
+
+    def find(self, description: Description | None) -> Recipe | None:
+        """Return the proven recipe of a description; None as long as there is none."""
+        entry = self._entries.get(description) if description is not None else None
+        if entry is None:
+            return None
+        proof = entry.proof  # read once: another thread may clear it meanwhile
+        if proof is not None and proof.read() == [PROVEN] * 2:
+            entry.proven = True  # before the proof goes, as `run` looks at them in the other order
+            entry.proof = None
+        recorded = entry.recorded
+        return recorded.recipe if entry.proven and recorded is not None else None
+
+    def came_before(self, description: Description) -> bool:
+        """Whether a call of this description came before, of a release that may be replayed at all."""
+        if description in self._entries:
+            return True
+        if self._proven_release:
+            if len(self._entries) >= MOST:
+                self._entries.clear()
+            self._entries[description] = _Entry()
+        return False
+
+    def run(self, description: Description, call: PackageCall) -> tuple[Tensor, ...]:
+        """Run a call of a kind that has run before; record it or prove its recipe in passing."""
+        entry = self._entries[description]
+        if entry.closed or entry.proven:
+            return call()  # proven: the device has reported since the caller looked
+        if entry.recorded is None:
+            return _record(entry, call) if _distinct(call.tensors) else call()
+        results = call()
+        _settle(entry, call.direction)
+        entry.later_calls += 1
+        # At the first, second, fourth call and so on: a proof that is inconclusive or finds no memory is
+        # repeated without doubling the cost of each call.
+        due = not entry.later_calls & (entry.later_calls - 1)
+        due = due and (len(self._entries) <= FEW or entry.later_calls >= WAIT)
+        if due and entry.proof is None and not entry.proven and entry.recorded is not None:
+            _prove(entry, entry.recorded, call, results)
+        return results
+
+
+def _distinct(tensors: dict[str, Tensor]) -> bool:
+    """Whether a recording can tell a call's tensors from each other; both offsets may be one tensor."""
+    one = tensors.get("cu_seqlens_q") is tensors.get("cu_seqlens_k")
+    return all_distinct(x for name, x in tensors.items() if not (one and name == "cu_seqlens_k"))
+
+
+def _record(entry: _Entry, call: PackageCall) -> tuple[Tensor, ...]:
+    results, recorded = record(call)
+    if isinstance(recorded, Recorded):
+        entry.recorded = recorded
+    else:
+        entry.closed = True
+        log.debug("FA4 calls the package's Python for each %s like this one: %s", call.direction, recorded)
+    return results
+
+
+def _settle(entry: _Entry, direction: str) -> None:
+    """Take note of what the device has reported by now."""
+    proof = entry.proof
+    reported = None if proof is None else proof.read()
+    if reported is None:
+        return
+    entry.proven = reported[0] == PROVEN
+    entry.proof = None
+    if reported[0] == REFUTED:
+        _refute(entry, direction, "its launches, replayed, give other results")
+
+
+def _refute(entry: _Entry, direction: str, reason: str) -> None:
+    entry.recorded, entry.closed = None, True
+    log.info("FA4 calls the package's Python for each %s like this one: %s", direction, reason)
+
+
+def _prove(entry: _Entry, recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]) -> None:
+    """Have the device compare a replay with the package; `results` are the package's for this very call."""
+    try:
+        with torch.no_grad():
+            entry.proof = AsyncReadback(_compared(recorded, call, results))
+    except torch.OutOfMemoryError:
+        log.debug("FA4: there was no memory to prove the recorded launches of a %s", call.direction)
+    except Exception as error:  # noqa: BLE001 - the caller's call has run, and must not fail for this
+        _refute(entry, call.direction, f"its launches, replayed, fail: {error}")
+
+
+class _Halves(NamedTuple):
+    """The last half of each packed sequence, rounded up: a batch of other lengths within the same bounds.
+
+    Masks are aligned bottom-right, so a row sees those of its keys that are left, and its LSE remains an
+    upper bound: a backward of them can't overflow.
+
+    Attributes:
+        offsets: where the halves begin and end.
+        rows: which row each row is taken from.
+        used: which rows belong to a sequence, of the halves.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    used: Tensor
+
+    @classmethod
+    def of(cls, offsets: Tensor, tokens: int) -> _Halves:
+        ends = ((offsets.diff() + 1) // 2).cumsum(0)
+        rows = torch.arange(tokens, device=offsets.device)
+        sequence = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+        source = (rows + (offsets[1:] - ends)[sequence]).clamp_(max=tokens - 1)
+        return cls(torch.cat((offsets[:1], ends)).to(offsets.dtype), source, rows < ends[-1])
+
+
+def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]) -> Tensor:
+    """Return on the device whether a replay gives the package's results, for rearranged copies of a call.
+
+    Heads and head dims of the copies are in reverse order: that reverses the results, and at the recorded
+    addresses, should the tensors still be there, is something else. Of packed sequences they hold a half.
+    """
+    tensors, conclusive = call.tensors, torch.ones((), dtype=torch.bool, device=recorded.recipe.device)
+    halves: dict[str, _Halves] = {}
+    for side, tokens in (("q", len(tensors["q"])), ("k", len(tensors["k"]))):
+        offsets = tensors.get(f"cu_seqlens_{side}")
+        if offsets is not None:
+            halves[side] = half = _Halves.of(offsets, tokens)
+            if call.options[f"max_seqlen_{side}"] > 1:
+                conclusive &= ~half.used.all()  # sequences of one token are their own half
+    copies = _copies(recorded, tensors, halves)
+    # Keys and values take the side of the keys, as do their gradients.
+    sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k")
+    if halves:
+        # Same shapes, strides and longest lengths: nothing is compiled. The caller holds the compile lock.
+        expected = call._replace(tensors=copies)()
+    else:
+        expected = tuple(_rearranged(x, tensors["q"].dim(), None) for x in results)
+    got = recorded.recipe.launch(_spoilt_slots(recorded, tuple(copies.values())))
+    if halves:
+        got, expected = (
+            tuple(_without_unused(x, halves[side].used) for x, side in zip(given, sides, strict=True))
+            for given in (got, expected)
+        )
+    return _verdict(got, expected, conclusive)
+
+
+def _copies(recorded: Recorded, tensors: dict[str, Tensor], halves: dict[str, _Halves]) -> dict[str, Tensor]:
+    """Return rearranged copies of a call's tensors, none at the address at which it was recorded."""
+    copies: dict[str, Tensor] = {}
+    for slot, (name, x) in enumerate(tensors.items()):
+        if name == "cu_seqlens_k" and x is tensors["cu_seqlens_q"]:
+            copies[name] = copies["cu_seqlens_q"]
+            continue
+        side = "k" if name in ("k", "v", "cu_seqlens_k") else "q"
+        half = halves.get(side)
+        if half is not None and name.startswith("cu_seqlens"):
+            changed = half.offsets
+        else:
+            changed = _rearranged(x, tensors["q"].dim(), half)
+        copies[name] = _copied(changed, x, recorded.addresses[slot])
+    return copies
+
+
+def _rearranged(x: Tensor, dims: int, half: _Halves | None) -> Tensor:
+    """Return a tensor, or the halves of its sequences, with heads and head dims in reverse order."""
+    is_lse = x.dim() < dims  # (B, H, S) and (H, T); the others are (B, S, H, D) and (T, H, D)
+    x = x.flip(-2) if is_lse else x.flip(-2, -1)
+    return x if half is None else x.index_select(-1 if is_lse else -3, half.rows)
+
+
+def _copied(x: Tensor, like: Tensor, address: int) -> Tensor:
+    """Return a copy of `x` with the strides of `like`, at another address than this one."""
+    # An expanded dimension has one element in memory.
+    size = tuple(length if step else 1 for length, step in zip(like.shape, like.stride(), strict=True))
+    copy = _elsewhere(size, like.stride(), like.dtype, like.device, address)
+    return copy.copy_(x[tuple(map(slice, size))]).expand(like.shape)
+
+
+def _elsewhere(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, address: int
+) -> Tensor:
+    """Return a new tensor at another address than this one."""
+    tensor = uninitialized(size, stride, dtype, device)
+    if tensor.data_ptr() != address:
+        return tensor
+    return uninitialized(size, stride, dtype, device)  # `tensor` still occupies that address
+
+
+def _spoilt_slots(recorded: Recorded, tensors: tuple[Tensor, ...]) -> list[Any]:
+    """Return slots for a replay: new memory, at other than the recorded addresses, with no results in it."""
+    recipe = recorded.recipe
+    slots: list[Any] = [*tensors, *recipe.rest]
+    for slot, size, stride, dtype in recipe.allocations:
+        slots[slot] = _elsewhere(size, stride, dtype, recipe.device, recorded.addresses[slot])
+        spoilt = dtype.is_floating_point and slot not in recipe.zeroed
+        slots[slot].fill_(torch.nan if spoilt else 0)
+    return slots
+
+
+def _without_unused(x: Tensor, used: Tensor) -> Tensor:
+    """Return a result with NaN in the rows of no sequence, which the package doesn't write."""
+    return x.where(used if x.dim() == 2 else used[:, None, None], torch.nan)
+
+
+def _verdict(got: Sequence[Tensor], expected: Sequence[Tensor], conclusive: Tensor) -> Tensor:
+    """Return on the device whether all tensors are equal, as far as a GPU repeats itself."""
+    largest = [x.nan_to_num(0.0, 0.0, 0.0).abs().amax().float() for x in expected]
+    least = torch.stack(largest).amax() * ROUNDING
+    pairs = zip(got, expected, largest, strict=True)
+    same = torch.stack([_near(x, y, (NEAR * own).maximum(least)) for x, y, own in pairs]).all()
+    conclusive = conclusive & torch.stack([x.isfinite().any() for x in expected]).all()
+    return same * (INCONCLUSIVE + conclusive * (PROVEN - INCONCLUSIVE))
+
+
+def _near(got: Tensor, expected: Tensor, limit: Tensor) -> Tensor:
+    # The difference of infinities is NaN, which is near nothing.
+    same = (got - expected).abs_() <= limit
+    same |= got == expected
+    same |= got.isnan() & expected.isnan()
+    return same.all()

@@ -1,0 +1,132 @@
+"""Attention as textbooks write it: whole matrices, autograd, nothing clever. The one reference.
+
+In float64 it is the truth; in the inputs' own dtype it is what a user would get without any kernel,
+which says how wrong a kernel may be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg.measure.inputs import key_rows, query_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnreg.measure.cases import Case
+    from attnreg.measure.inputs import Inputs
+
+__all__ = ["Results", "attend", "attention"]
+
+
+class Results(NamedTuple):
+    """What forward and backward return, in the contract's shapes."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: tuple[int, int] = (-1, -1),
+    *,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    first_row: int = 0,
+    len_q: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of sequences of equal lengths, in the dtype of the tensors.
+
+    Args:
+        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
+        scale, window, bias, alibi_slopes: as in `Call`.
+        first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
+
+    Returns:
+        The output (B, S_q, H, D_v) and the LSE (B, H, S_q), both differentiable.
+    """
+    group = query.shape[2] // key.shape[2]
+    query, key, value = (
+        x.transpose(1, 2) for x in (query, *(x.repeat_interleave(group, dim=2) for x in (key, value)))
+    )
+    scores = query @ key.mT * scale
+    rows, keys = scores.shape[-2:]
+    i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
+    i = i + keys - (rows if len_q is None else len_q)
+    j = torch.arange(keys, device=scores.device)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    if window[0] >= 0:
+        visible = visible & (j >= i - window[0])
+    if window[1] >= 0:
+        visible = visible & (j <= i + window[1])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None].to(scores.dtype) * (i - j).abs()
+    if bias is not None:
+        visible = visible & (bias if bias.dtype == torch.bool else bias > -torch.inf)
+        if bias.dtype != torch.bool:
+            scores = scores + bias.masked_fill(bias == -torch.inf, 0.0).to(scores.dtype)
+    sees_a_key = visible.any(-1, keepdim=True)
+    # A row without a key keeps its scores through the softmax and loses its weights after: no NaN arises.
+    weights = scores.masked_fill(~visible & sees_a_key, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    return (weights @ value).transpose(1, 2), lse
+
+
+@torch.enable_grad()  # a caller may have turned it off for the kernels
+def attention(case: Case, given: Inputs, dtype: torch.dtype) -> Results:
+    """Return the results of a case, computed in one dtype throughout."""
+    q, k, v = (_rows(x).detach().to(dtype).requires_grad_() for x in (given.q, given.k, given.v))
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
+    lse = q.new_full(q.shape[:-1], -torch.inf)
+    call = given.call
+    for batch, rows_q, rows_k in _same_lengths(case, given):
+        bias = call.attn_bias
+        if bias is not None:
+            sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
+            bias = bias.expand(sizes)[batch]
+        part = attend(
+            *(q[rows_q], k[rows_k], v[rows_k], call.scale, call.window),
+            bias=bias,
+            alibi_slopes=call.alibi_slopes,
+        )
+        out = out.index_put((rows_q,), part[0])
+        lse = lse.index_put((rows_q,), part[1].detach().mT)
+    grad = torch.where(_in_a_sequence(case, out), _rows(given.grad_out).to(dtype), 0.0)
+    grads = torch.autograd.grad(out, (q, k, v), grad, materialize_grads=True)
+    dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (given.q, given.k, given.v), strict=True))
+    per_head = lse.view(given.q.shape[:-1]).transpose(-1, -2)
+    return Results(out.detach().view(given.grad_out.shape), per_head, dq, dk, dv)
+
+
+def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield sequences of equal lengths: their numbers and their rows of queries and of keys."""
+    numbers_of = defaultdict(list)
+    for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
+        if all(lens):
+            numbers_of[lens].append(number)
+    rows_q, rows_k = query_rows(case), key_rows(case, given.call.block_table)
+    for numbers in numbers_of.values():
+        found = (
+            torch.tensor(numbers),
+            *(torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k)),
+        )
+        yield found[0].to(given.q.device), found[1].to(given.q.device), found[2].to(given.q.device)
+
+
+def _in_a_sequence(case: Case, rows: Tensor) -> Tensor:
+    return (torch.arange(rows.shape[0], device=rows.device) < sum(case.lens_q))[:, None, None]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x.flatten(0, 1)

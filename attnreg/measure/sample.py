@@ -1,0 +1,155 @@
+"""The accuracy rule at a call's own size, where computing all of it in float64 would take too long.
+
+A few heads of a few sequences are enough to find a wrong mask or offset, and the kernel that is wrong
+only where sequences are long, batches wide, or offsets large.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attnreg.measure.reference import attend
+from attnreg.measure.rule import Error, compare
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attnreg.measure.cases import Case
+    from attnreg.measure.inputs import Inputs
+
+__all__ = ["Sample", "Verdict"]
+
+# As many scores as are computed at once: 512 MB of them in float64.
+SCORES = 2**26
+
+# Rows are compared in blocks: under a causal mask the last ones are so small that an error as large as they
+# are would be lost beside the first ones.
+BLOCKS = 8
+
+
+class Part(NamedTuple):
+    """A key head of one sequence with the query heads that share it."""
+
+    sequence: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"sequence {self.sequence}, key head {self.head}"
+
+
+class Verdict(NamedTuple):
+    """Whether results are right.
+
+    Attributes:
+        error: the largest error, in units of the most that passes.
+        wrong: which result is wrong, where, and by how much; empty if none is.
+    """
+
+    error: float
+    wrong: str
+
+
+class Sample:
+    """What some parts of a call should give: the longest sequence, the shortest, and the last one.
+
+    Args:
+        case: the call.
+        given: its tensors, in the contract's layout.
+        backward: whether gradients are compared as well.
+    """
+
+    def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:
+        self._case, self._given, self._backward = case, given, backward
+        self._starts = [tuple(accumulate(lens, initial=0)) for lens in (case.lens_q, case.lens_k)]
+        self._exact = {
+            part: (self._computed(part, torch.float64), self._computed(part, given.q.dtype))
+            for part in self._parts()
+        }
+
+    def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
+        """Return the error of each result in each part."""
+        found: dict[Part, dict[str, Error]] = {}
+        for part, (truth, plain) in self._exact.items():
+            found[part] = {}
+            for name, result in results.items():
+                rows = self._rows(part, name, result)
+                blocks = zip(*(x.tensor_split(BLOCKS) for x in (rows, plain[name], truth[name])), strict=True)
+                errors = (
+                    compare((ours,), theirs, exact, self._given.q.dtype)
+                    for ours, theirs, exact in blocks
+                    if len(exact)
+                )
+                found[part][name] = max(errors, key=lambda error: error.share)
+        return found
+
+    def verdict(self, results: Mapping[str, Tensor]) -> Verdict:
+        """Return how wrong results are; of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
+        for name, result in results.items():
+            if name != "lse" and not bool(result.isfinite().all()):
+                return Verdict(torch.inf, f"{name} has values that aren't finite")
+        errors = [
+            (error, f"{name} of {part}: {error}")
+            for part, named in self.errors(results).items()
+            for name, error in named.items()
+        ]
+        wrong = next((text for error, text in errors if not error.passed), "")
+        return Verdict(max((error.share for error, _ in errors), default=0.0), wrong)
+
+    def _parts(self) -> list[Part]:
+        lens = list(zip(self._case.lens_q, self._case.lens_k, strict=True))
+        filled = [number for number, pair in enumerate(lens) if all(pair)]
+        last = self._case.heads[1] - 1
+        if not filled:
+            return []
+        longest = max(filled, key=lens.__getitem__)
+        shortest = min(reversed(filled), key=lens.__getitem__)
+        return list(dict.fromkeys((Part(longest, 0), Part(shortest, last), Part(filled[-1], last))))
+
+    def _rows(self, part: Part, name: str, x: Tensor) -> Tensor:
+        """Return what belongs to a part: (S, heads, dim), or (S, heads) of the LSE."""
+        group = self._case.heads[0] // self._case.heads[1]
+        of_keys = name in ("k", "v", "dk", "dv")
+        heads = (
+            slice(part.head, part.head + 1) if of_keys else slice(part.head * group, (part.head + 1) * group)
+        )
+        starts = self._starts[of_keys]
+        here = slice(starts[part.sequence], starts[part.sequence + 1])
+        if name == "lse":
+            return (x[heads, here] if self._case.varlen else x[part.sequence, heads]).mT
+        return (x[here] if self._case.varlen else x[part.sequence])[:, heads]
+
+    @torch.enable_grad()  # a caller may have turned it off for the kernels
+    def _computed(self, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the results of a part, computed in one dtype a query head and some rows at a time."""
+        given, call = self._given, self._given.call
+        named = (("q", given.q), ("k", given.k), ("v", given.v), ("q", given.grad_out))
+        q, k, v, grad = (self._rows(part, name, x).detach().to(dtype) for name, x in named)
+        k, v = k.requires_grad_(), v.requires_grad_()
+        # The gradients of key and value are sums over heads and rows; summing itself is to cost nothing.
+        sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in (("dk", k), ("dv", v))}
+        heads: dict[str, list[Tensor]] = {"out": [], "lse": [], "dq": []}
+        at_once = max(SCORES // len(k), 1)
+        for head in range(q.shape[1]):
+            rows: dict[str, list[Tensor]] = {name: [] for name in heads}
+            for first in range(0, len(q), at_once):
+                some = q[first : first + at_once, head : head + 1].requires_grad_()
+                out, lse = attend(
+                    some[None], k[None], v[None], call.scale, call.window, first_row=first, len_q=len(q)
+                )
+                rows["out"].append(out[0].detach())
+                rows["lse"].append(lse[0].detach().mT)
+                if self._backward:
+                    incoming = grad[first : first + at_once, head : head + 1]
+                    dq, dk, dv = torch.autograd.grad(out, (some, k, v), incoming[None])
+                    rows["dq"].append(dq)
+                    sums["dk"] += dk
+                    sums["dv"] += dv
+            for name, parts in rows.items():
+                heads[name].append(torch.cat(parts) if parts else q.new_zeros(0))
+        found = {name: torch.cat(parts, 1) for name, parts in heads.items() if parts[0].numel()}
+        return found | {name: total.to(dtype) for name, total in sums.items() if self._backward}

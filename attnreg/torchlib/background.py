@@ -1,0 +1,296 @@
+"""Compiling by itself: in a process of low priority, once per cache folder, or before the first call.
+
+Whoever compiles holds the lock on one file, so that ranks which start together compile once. A failure is
+remembered there as well, until the source, torch or the compiler is another one. Nothing here is an error of
+a program that just runs attention: whatever goes wrong is a line of the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnreg.errors import AttnregError, BuildError
+from attnreg.settings import environment
+from attnreg.torchlib import caches, compiler, locks
+from attnreg.torchlib.libraries import LIBRARIES, Library, existing, target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Status", "build", "build_missing", "ensure_built", "is_left_out", "status", "wait_built"]
+
+log = logging.getLogger("attnreg")
+
+# The first of two processes ends at once: the program has no child left that it would have to wait for.
+# It inherits the lock, and with it the say over the file that names its holder.
+DETACHED = """
+import os, signal
+lock = int(arguments[0])
+if child := os.fork():
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(child).encode(), 0)
+    os._exit(0)
+os.nice(19)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it would hide how the compiler ended
+from attnreg.torchlib import background
+background.build_missing()
+"""
+# The next program may have more room; everything else fails again.
+DISK_FULL = ("No space left on device", "Disk quota exceeded")
+
+_considered = _waited = False
+_waiting = locks.open_after_fork(threading.Lock())
+
+
+class Status(NamedTuple):
+    """How a library is.
+
+    Attributes:
+        state: "built", "building", "failed", "off" or "not built".
+        file: where it is, if it is built.
+        reason: why it isn't, and what to do.
+    """
+
+    state: str
+    file: Path | None = None
+    reason: str = ""
+
+
+def ensure_built() -> None:
+    """Have the libraries that are missing compiled in the background; for the first call of a program.
+
+    Only the first time in a process, and only if no other process compiles. Returns at once and never raises.
+    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it does nothing.
+    """
+    global _considered
+    if _considered:
+        return
+    _considered = True
+    try:
+        mode = _mode()
+        if mode == "now":
+            wait_built()
+        if mode == "background" and _missing():
+            # A daemon: a program that ends doesn't wait for it.
+            threading.Thread(target=_start, name="attnreg-build", daemon=True).start()
+    except Exception as error:  # noqa: BLE001 - calls are served without it
+        log.info("attnreg runs without its compiled part: %s", error)
+
+
+def wait_built() -> None:
+    """Compile what is missing right here if ATTNREG_BUILD=now asks for it, and never raise.
+
+    Only the first time in a process; other threads wait for it, and so do processes that share the cache.
+    """
+    global _waited
+    if _waited or _mode() != "now":
+        return
+    with _waiting:
+        if not _waited:
+            try:
+                if _missing():
+                    compiler.find()
+                    _check_places()
+                    log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
+                    with _locked():
+                        build_missing(logging.WARNING)
+            except Exception as error:  # noqa: BLE001 - calls are served without it
+                log.warning("attnreg runs without its compiled part: %s", error)
+            _waited = True
+
+
+def build(library: Library, only_missing: bool = False) -> Path:
+    """Compile a library now and return its file; waits for others that compile.
+
+    Args:
+        library: what to compile, even if that has failed before.
+        only_missing: leave one alone that is there.
+
+    Raises:
+        BuildError: it can't be compiled; says why.
+    """
+    try:
+        _check_places()
+        with _locked():
+            return (existing(library) if only_missing else None) or _build(library)
+    except BuildError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"{library.title} can't be compiled: {error}") from error
+
+
+def build_missing(level: int = logging.DEBUG) -> None:
+    """Compile what is missing and hasn't failed before; the caller holds the lock."""
+    for library in _missing():
+        if failure := _failure(library):
+            log.log(level, "%s", failure)
+            continue
+        try:
+            _build(library)
+        except BuildError as error:
+            log.log(level, "%s", error)
+
+
+def is_left_out() -> bool:
+    """Return whether ATTNREG_ROUTERS=python says that nothing compiled is to be used."""
+    try:
+        return environment.read().routers == "python"
+    except AttnregError:
+        return False  # what is wrong there is an error of the calls that it would govern
+
+
+def status(library: Library) -> Status:
+    """Return whether a library is built, and else why not."""
+    try:
+        file = target(library)
+        if file.is_file():
+            return Status("built", file)
+        if process := locks.holder(_lock_path()):
+            return Status("building", reason=f"process {process} is compiling now")
+        if failure := _failure(library):
+            return Status("failed", reason=failure)
+        caches.check_writable(file.parent)
+        compiler.find()
+    except (BuildError, OSError, RuntimeError) as error:
+        return Status("not built", reason=str(error))
+    if is_left_out():
+        return Status("off", reason="ATTNREG_ROUTERS=python leaves it out")
+    if (mode := _mode()) == "off":
+        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
+    when = "in the background at" if mode == "background" else "before"
+    return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
+
+
+def _mode() -> str:
+    """Return what ATTNREG_BUILD says: "background", "now" or "off"."""
+    try:
+        return "off" if is_left_out() else environment.read().build or "background"
+    except AttnregError:
+        return "off"
+
+
+def _missing() -> list[Library]:
+    return [library for library in LIBRARIES if existing(library) is None]
+
+
+def _start() -> None:
+    """Start the process that compiles, unless another is at it or it would fail."""
+    try:
+        failures = [_failure(library) for library in _missing()]
+        if failures and all(failures):
+            raise BuildError(failures[0])
+        found = compiler.find()
+        _check_places()
+        _detach(found)
+    except Exception as error:  # noqa: BLE001 - the program goes on in any case
+        log.info("attnreg runs without its compiled part: %s", error)
+
+
+def _check_places() -> None:
+    """Check that what would be compiled could be loaded from where it would lie.
+
+    Raises:
+        OSError: this user can't write there, or others can.
+    """
+    for folder in (_lock_path().parent, *(target(library).parent for library in LIBRARIES)):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if problem := caches.unsafe(folder):
+            raise PermissionError(problem)
+        caches.check_writable(folder)
+
+
+def _detach(found: list[str]) -> None:
+    """Start the process, and wait for the one that starts it, which takes some hundredths of a second."""
+    # Elsewhere this is the program that Python is built into: it would be started a second time.
+    if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
+        raise BuildError(f"{sys.executable!r} is no Python to compile with; `attnreg build` does it")
+    path = _lock_path()
+    lock = locks.lock_file(path)
+    if lock is None:
+        log.debug("another process compiles already")
+        return
+    try:
+        if not (missing := _missing()):
+            return  # another process has just ended
+        process = subprocess.Popen(
+            compiler.python(DETACHED, str(lock)),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=path.parent, pass_fds=(lock,), start_new_session=True,
+            env=compiler.child_environment() | {"CXX": shlex.join(found)},
+        )  # fmt: skip
+        if process.wait():
+            raise BuildError(f"the process that compiles ended with status {process.returncode}")
+        log.info(
+            "compiling %s in the background (process %s, low priority): programs that start after it use "
+            "them; ATTNREG_BUILD=off forbids it",
+            " and ".join(library.title for library in missing),
+            os.pread(lock, 100, 0).decode(),
+        )
+    finally:
+        locks.release(lock)
+
+
+def _lock_path() -> Path:
+    return caches.folder("build") / "build.lock"
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    lock = locks.lock_file(_lock_path(), wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            locks.release(lock)
+
+
+def _build(library: Library) -> Path:
+    for left in target(library).parent.glob(f"{compiler.SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
+    record = _record(library)
+    try:
+        file = compiler.compile_library(library)
+    except BuildError as error:
+        with contextlib.suppress(BuildError, OSError):
+            _remember(record, str(error))
+        raise
+    record.unlink(missing_ok=True)
+    return file
+
+
+def _record(library: Library) -> Path:
+    return caches.folder("build") / f"{target(library).stem}.failed"
+
+
+def _remember(record: Path, message: str) -> None:
+    if any(text in message for text in DISK_FULL):
+        return
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    text = json.dumps({"compiler": compiler.identity(compiler.find()), "when": now, "message": message})
+    temporary = record.with_suffix(f".{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(record)
+
+
+def _failure(library: Library) -> str:
+    """Return how compiling it has failed with the compiler that is there; empty if it hasn't."""
+    try:
+        found = json.loads(_record(library).read_text(encoding="utf-8"))
+        if found["compiler"] != compiler.identity(compiler.find()):
+            return ""
+        first, *rest = str(found["message"]).splitlines()
+        said = "".join(f" {line.strip()}" for line in rest[:1])
+        return f"{first}{said} (tried at {found['when']}; `attnreg build` tries again)"
+    except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,337 @@
+"""When the cpu backend uses its compiled kernel: where it can run a call, is faster, and can be loaded."""
+
+import ctypes
+import dataclasses
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from support.cpu_calls import CAUSAL, OPEN, assert_accurate, dense, ragged, refuse
+
+from attnreg.backends import cpu
+from attnreg.backends.cpu import choice, compiled, torch_path
+from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.errors import BuildError
+from attnreg.measure.inputs import inputs
+from attnreg.torchlib import building
+from attnreg.tuning.machine import matched
+from attnreg.tuning.table import Environment
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def on(monkeypatch, **facts):
+    """Have the rules see another machine."""
+    machine = choice.Machine(**{"avx": True, "amx": False, "slow_mkl": False} | facts)
+    monkeypatch.setattr(choice, "machine", lambda: machine)
+
+
+class Recorder:
+    """Kernels in place of torch's that remember which direction they were called for."""
+
+    def __init__(self):
+        self.found = []
+
+    def kernels(self):
+        return Kernels(
+            lambda *arguments: self.found.append("forward"), lambda *arguments: self.found.append("backward")
+        )
+
+
+def left_to_torch(cpu_kernel, case):
+    recorder = Recorder()
+    kernels = cpu_kernel.before(recorder.kernels())
+    q, k, v, grad, call = inputs(case)
+    kernels.forward(q, k, v, call)
+    out, lse = cpu.BACKEND.load().forward(q, k, v, call)
+    kernels.backward(grad, q, k, v, out, lse, call)
+    return recorder.found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_takes_the_dtypes_and_options_that_it_has_and_leaves_the_rest(cpu_kernel, monkeypatch, dtype):
+    on(monkeypatch, amx=False)
+    both = ["forward", "backward"]
+    assert left_to_torch(cpu_kernel, ragged((700, 3), dtype=dtype)) == []
+    assert left_to_torch(cpu_kernel, ragged((7, 3), dtype="float64")) == both
+    assert left_to_torch(cpu_kernel, dense(1, 9, dtype=dtype, bias="additive")) == both
+    assert left_to_torch(cpu_kernel, ragged((0, 0), dtype=dtype)) == both
+
+
+def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(cpu_kernel, monkeypatch):
+    on(monkeypatch, amx=True)
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000))) == ["forward"]
+    assert left_to_torch(cpu_kernel, ragged((300,) * 4)) == ["forward"]  # in one call of torch's kernel
+    assert left_to_torch(cpu_kernel, ragged((300, 301, 302, 303))) == []
+    assert left_to_torch(cpu_kernel, ragged((200,) * 8)) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float32")) == []
+    assert left_to_torch(cpu_kernel, ragged((1100, 1000), dtype="float16")) == []
+
+
+def test_few_queries_and_many_float32_keys_are_left_to_torch(cpu_kernel):
+    one = ragged((1, 1), (300, 200), dtype="float32")
+    assert left_to_torch(cpu_kernel, one) == ["forward"]
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, heads=(16, 1))) == []
+    assert left_to_torch(cpu_kernel, dataclasses.replace(one, dtype="float16")) == []
+    assert left_to_torch(cpu_kernel, ragged((4, 1, 3), dtype="float32")) == []
+
+
+def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(cpu_kernel):
+    recorder = Recorder()
+    kernels = cpu_kernel.before(recorder.kernels())
+    x, lse, call = torch.randn(2, 9, 2, 16), torch.zeros(2, 2, 9), Call(0.25, 9, 9)
+    kernels.backward(x[:, :8], x, x, x, x, lse, call)
+    kernels.backward(x.half(), x, x, x, x, lse, call)
+    kernels.backward(x, x, x, x, x[..., :8], lse, call)
+    kernels.backward(x, x, x, x, x.double(), lse, call)
+    kernels.backward(x, x, x, x, x, lse.mT, call)
+    assert recorder.found == ["backward"] * 5
+
+
+# ---- dense calls that torch's selector has sent to torch's kernel
+
+
+def spec(length, length_k=None, dtype="float32", heads=(4, 4), dim=64, **options):
+    length_k = length if length_k is None else length_k
+    sizes = {"batch": 2, "max_q": length, "max_k": length_k, "head_dim": dim, "head_dim_v": dim}
+    heads_q, heads_k = heads
+    return AttentionSpec(
+        device=Device("cpu"), dtype=dtype, heads_q=heads_q, heads_k=heads_k, **sizes, **options
+    )
+
+
+def replaced(spec):
+    """Return the directions that the backend is to run in place of torch's kernel."""
+    return [each for each in ("forward", "backward") if choice.replaces_torch(each, spec)]
+
+
+BOTH = ["forward", "backward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_mkl_is_slow_all_but_few_rows_goes_to_the_compiled_kernel(monkeypatch, dtype):
+    on(monkeypatch, slow_mkl=True)
+    for length in (16, 300, 4096):
+        assert replaced(spec(length, dtype=dtype)) == BOTH
+    assert replaced(spec(4, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
+    assert replaced(spec(4, 300, dtype=dtype, heads=(16, 4))) == BOTH  # as many rows of a key head
+
+
+def test_where_mkl_is_fast_float32_goes_there_with_a_causal_mask_or_shared_key_heads(monkeypatch):
+    on(monkeypatch, amx=True)
+    assert replaced(spec(300)) == []
+    assert replaced(spec(300, window=CAUSAL)) == BOTH
+    assert replaced(spec(90, window=CAUSAL)) == []
+    assert replaced(spec(100, heads=(8, 2))) == ["forward"]
+    assert replaced(spec(300, heads=(8, 2))) == []
+
+
+def test_bfloat16_goes_there_up_to_a_length_where_torch_has_amx_and_float16_at_any(monkeypatch):
+    on(monkeypatch, amx=True)
+    for dtype, expected in (("bfloat16", [BOTH, ["backward"], []]), ("float16", [BOTH] * 3)):
+        assert [replaced(spec(length, dtype=dtype)) for length in (100, 300, 700)] == expected
+    on(monkeypatch)
+    assert replaced(spec(400, dtype="bfloat16")) == BOTH
+
+
+@pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])
+def test_few_rows_go_there_only_backward_in_16_bits(monkeypatch, facts):
+    on(monkeypatch, **facts)
+    for dtype in DTYPES:
+        expected = [] if dtype == "float32" else ["backward"]
+        assert replaced(spec(15, 200, dtype=dtype, window=CAUSAL)) == expected
+    assert replaced(spec(15, 100, heads=(16, 2)))[:1] == ["forward"]
+
+
+@pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])
+def test_what_the_compiled_kernel_does_not_take_stays_with_torchs(monkeypatch, facts):
+    on(monkeypatch, **facts)
+    assert replaced(spec(300, dtype="float64", window=CAUSAL)) == []
+    assert replaced(spec(300, dtype="float16", bias=True)) == []
+    on(monkeypatch, avx=False, **facts)
+    assert replaced(spec(300, dtype="float16")) == []
+
+
+@pytest.mark.parametrize("facts", [{}, {"slow_mkl": True}, {"amx": True}])
+def test_a_call_that_replaces_torchs_kernel_is_run_by_the_compiled_one(cpu_kernel, monkeypatch, facts):
+    on(monkeypatch, **facts)
+    kernels = cpu_kernel.before(Kernels(refuse, refuse))
+    assert kernels.replaces_native is choice.replaces_torch
+    moved = 0
+    for length, dim, heads, window, dtype in itertools.product(
+        (17, 256, 640), (8, 32), ((2, 2), (4, 1)), (OPEN, CAUSAL), DTYPES
+    ):
+        q, k, v, _, call = inputs(dense(1, length, dims=(dim, dim), heads=heads, window=window, dtype=dtype))
+        if choice.replaces_torch("forward", spec(length, dtype=dtype, heads=heads, dim=dim, window=window)):
+            kernels.forward(q, k, v, call)
+            moved += 1
+    assert moved
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel, monkeypatch, is_built):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel if is_built else None)
+    on(monkeypatch, amx=True)
+    replaces = cpu.BACKEND.load().replaces_native
+    wrong = {"positive_scale": False, "dtype": "float64"}
+    for direction in BOTH:
+        for window in (CAUSAL, (-1, 30)):  # aligned top-left, with more queries than keys
+            assert replaces(direction, spec(40, window=window, **wrong))
+        assert replaces(direction, spec(40, window=CAUSAL, bias=True, **wrong))
+        assert not replaces(direction, spec(40, **wrong))
+        assert not replaces(direction, spec(40, window=CAUSAL, dtype="float64"))
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_they_are_those_of_float64_then(cpu_kernel, monkeypatch, scale, dtype, is_built):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel if is_built else None)
+    kernels = cpu.BACKEND.load()
+    for len_q, len_k, window in ((20, 20, CAUSAL), (300, 300, CAUSAL), (40, 24, (-1, 16))):
+        case = dense(2, len_q, len_k, heads=(4, 2), window=window, scale=scale, dtype=dtype)
+        assert_accurate(kernels, case)
+
+
+# ---- whether it can be loaded
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
+    building.target.cache_clear()
+    yield tmp_path / "cpu_kernel"
+    building.target.cache_clear()
+
+
+def test_without_it_the_backend_has_torchs_kernel(unbuilt, loads, monkeypatch):
+    monkeypatch.setattr(compiled, "load", loads)
+    with pytest.raises(BuildError, match="`attnreg build` does it"):
+        building.loaded_cpu_kernel()
+    assert cpu.BACKEND.load().forward.func is torch_path.forward
+
+
+def test_with_it_the_backend_calls_it(cpu_kernel, monkeypatch):
+    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel._replace(forward_entry=lambda *arguments: 1))
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(MemoryError):
+        cpu.BACKEND.load().forward(q, q, q, Call(1.0, 4, 4))
+
+
+def test_a_file_that_others_can_write_to_or_that_does_not_load_is_not_used(unbuilt):
+    unbuilt.mkdir(mode=0o700)
+    file = building.target(building.CPU_KERNEL)
+    file.write_bytes(b"no library")
+    with pytest.raises(BuildError, match="can't be loaded"):
+        building.loaded_cpu_kernel()
+    file.chmod(0o722)
+    with pytest.raises(BuildError, match="others may write to it"):
+        building.loaded_cpu_kernel()
+
+
+def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
+    assert loads() is None and caplog.messages == []
+    unbuilt.mkdir(mode=0o700)
+    building.target(building.CPU_KERNEL).write_bytes(b"no library")
+    assert loads() is None
+    assert len(caplog.messages) == 1 and "can't be loaded" in caplog.messages[0]
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return the function that loads the library, from a new copy of its module, as fixtures replace it."""
+    here = importlib.util.find_spec(compiled.__name__)
+    copy = importlib.util.module_from_spec(here)
+    here.loader.exec_module(copy)
+    return copy.load.__wrapped__
+
+
+@pytest.fixture
+def installed(unbuilt, built_cpu_kernel, monkeypatch):
+    """Put the kernel where `attnreg build` does, and have the backend look there."""
+    unbuilt.mkdir(mode=0o700)
+    file = building.target(building.CPU_KERNEL)
+    file.write_bytes(built_cpu_kernel.read_bytes())
+    file.chmod(0o700)
+    monkeypatch.setattr(compiled, "is_there", building.has_cpu_kernel)
+    return file
+
+
+def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
+    without, found = torch.__version__, f"{torch.__version__} (compiled kernel)"
+    monkeypatch.setattr(building.ctypes, "CDLL", refuse)
+    assert cpu.BACKEND.version() == found
+    installed.chmod(0o702)
+    assert cpu.BACKEND.version() == without
+    installed.chmod(0o700)
+    installed.parent.chmod(0o720)
+    assert cpu.BACKEND.version() == without
+    installed.parent.chmod(0o700)
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    assert cpu.BACKEND.version() == without
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    assert cpu.BACKEND.version() == found
+    monkeypatch.setenv("ATTNREG_ROUTERS", "wrong")  # an error of the calls, not of this
+    assert cpu.BACKEND.version() == found
+    installed.unlink()
+    assert cpu.BACKEND.version() == without
+
+
+def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
+    assert loads() is not None
+    monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
+    assert loads() is None and caplog.messages == []
+    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves it out"):
+        building.loaded_cpu_kernel()
+
+
+def test_a_table_measured_without_it_is_not_one_measured_with_it(installed):
+    def here():
+        return Environment(
+            device="a CPU", torch=torch.__version__, backends={"cpu": cpu.BACKEND.version()}, threads="2"
+        )
+
+    with_it = here()
+    installed.unlink()
+    for measured, now in ((with_it, here()), (here(), with_it)):
+        assert len(matched(measured, now).refused) == 1
+    assert not matched(with_it, with_it).refused
+    # Tables from before cpu had a version were measured without.
+    older = dataclasses.replace(here(), backends={"cpu": ""})
+    assert not matched(older, here()).refused and matched(older, with_it).refused
+
+
+@pytest.mark.parametrize(
+    ("known", "flag"),
+    [("AVX512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("DEFAULT", None), ("SVE256", None)],
+)
+def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, known, flag):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    flags = building.CPU_KERNEL.all_flags()
+    assert [each for each in flags if each.startswith("-march")] == ([flag] if flag else [])
+    here = building.target(building.CPU_KERNEL)
+    monkeypatch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if flag != "-march=x86-64-v3" else ""
+    )
+    building.target.cache_clear()
+    assert building.target(building.CPU_KERNEL) != here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", ["AVX2", "DEFAULT"])
+def test_narrower_vectors_are_accurate(unbuilt, monkeypatch, known):
+    machine = torch.backends.cpu.get_cpu_capability()
+    if known == "AVX2" and not machine.startswith("AVX"):
+        pytest.skip("about machines with AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
+    library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
+    kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
+    for dtype, window in itertools.product(("float32", "bfloat16", "float16"), (OPEN, CAUSAL, (20, 5))):
+        assert_accurate(
+            kernels, ragged((1, 17, 300, 64), heads=(4, 2), dims=(40, 24), dtype=dtype, window=window)
+        )

@@ -1,0 +1,346 @@
+"""Promises of the FA4 backend: what the package is called with, and what is made of its results.
+
+A fake package stands in for flash-attn-4 (`fake_fa4`), so that values can be compared with float64.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+
+import pytest
+import torch
+from support import fake_fa4
+from support.fake_fa4 import Package, both, call_of, dense, forget, offered
+from support.truth import attention as true_attention
+from support.truth import varlen as true_varlen
+
+from attnreg import Call
+from attnreg.backends.fa4 import BACKEND, adapter, unused_rows
+from attnreg.backends.fa4 import package as fa4_package
+from attnreg.measure import QUICK, measure
+from attnreg.measure.inputs import inputs
+from attnreg.torchlib.layout import aligned
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
+    forget(monkeypatch)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    return functools.partial(fake_fa4.install, monkeypatch)
+
+
+@pytest.fixture
+def package(install):
+    return install()
+
+
+@pytest.fixture
+def kernels(package):
+    return BACKEND.load()
+
+
+# Values
+
+
+def test_every_case_that_it_takes_is_right(kernels, package):
+    ran = {}
+    for case in QUICK:
+        directions = offered(case)
+        # The stand-in computes in float64; long cases show nothing that short ones don't.
+        if case.dtype == "bfloat16" and directions and (case.max_k < 300 or case.page_size):
+            runnable = kernels if "backward" in directions else kernels._replace(backward=None)
+            ran[case.name] = measure(runnable, case)
+    wrong = [
+        f"{name}: {errors}" for name, errors in ran.items() if not all(e.passed for e in errors.values())
+    ]
+    assert not wrong, "\n".join(wrong)
+    backwards = {name for name, errors in ran.items() if "dq" in errors}
+    assert ran.keys() - backwards >= {"pages", "pages of NaN", "dims 64 and 32", "dims 192 and 128"}
+    assert backwards >= {
+        *("varlen tail", "varlen tail of NaN", "varlen seqused_k", "seqused_k", "heads 6:3", "no batch"),
+        *("window (0, 0)", "window (-1, 4)", "window (0, -1)", "varlen window (8, 2)", "no keys", "dim 256"),
+    }
+    # A release is refused for want of what a call passes, and of nothing else.
+    assert package.keywords == {name: set(listed) for name, listed in fa4_package.KEYWORDS.items()}
+
+
+@pytest.mark.parametrize(("extra", "extra_backward"), [(0, 0), (2, 0), (3, 1)])
+def test_results_beyond_the_first_ones_are_ignored(install, extra, extra_backward):
+    install(Package(extra, extra_backward))
+    query, key, value, grad = dense(heads=4, heads_k=2)
+    call = call_of(query, key, window=(-1, 0))
+    out, lse, *grads = both(BACKEND.load(), query, key, value, grad, call)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    for index in range(2):
+        part, part_lse = true_attention(*(x[index] for x in leaves), window=(-1, 0), scale=0.25)
+        torch.testing.assert_close(out[index].double(), part, rtol=0.01, atol=0.01)
+        torch.testing.assert_close(lse[index].double(), part_lse, rtol=1e-5, atol=1e-5)
+        part.backward(grad[index].double())
+    for got, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(got.double(), leaf.grad, rtol=0.02, atol=0.03)
+
+
+def test_rows_past_the_last_offset_are_zero_in_the_results_and_unchanged_in_the_inputs(kernels):
+    query, key, value, grad = (x[0] for x in dense(40, 40))
+    offsets = torch.tensor([0, 13, 13, 30], dtype=torch.int32)
+    for tensor in (query, key, value, grad):
+        tensor[30:] = torch.nan
+    before = [x.clone() for x in (query, key, value, grad)]
+    call = Call(0.25, 17, 17, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    out, lse, *grads = both(kernels, query, key, value, grad, call)
+    expected, _ = true_varlen(query, key, value, offsets, offsets, scale=0.25)
+    torch.testing.assert_close(out.double(), expected.nan_to_num(), rtol=0.01, atol=0.01)
+    assert (out[30:] == 0).all()
+    assert (lse[:, 30:] == -torch.inf).all()
+    assert lse[:, :30].isfinite().all()
+    assert all((x[30:] == 0).all() and x.isfinite().all() and x[:30].any() for x in grads)
+    for tensor, was in zip((query, key, value, grad), before, strict=True):
+        torch.testing.assert_close(tensor, was, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_dense_call_copies_and_fills_nothing(package, kernels):
+    query, key, value, grad = dense()
+    both(kernels, query, key, value, grad, call_of(query, key))
+    (_, forward), (_, backward) = package.calls
+    assert all(forward[name] is x for name, x in (("q", query), ("k", key), ("v", value)))
+    assert forward["out"] is None
+    assert forward["lse"] is None
+    assert all(backward[name] is x for name, x in (("q", query), ("k", key), ("v", value), ("dout", grad)))
+    assert [backward[name] for name in ("dq", "dk", "dv")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "used", "unseen"),
+    [
+        ([3, 0, 2], None, [5, 6]),
+        ([3, 0, 2], [1, 0, 2], [1, 2, 5, 6]),
+        ([0, 0, 5], [0, 0, 0], [0, 1, 2, 3, 4, 5, 6]),
+        ([7], [7], []),
+        ([], None, [0, 1, 2, 3, 4, 5, 6]),
+        ([], [], [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_rows_that_no_sequence_counts_are_found(lengths, used, unseen):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    used = None if used is None else torch.tensor(used, dtype=torch.int32)
+    call = Call(1.0, 7, 7, cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=used)
+    keys = torch.ones(7, 1, 8)
+    queries, unseen_keys = unused_rows.find_unused(keys, keys, call)
+    assert unseen_keys.nonzero().flatten().tolist() == unseen
+    assert queries.nonzero().flatten().tolist() == list(range(sum(lengths), 7))
+    (blanked,) = unused_rows.blanked(unseen_keys, torch.zeros(3), keys)
+    assert blanked.sum(0).sum() == 8 * (7 - len(unseen))
+
+
+def test_layers_that_share_their_offsets_share_what_is_derived_from_them():
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    call = Call(1.0, 4, 4, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    rows = torch.ones(5, 1, 8)
+    first = unused_rows.find_unused(rows, rows, call)
+    assert unused_rows.find_unused(rows.clone(), rows, call._replace(window=(-1, 0))) is first
+    assert len(unused_rows.find_unused(rows, torch.ones(6, 1, 8), call)[1]) == 6
+    offsets[1] = 3
+    assert unused_rows.find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kernels, monkeypatch):
+    query, key, value, grad = (x[0] for x in dense(40, 40))
+    offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
+    call = Call(0.25, 27, 27, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    careful = both(kernels, query, key, value, grad, call)
+    queried = []
+
+    def facts(*arguments):
+        queried.append(arguments)
+        return types.SimpleNamespace(no_unused_rows=True)
+
+    monkeypatch.setattr(unused_rows, "facts", facts)
+    package.calls.clear()
+    assert all(map(torch.equal, both(kernels, query, key, value, grad, call), careful))
+    assert queried == [(call, 40, 40, 0)] * 2
+    (_, forward), (_, backward) = package.calls
+    assert (forward["out"], forward["lse"], forward["v"] is value) == (None, None, True)
+    assert [backward[name] for name in ("dq", "dk", "dv")] == [None] * 3
+    assert all(backward[name] is x for name, x in (("q", query), ("k", key), ("v", value), ("dout", grad)))
+
+
+# What the package is called with
+
+
+@pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "packed", "one key head"])
+@pytest.mark.parametrize("copies_itself", [True, False])
+def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, copies_itself):
+    package = install() if copies_itself else install(maybe_contiguous=lambda x: x)
+    kernels = BACKEND.load()
+    case = next(case for case in QUICK if str(case) == f"layout {layout} bfloat16")
+    assert all(error.passed for error in measure(kernels, case).values())
+    query, key, value, grad, call = inputs(case)
+    out, lse = kernels.forward(query, key, value, call)
+    unaligned = torch.cat((out.new_zeros(1), out.flatten()))[1:].view(out.shape)
+    kernels.backward(grad, query, key, value, unaligned, lse, call)
+    given = {(direction, name): given[name] for direction, given in package.calls for name in ("q", "k", "v")}
+    given["backward", "out"] = package.calls[-1][1]["out"]
+    if copies_itself:
+        assert given["backward", "out"] is unaligned
+        assert given["forward", "q"] is query
+    else:
+        assert all(map(aligned, given.values()))
+        assert torch.equal(given["backward", "out"], out)
+        # What needs no copy isn't copied.
+        kept = layout in ("packed", "one key head")
+        assert (given["forward", "v"] is value) is kept
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "left", "right"),
+    [
+        ((-1, -1), False, None, None),
+        ((-1, 0), True, None, None),
+        ((-1, 64), False, None, 64),
+        ((64, -1), False, 64, None),
+        ((64, 0), False, 64, 0),
+        ((0, 0), False, 0, 0),
+        ((0, -1), False, 0, None),
+        ((8, 2), False, 8, 2),
+    ],
+)
+def test_an_open_side_of_a_window_is_none(package, kernels, window, causal, left, right):
+    query, key, value, grad = dense()
+    both(kernels, query, key, value, grad, call_of(query, key, window=window))
+    for _, given in package.calls:
+        assert given["causal"] is causal
+        assert (given["window_size_left"], given["window_size_right"]) == (left, right)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_rest_is_passed_on_by_keyword(package, kernels, deterministic):
+    query, key, value, grad = dense(33, 65)
+    used = torch.tensor([65, 2], dtype=torch.int32)
+    call = call_of(query, key, 0.125, seqused_k=used, deterministic=deterministic, num_splits=1)
+    out, lse, *_ = both(kernels, query, key, value, grad, call)
+    (_, forward), (_, backward) = package.calls
+    for given in (forward, backward):
+        assert given["softmax_scale"] == 0.125
+        assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (33, 65)
+        assert given["seqused_k"] is used
+    # None is off in the forward and crashes the backward, where 0.0 is off.
+    assert (forward["softcap"], backward["softcap"]) == (None, 0.0)
+    assert (forward["num_splits"], forward["return_lse"]) == (1, True)
+    assert backward["deterministic"] is deterministic
+    assert backward["out"] is out
+    assert backward["lse"] is lse
+    assert backward["dout"] is grad
+
+
+def test_strided_integers_are_copied(package, kernels):
+    query, key, value, grad = (x[0] for x in dense(32, 32))
+    strided = torch.tensor([[0, 9], [20, 9], [32, 9]], dtype=torch.int32)[:, 0]
+    used = torch.tensor([[7, 9], [12, 9]], dtype=torch.int32)[:, 0]
+    call = Call(0.25, 20, 20, cu_seqlens_q=strided, cu_seqlens_k=strided, seqused_k=used)
+    got = both(kernels, query, key, value, grad, call)
+    closed = {
+        name: getattr(call, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    }
+    assert all(map(torch.equal, got, both(kernels, query, key, value, grad, call._replace(**closed))))
+    pages, wide = key.unflatten(0, (4, 8)), torch.tensor([[3, 1]], dtype=torch.int32)
+    one, table = torch.tensor([0, 32], dtype=torch.int32), wide.as_strided((1, 1), (1, 2))
+    paged = Call(0.25, 32, 8, cu_seqlens_q=one, seqused_k=wide.as_strided((1,), (2,), 1), block_table=table)
+    out, _ = kernels.forward(query, pages, pages, paged)
+    expected, _ = true_varlen(query, pages[3], pages[3], one, torch.tensor([0, 1]), scale=0.25)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
+    for _, given in package.calls:
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
+            assert given.get(name) is None or given[name].stride(-1) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch"),
+    [((0, 33), 2), ((33, 0), 2), ((33, 33), 0)],
+    ids=["no queries", "no keys", "no batch"],
+)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_where_there_is_nothing_to_do_nothing_is_launched(package, kernels, lengths, batch, varlen):
+    query, key, value, grad = dense(*lengths, batch=batch, dim_v=24)
+    call = call_of(query, key)
+    if varlen:
+        query, key, value, grad = (x.flatten(0, 1) for x in (query, key, value, grad))
+        offsets = [torch.arange(batch + 1, dtype=torch.int32) * n for n in lengths]
+        call = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    out, lse, *grads = both(kernels, query, key, value, grad, call)
+    assert package.calls == []
+    assert out.shape == grad.shape
+    assert lse.shape == ((4, query.shape[0]) if varlen else (batch, 4, lengths[0]))
+    assert lse.dtype == torch.float32
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert [x.shape for x in grads] == [x.shape for x in (query, key, value)]
+    assert not any(x.any() for x in grads)
+
+
+def test_calls_run_on_the_device_of_their_tensors(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    assert isinstance(adapter._current(torch.device("cpu")), contextlib.nullcontext)
+    assert isinstance(adapter._current(torch.device("cuda:1")), contextlib.nullcontext)
+    other = adapter._current(torch.device("cuda:0"))
+    assert isinstance(other, torch.cuda.device)
+    assert other.idx == 0
+
+
+# Threads and compilation
+
+
+def run_in_threads(kernels, package):
+    """Run a forward and a backward in two threads that wait for each other inside, if they can."""
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    out, lse = kernels.forward(query, key, value, call)
+    barrier = threading.Barrier(2)
+
+    def pause():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.2)
+
+    package.pause = pause
+    threads = [
+        threading.Thread(target=kernels.forward, args=(query, key, value, call)),
+        threading.Thread(target=kernels.backward, args=(grad, query, key, value, out, lse, call)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [name for name, _ in package.calls].count("backward") == 1
+    return package.most_inside
+
+
+def test_no_two_threads_are_inside_the_package_at_once_forward_or_backward(package, kernels):
+    assert run_in_threads(kernels, package) == 1
+
+
+def test_without_the_lock_two_threads_would_be(package, kernels, monkeypatch):
+    monkeypatch.setattr(adapter, "_compile_lock", contextlib.nullcontext())
+    assert run_in_threads(kernels, package) == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ptxas"), torch.OutOfMemoryError("full"), AssertionError()])
+def test_an_error_of_the_package_is_raised_as_it_is_with_a_note_on_what_was_tried(package, kernels, error):
+    query, key, value, _ = dense()
+    package.fails = error
+    for _ in range(2):  # a kind that failed has not run
+        with pytest.raises(type(error)) as caught:
+            kernels.forward(query, key, value, call_of(query, key))
+        assert caught.value is error
+    assert set(error.__notes__) == {
+        "flash-attn-4 4.0.0b36 has loaded, but its first forward of this kind failed"
+    }
+    package.fails = None
+    kernels.forward(query, key, value, call_of(query, key))
+    package.fails = type(error)("later")
+    with pytest.raises(type(error)) as caught:
+        kernels.forward(query, key, value, call_of(query, key))
+    assert not hasattr(caught.value, "__notes__")

@@ -1,0 +1,389 @@
+"""Promises about replaying FA4's recorded launches: of which calls, and that the values stay true.
+
+The fake package computes in its kernels only (`fake_fa4`), so a launch that is left out, or given the wrong
+tensor, shows in the values. A recipe is proven at the third call of its description.
+"""
+
+import functools
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from support import fake_fa4, short_ways, truth
+from support.fake_fa4 import both, call_of, dense, entered, entered_by_round, forget, packed, true_results
+
+from attnreg import Call
+from attnreg.backends.fa4 import BACKEND, adapter, recording, replay, unused_rows
+from attnreg.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4.recording import describe
+
+# Which directions enter the package's Python.
+BOTH, NEITHER = ["forward", "backward"], []
+PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
+    forget(monkeypatch)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    return fake_fa4.install(monkeypatch)
+
+
+@pytest.fixture
+def kernels(package):
+    return BACKEND.load()
+
+
+@pytest.fixture
+def rounds(kernels, package):
+    """Run calls of one description; returns which directions entered the package's Python, by round."""
+    return functools.partial(entered_by_round, kernels, package)
+
+
+@pytest.fixture
+def no_unused_rows(monkeypatch):
+    """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
+    found = types.SimpleNamespace(no_unused_rows=True)
+    monkeypatch.setattr(unused_rows, "facts", lambda *arguments: found)
+    return found
+
+
+def count_recorded(package):
+    """Return a list that grows by one with each call that is recorded."""
+    recorded = []
+
+    def look():
+        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
+        if isinstance(cache, recording._RecordingCache):
+            recorded.append(True)
+
+    package.pause = look
+    return recorded
+
+
+# Which calls are replayed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heads_k": 2},
+        {"heads_k": 1, "deterministic": True},
+        {"deterministic": True},
+        {"window": (-1, 0)},
+        {"window": (8, 3), "len_k": 50},
+        {"dim_v": 24, "dtype": torch.float16},
+        {"batch": 1, "heads": 1},
+    ],
+    ids=str,
+)
+def test_from_the_fourth_call_on_the_launches_of_the_first_are_repeated_and_no_python(
+    kernels, package, options
+):
+    shape = {name: options[name] for name in options if name not in Call._fields}
+    launched = []
+    for seed in range(6):
+        tensors = dense(**shape, seed=seed)
+        call = call_of(*tensors[:2], **{name: options[name] for name in options if name in Call._fields})
+        assert entered(kernels, package, *tensors, call) == (BOTH if seed < 3 else NEITHER)
+        launched.append(package.launched.copy())
+    assert launched[0]
+    assert launched[1] == launched[0]
+    # The third call's recipes are proven: each direction once more.
+    assert len(launched[2]) == 2 * len(launched[0])
+    assert launched[3:] == [launched[0]] * 3
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5, 28, 7), (1,) * 299 + (3,)], ids=["few", "so many that a launch sums up their tiles"]
+)
+def test_packed_batches_of_one_shape_are_replayed_whatever_their_offsets(
+    kernels, package, no_unused_rows, lengths
+):
+    found = [entered(kernels, package, *packed(lengths[n:] + lengths[:n], seed=n)) for n in range(4)]
+    assert found == PROVEN_SOON
+    assert ("_compute_tile_cumsum" in package.launched) is (len(lengths) > 256)
+    # Two tensors of offsets: the recording tells them apart.
+    lengths_k = lengths[::-1]
+    shifted = [(lengths[n:] + lengths[:n], lengths_k[n:] + lengths_k[:n]) for n in range(4)]
+    found = [entered(kernels, package, *packed(*each, seed=7)) for each in shifted]
+    assert found == PROVEN_SOON
+
+
+def test_a_packed_batch_that_may_have_unused_rows_is_not_replayed(kernels, package, no_unused_rows):
+    for _ in range(4):
+        entered(kernels, package, *packed((5, 28)))
+    no_unused_rows.no_unused_rows = False
+    query, key, value, grad, call = packed((5, 28))
+    call.cu_seqlens_q[-1] = 20
+    package.calls.clear()
+    out, lse, *grads = both(kernels, query, key, value, grad, call)
+    assert [name for name, _ in package.calls] == BOTH
+    assert not any(x[20:].any() for x in (out, *grads))
+    assert (lse[:, 20:] == -torch.inf).all()
+    for _ in range(4):  # nor do such calls count towards a recipe
+        entered(kernels, package, *packed((6, 28)))
+    no_unused_rows.no_unused_rows = True
+    assert [entered(kernels, package, *packed((6, 28))) for _ in range(4)] == PROVEN_SOON
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"len_q": 34}, {"len_k": 34}, {"heads": 8, "heads_k": 4}, {"heads_k": 2}, {"dim_v": 24}),
+        *({"batch": 3}, {"dtype": torch.float16}, {"scale": 0.5}, {"window": (-1, 0)}, {"window": (7, 0)}),
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_a_call_of_another_description_is_recorded_and_proven_for_itself(rounds, other):
+    assert rounds(4) == PROVEN_SOON
+    # A forward is the same, deterministic or not, but its description isn't.
+    assert rounds(4, **other) == PROVEN_SOON
+    assert rounds(1) == [NEITHER]
+
+
+def test_strides_and_longest_lengths_are_part_of_a_description(kernels, package, no_unused_rows, rounds):
+    assert rounds(4) == PROVEN_SOON
+    query, key, value, grad = dense()
+    wide = torch.cat((query, query), dim=1)[:, :33]
+    assert (wide.shape, wide.stride()) != (query.shape, query.stride())
+    call = call_of(query, key)
+    assert [entered(kernels, package, wide, key, value, grad, call) for _ in range(4)] == PROVEN_SOON
+    *tensors, call = packed((5, 28))
+    assert [entered(kernels, package, *tensors, call) for _ in range(4)] == PROVEN_SOON
+    for longer in ({"max_q": 65}, {"max_k": 65}):
+        assert entered(kernels, package, *tensors, call._replace(**longer)) == BOTH
+
+
+def test_expanded_tensors_are_replayed_too(kernels, package):
+    found = []
+    for seed in range(5):
+        query, key, value, grad = dense(seed=seed)
+        key, value = (x[:, :, :1].expand(x.shape) for x in (key, value))
+        found.append(entered(kernels, package, query, key, value, grad, call_of(query, key)))
+    assert found == [*PROVEN_SOON, NEITHER]
+
+
+@pytest.mark.parametrize("index", range(4), ids=["query", "key", "value", "gradient"])
+def test_tensors_that_are_not_aligned_always_go_through_the_package(kernels, package, rounds, index):
+    assert rounds(4) == PROVEN_SOON
+    tensors = dense()
+    moved = torch.cat((tensors[index].new_zeros(1), tensors[index].flatten()))[1:]
+    tensors[index] = moved.view(tensors[index].shape)
+    through = ["backward"] if index == 3 else BOTH
+    assert [entered(kernels, package, *tensors, call_of(*tensors[:2])) for _ in range(4)] == [through] * 4
+
+
+ENDS = torch.ones(3, dtype=torch.int32)
+# For each field of `Call` a value that changes what is launched, or that no recipe can hold.
+OTHER = {
+    "scale": 0.5,
+    "max_q": 65,
+    "max_k": 65,
+    "window": (-1, 0),
+    "deterministic": True,
+    "seqused_k": ENDS,
+    "block_table": ENDS[None],
+    "attn_bias": torch.ones(1),
+    "alibi_slopes": torch.ones(4),
+    "dropout": 0.5,
+    "cu_seqlens_q": ENDS,
+    "cu_seqlens_k": ENDS,
+}
+DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic")
+
+
+def test_a_description_holds_each_field_of_a_call_or_there_is_none():
+    # A forward's number of splits is refused above 1; random state is there with dropout only.
+    assert OTHER.keys() == {*Call._fields} - {"num_splits", "rng_state"}
+    query, key, value, _ = dense()
+    call = call_of(query, key)
+    usual = describe(call, query, key, value)
+    for name, other in OTHER.items():
+        found = describe(call._replace(**{name: other}), query, key, value)
+        assert found not in (usual, None) if name in DESCRIBED else found is None, name
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["queries", "keys"])
+def test_offsets_that_are_strided_or_not_aligned_have_no_description(index):
+    query, key, value, _ = dense()
+    aligned, strided = torch.ones(3).int(), torch.ones(3, 2, dtype=torch.int32)[:, 0]
+    for other in (strided, torch.ones(4, dtype=torch.int32)[1:]):
+        ends = [aligned, aligned]
+        ends[index] = other
+        call = call_of(query, key)._replace(cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+        assert describe(call, query, key, value) is None
+
+
+def test_a_call_that_keeps_a_gpu_busy_for_milliseconds_has_no_description():
+    query, key, value, _ = dense()
+    call = call_of(query, key)
+    longest = recording.LARGEST // query.numel()
+    assert describe(call._replace(max_k=longest), query, key, value) is not None
+    assert describe(call._replace(max_k=longest + 1), query, key, value) is None
+
+
+def test_how_many_sequences_there_are_on_either_side_is_in_the_description():
+    query, key, value, _, call = packed((5, 28), (20, 13))
+    more = torch.tensor([0, 5, 20, 33], dtype=torch.int32)
+    found = [
+        describe(call._replace(**ends), query, key, value)
+        for ends in ({}, {"cu_seqlens_q": more}, {"cu_seqlens_k": more})
+    ]
+    assert len(set(found)) == 3
+    assert None not in found
+
+
+def test_a_call_without_queries_or_keys_reaches_neither_package_nor_recipe(kernels, package):
+    query, key, value, grad = dense(len_k=0)
+    for _ in range(4):
+        out, *_ = both(kernels, query, key, value, grad, call_of(query, key))
+        assert not out.any()
+    assert package.calls == []
+
+
+def test_a_call_whose_query_is_its_key_is_not_recorded_but_replayed(kernels, package):
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    for _ in range(4):
+        assert entered(kernels, package, query, query, value, grad, call) == BOTH
+    for through in (BOTH, BOTH, NEITHER):  # recorded, proven, replayed
+        assert entered(kernels, package, query, key, value, grad, call) == through
+    assert entered(kernels, package, query, query, value, grad, call) == NEITHER
+    assert recording.all_distinct((query, key, query[:1]))
+    assert not recording.all_distinct((query, key, key.detach()))
+
+
+def test_results_are_new_tensors_each_time(kernels):
+    query, key, value, grad = dense()
+    results = [both(kernels, query, key, value, grad, call_of(query, key)) for _ in range(6)]
+    assert len({x.data_ptr() for each in results for x in each}) == 30
+    assert not any(x.requires_grad for each in results for x in each)
+
+
+def test_tensors_that_require_a_gradient_are_replayed_as_others_are(kernels, package):
+    with torch.no_grad():
+        found = []
+        for seed in range(4):
+            tensors = [x.requires_grad_() for x in dense(len_q=20, seed=seed)]
+            found.append(entered(kernels, package, *tensors, call_of(*tensors[:2])))
+    assert found == PROVEN_SOON
+
+
+def test_in_a_graphs_capture_nothing_is_recorded_or_proven_and_proven_calls_are_replayed(rounds, monkeypatch):
+    def captured(count):
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "_capturing", lambda tensor: True)
+            return rounds(count)
+
+    assert rounds(1) == [BOTH]
+    assert captured(3) == [BOTH] * 3
+    assert rounds(1) == [BOTH]
+    assert captured(3) == [BOTH] * 3  # recorded, not proven
+    assert rounds(2) == [BOTH, NEITHER]
+    assert captured(2) == [NEITHER] * 2
+
+
+def test_a_kind_is_not_recorded_before_it_has_run(kernels, package):
+    recorded = count_recorded(package)
+    package.fails = RuntimeError("ptxas")
+    query, key, value, _ = dense()
+    call = call_of(query, key)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            kernels.forward(query, key, value, call)
+    package.fails = None
+    kernels.forward(query, key, value, call)
+    assert recorded == []
+    kernels.forward(query, key, value, call)
+    assert recorded == [True]
+
+
+def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
+    monkeypatch.setattr(replay, "MOST", 3)
+    replays = replay.Replays(True)
+    for number in range(20):
+        assert not replays.came_before((number,))
+        assert replays.came_before((number,))
+        assert len(replays._entries) <= 3
+    assert not replays.came_before((0,))
+    # Two directions at a time are replayed all the same.
+    for length in (10, 20, 30, 10):
+        assert rounds(5, len_q=length)[-1] == NEITHER
+
+
+# Threads
+
+
+def test_replays_run_in_threads_without_waiting_for_each_other(kernels, package, rounds):
+    assert rounds(4) == PROVEN_SOON
+    given = [dense(seed=seed) for seed in range(2)]
+    got, barrier = {}, threading.Barrier(2)
+
+    def forward(index):
+        query, key, value, _ = given[index]
+        got[index] = kernels.forward(query, key, value, call_of(query, key))
+
+    package.on_launch = lambda name: barrier.wait(10)
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not barrier.broken
+    for index, tensors in enumerate(given):
+        true = true_results(*tensors, call_of(*tensors[:2]))
+        for one, of_it in zip(got[index], true, strict=False):
+            truth.assert_near(one, of_it, torch.bfloat16)
+
+
+# Launchers
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_rows, varlen):
+    def given(seed):
+        if varlen:
+            return packed((5, 28, 7), seed=seed)
+        tensors = dense(seed=seed)
+        return *tensors, call_of(*tensors[:2])
+
+    for seed in range(3):
+        entered(kernels, package, *given(seed))
+    *first, call = given(3)
+    *second, other = given(4)
+    package.calls.clear()
+    _, backwards = short_ways.assert_same(kernels, first, second, call, other)
+    assert len(backwards) == 2
+    assert package.calls == []
+
+
+def test_until_a_recipe_is_proven_there_is_no_launcher(kernels, rounds):
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    for _ in range(3):
+        assert kernels.specialize("forward", (query, key, value), call) is None
+        rounds(1)
+    assert kernels.specialize("forward", (query, key, value), call) is not None
+    out, lse = kernels.forward(query, key, value, call)
+    assert kernels.specialize("backward", (grad, query, key, value, out, lse), call) is not None
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    assert kernels.specialize("backward", (grad, query, key, value, out, strided), call) is None
+
+
+def test_an_lse_that_is_strided_gives_the_same_gradients(kernels):
+    query, key, value, grad = dense()
+    call = call_of(query, key)
+    out, lse = kernels.forward(query, key, value, call)
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = kernels.backward(grad, query, key, value, out, lse, call)
+    got = kernels.backward(grad, query, key, value, out, strided, call)
+    assert all(map(torch.equal, got, expected))

@@ -1,0 +1,232 @@
+"""Promises of `attnreg bench`: right before fast, what it prints and writes, nothing left changed."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from typer.testing import CliRunner
+
+import attnreg
+from attnreg import _registry, aten, cli, tuning
+from attnreg.bench import selection, shapes
+from attnreg.bench.report import Job
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.bench.summary import CHOSEN, DIRECT, SAME_FRONT
+from attnreg.selection import policy
+
+COMMANDS = ("varlen", "sdpa", "overhead", "selection")
+SHIPPED = Path(tuning.__file__).parent / "shipped"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def a_hundred_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Run a command on this CPU in its smallest form: shapes that take microseconds."""
+    small = [dense(2, 24, 2, 2, 16, True, "float32"), ragged(3, 20, 2, 1, 16, False, "float32"),
+             decode(2, 1, 40, 2, 2, 16, "float32")]  # fmt: skip
+    monkeypatch.setattr(shapes, "SMALL", small)
+    monkeypatch.setattr(
+        "attnreg.bench.varlen.pull_request", lambda _: [packed([9, 16], 2, 2, 16, True, "float32")]
+    )
+    monkeypatch.setattr(
+        "attnreg.bench.sdpa.sdpa_grid", lambda _: [dense(2, 24, 4, 2, 16, True, "float32")] * 2
+    )
+    monkeypatch.setattr("attnreg.bench.compare.SECONDS", 1e-4)
+    monkeypatch.setattr("attnreg.bench.strategies.SECONDS", 1e-4)
+    for module in ("varlen", "sdpa"):
+        monkeypatch.setattr(f"attnreg.bench.{module}.matmul_rate", lambda *_: 1e12)
+
+    def run(*arguments):
+        given = [*arguments, "--device", "cpu"]
+        return CliRunner().invoke(cli.app, ["bench", *given], obj=[])
+
+    return run
+
+
+@pytest.fixture
+def measured(bench):
+    """Run a command and return its results."""
+
+    def run(*arguments):
+        ended = bench(*arguments, "--quick", "--rounds", "1", "--json")
+        assert ended.exit_code == 0, ended.output
+        found = json.loads(ended.stdout)
+        assert found["machine"]["torch"] == torch.__version__
+        return found["results"]
+
+    return run
+
+
+def test_varlen_times_each_backend_by_name_and_counts_flops(measured):
+    found = measured("varlen")
+    rows = {(row["step"], row["side"]): row for row in found["rows"]}
+    assert {side for _, side in rows} == {
+        "SDPA, padded", "SDPA, padded, mask", "attnreg, default", "attnreg, cpu", "attnreg, math",
+    }  # fmt: skip
+    for (step, side), row in rows.items():
+        flops = 4 * 16 * 2 * (9 * 9 + 16 * 16) / 2 * (3.5 if step == BOTH else 1)
+        assert row["teraflops"] == pytest.approx(flops / (row["milliseconds"] / 1e3) / 1e12)
+        assert row["of_matmul_rate"] == pytest.approx(row["teraflops"])
+        assert 0 < row["error"] <= 1 and row["yardstick"] == "SDPA, padded, mask"
+        named = side.removeprefix("attnreg, ")
+        assert row["ran"] == dict.fromkeys(("forward", "backward"), {"default": "cpu"}.get(named, named)) or (
+            side.startswith("SDPA") and set(row["ran"].values()) == {"torch"}
+        )
+
+
+def test_sdpa_times_torch_the_choice_and_each_backend(measured):
+    rows = measured("sdpa", "--backend", "math")["rows"]
+    assert {row["side"] for row in rows} == {"torch SDPA", CHOSEN, "attnreg, math"}
+    assert {row["ran"]["forward"] for row in rows if row["side"] == "attnreg, math"} == {"math"}
+    assert {row["times_yardstick"] for row in rows if row["side"] == "torch SDPA"} == {1.0}
+    assert {row["step"] for row in rows} == {FORWARD, BOTH}
+
+
+def test_selection_divides_what_it_measured(measured):
+    found = measured("selection")
+    assert [row["group"] for row in found["rows"]] == ["dense", "varlen", "decode"]
+    for row in found["rows"]:
+        wanted = {FORWARD} if row["group"] == "decode" else {FORWARD, BACKWARD, BOTH}
+        assert set(row["directions"]) == wanted
+        assert row["ran"]["always math"][FORWARD] == "math" and row["ran"][CHOSEN][FORWARD] == "cpu"
+        for one in row["directions"].values():
+            assert set(one["called_directly"]) == {"cpu", "math"}
+            fixed = min(one["front"]["always cpu"], one["front"]["always math"])
+            for name, time in one["front"].items():
+                assert one["ratios"][SAME_FRONT][name] == pytest.approx(time / fixed)
+                best = min(one["called_directly"].values())
+                assert one["ratios"][DIRECT][name] == pytest.approx(time / best)
+    means = [r for r in found["summary"] if (r["group"], r["direction"]) == ("dense", FORWARD)]
+    dense_row = found["rows"][0]["directions"][FORWARD]["ratios"]
+    assert {(r["yardstick"], r["strategy"]): r["mean"] for r in means} == pytest.approx(
+        {(yardstick, name): ratio for yardstick, named in dense_row.items() for name, ratio in named.items()}
+    )
+    assert {aim["aim"] for aim in found["aims"]} == {1.02, 1.15, 1.10} and found[
+        "table"
+    ] == "the default order, as no table is in force"
+
+
+def test_a_side_that_is_wrong_is_left_out_and_said_so(bench, fake):
+    recorder = fake("halved")
+    right = recorder.backend.load()
+    wrong = attnreg.Backend(
+        name="halved", forward=recorder.backend.forward, backward=recorder.backend.backward,
+        load=lambda: attnreg.Kernels(lambda *a: tuple(x / 2 for x in right.forward(*a)), right.backward),
+    )  # fmt: skip
+    with attnreg.register_backend(wrong):
+        ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "halved,math", "--json")
+    found = json.loads(ended.stdout)
+    assert {row["side"] for row in found["results"]["rows"]} >= {"attnreg, math"}
+    assert "attnreg, halved" not in {row["side"] for row in found["results"]["rows"]}
+    assert any("attnreg, halved: WRONG: out of sequence " in line for line in found["left_out"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
+    out, plot = tmp_path / "found.json", tmp_path / "found.png"
+    ended = bench(command, "--quick", "--rounds", "1", "--out", str(out), "--plot", str(plot))
+    assert ended.exit_code == 0, ended.output
+    assert f"torch {torch.__version__}" in ended.stdout and "forward" in ended.stdout
+    assert json.loads(out.read_text())["results"]
+    picture = imread(plot)
+    assert picture.shape[0] > 300 and picture.shape[1] > 600
+    assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, picture.shape[2]).round(2)}) > 5
+
+
+def test_an_svg_is_one_too(bench, tmp_path):
+    ended = bench("selection", "--quick", "--rounds", "1", "--plot", str(tmp_path / "found.svg"))
+    assert ended.exit_code == 0 and "<svg" in (tmp_path / "found.svg").read_text()
+
+
+def test_what_a_spent_budget_left_is_said_and_the_rest_kept(bench, monkeypatch, tmp_path):
+    spent, out = iter([False, True]), tmp_path / "found.json"
+    monkeypatch.setattr(Job, "late", property(lambda job: next(spent)))
+    ended = bench("selection", "--rounds", "1", "--budget", "60s", "--out", str(out))
+    assert ended.exit_code == 0 and "2 of 3 cases: the time was spent" in ended.stdout
+    kept = json.loads(out.read_text())
+    assert len(kept["results"]["rows"]) == 1 and kept["left_out"] == ["2 of 3 cases: the time was spent"]
+
+
+def test_where_nothing_was_measured_nothing_can_run(bench):
+    ended = bench("selection", "--rounds", "1", "--budget", "0.000001s", "--json")
+    assert ended.exit_code == 1 and "the time was spent" in ended.stderr
+    assert json.loads(ended.stdout)["error"]["type"] == "BackendUnavailableError"
+
+
+def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
+    measured, out = selection._row, tmp_path / "found.json"
+
+    def interrupted(shape, job):
+        if shape.varlen:
+            raise KeyboardInterrupt
+        return measured(shape, job)
+
+    monkeypatch.setattr(selection, "_row", interrupted)
+    ended = bench("selection", "--rounds", "1", "--out", str(out))
+    assert ended.exit_code == 130 and str(out) in ended.stderr.replace("\n", "")
+    assert [row["group"] for row in json.loads(out.read_text())["results"]["rows"]] == ["dense"]
+    ended = bench("selection", "--rounds", "1", "--json")
+    assert (ended.exit_code, ended.stderr) == (130, "")
+    assert [row["group"] for row in json.loads(ended.stdout)["results"]["rows"]] == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "told"),
+    [
+        (("varlen", "--backend", "mth"), 2, "did you mean 'math'?"),
+        (("varlen", "--backend", "FA2"), 1, "--backend: FA2 runs on cuda only"),
+        (("sdpa", "--plot", "found.pdf"), 2, "expected a file named .png or .svg"),
+        (("sdpa", "--out", "/nowhere/found.json"), 2, "--out: "),
+        (("selection", "--table", "/nowhere/table.json"), 2, "can't be read"),
+        (("selection", "--budget", "soon"), 2, "expected a time"),
+        (("overhead", "--rounds", "0"), 2, "rounds"),
+        (("speed",), 2, "speed"),
+    ],
+)
+def test_bad_input_is_answered_before_anything_is_measured(bench, given, code, told):
+    ended = bench(*given)
+    assert ended.exit_code == code and told in ended.stderr.replace("\n", " ")
+
+
+def test_without_matplotlib_a_plot_is_refused_in_one_sentence(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ended = bench("varlen", "--plot", str(tmp_path / "found.png"))
+    assert ended.exit_code == 2
+    assert ended.stderr == "attnreg: --plot needs matplotlib: pip install 'attnreg[plots]'\n"
+
+
+def test_settings_and_routers_are_afterwards_as_they_were(bench, monkeypatch):
+    monkeypatch.setenv("ATTNREG_DISABLE", "cpu")
+    attnreg.reload()
+    before, installed = policy.sources(), aten.installed()
+    assert bench("selection", "--quick", "--rounds", "1", "--backend", "math").exit_code == 0
+    assert (policy.sources(), aten.installed(), _registry.registrations()) == (before, installed, ())
+    assert not policy._active
+
+
+def test_a_named_table_that_is_not_true_here_is_refused_before_anything_runs(bench, tmp_path):
+    table = SHIPPED / "nvidia-h200.json"
+    for command in ("selection", "sdpa"):
+        ended = bench(command, "--quick", "--table", str(table))
+        assert ended.exit_code == 2
+        assert "--table: " in ended.stderr and "it is of another kind of device than cpu" in ended.stderr
+
+
+def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import torch")
+    ended = bench("overhead", "--quick", "--rounds", "1", "--out", str(file))
+    assert ended.exit_code == 2
+    assert "is there, and nothing that this command writes: give another file" in " ".join(
+        ended.output.split()
+    )
+    assert file.read_text() == "import torch"

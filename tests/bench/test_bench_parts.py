@@ -1,0 +1,363 @@
+"""Promises of the parts of `attnreg bench`: shapes, sides, contexts, and what it makes of figures."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnreg
+from attnreg import _registry, aten, tuning
+from attnreg.bench import contexts, fronts, overhead, plots, shapes, sides, strategies
+from attnreg.bench.batches import Batch
+from attnreg.bench.report import Job
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.bench.sides import called_directly, wrong_backend
+from attnreg.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
+from attnreg.contract.spec import Device
+from attnreg.errors import ConfigError
+from attnreg.measure.timing import CpuTimer
+from attnreg.selection import policy
+from attnreg.selection.sources import Sources
+from attnreg.torchlib import captured
+from attnreg.tuning.grids import grid
+from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.tuning.table import load
+
+CPU = torch.device("cpu")
+SHIPPED = Path(tuning.__file__).parent / "shipped"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def row_of(case, group, front, directly, direction=FORWARD):
+    found = {"called_directly": directly, "front": front, "ratios": ratios(directly, front)}
+    return {"case": case, "group": group, "directions": {direction: found}}
+
+
+@pytest.mark.parametrize(
+    ("taken", "torchs", "told"),
+    [
+        (20.0, 100.0, "attnreg, forward, grad: 20.0 µs, aim 30: reached; 0.20 of torch's, aim 0.36: reached"),
+        (31.0, 80.0, "attnreg, forward, grad: 31.0 µs, aim 30: MISSED; 0.39 of torch's, aim 0.36: MISSED"),
+        (31.0, 100.0, "attnreg, forward, grad: 31.0 µs, aim 30: MISSED; 0.31 of torch's, aim 0.36: reached"),
+        (20.0, None, "attnreg, forward, grad: 20.0 µs, aim 30: reached"),
+    ],
+)
+def test_an_aim_is_a_number_and_a_share_of_torchs(taken, torchs, told):
+    assert overhead.aim("attnreg", "forward, grad", taken, torchs) == told
+
+
+def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
+    enabled = torch._C._is_multithreading_enabled
+    assert enabled()
+    with contexts.in_the_callers_thread(contextlib.nullcontext):
+        assert not enabled()
+    assert enabled()
+
+
+def test_a_side_that_ran_another_backend_is_told_apart():
+    assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA4"}) == ""
+    assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA2"}) == "ran FA4 (forward), FA2 (backward)"
+    assert wrong_backend("FA4", {"forward": "FA4", "backward": "torch"}, backward=False) == ""
+
+
+def test_held_out_shapes_are_in_no_grid_and_in_no_table_that_ships():
+    for device in (Device.parse("sm_90"), Device.parse("cpu")):
+        kept = {(kind_of(spec, FORWARD), size_of(spec)) for spec in grid("full", device)}
+        for file in SHIPPED.glob("*.json"):
+            kept |= {(point.kind._replace(direction=FORWARD), point.size) for point in load(file).points}
+        specs = [shape.spec(device) for shape in shapes.held_out(device.type)]
+        assert not kept & {(kind_of(spec, FORWARD), size_of(spec)) for spec in specs}
+        assert len(set(specs)) == len(specs)
+
+
+def test_held_out_shapes_vary_in_everything_early():
+    found = shapes.held_out("cuda")
+    assert len(found) == 58
+    for some in (found, found[:20]):
+        assert {shape.group for shape in some} == {"dense", "varlen", "decode"}
+        assert {shape.dim for shape in some} == {64, 96, 128} and {s.causal for s in some} == {True, False}
+        assert {shape.heads[0] // shape.heads[1] for shape in some} >= {1, 4, 5, 8}
+        assert {len(shape.lengths_q) % 2 for shape in some} == {0, 1}
+    assert {max(shape.lengths_k) for shape in found} >= {192, 12000, 24000}
+    assert shapes.held_out("cuda") == found
+
+
+def test_the_setting_of_the_pull_request():
+    found = shapes.pull_request("cuda")
+    assert [(shape.dim, shape.causal) for shape in found] == [
+        (64, False),
+        (64, True),
+        (128, False),
+        (128, True),
+    ]
+    for shape in found:
+        assert (len(shape.lengths_q), max(shape.lengths_q), shape.heads) == (8, 2048, (16, 16))
+        assert all(length % 64 == 0 for length in shape.lengths_q) and shape.dtype == "bfloat16"
+    assert {sum(shape.lengths_q) for shape in shapes.sdpa_grid("cuda")} == {16384}
+
+
+def test_flops_are_four_for_each_pair_and_dimension():
+    shape = packed([3, 5], 2, 2, 8, causal=False)
+    assert shape.flops(FORWARD) == 4 * 8 * 2 * (9 + 25)
+    assert shape.flops(BACKWARD) == 2.5 * shape.flops(FORWARD) and shape.flops(BOTH) == 3.5 * shape.flops(
+        FORWARD
+    )
+    assert packed([3, 5], 2, 2, 8, causal=True).flops(FORWARD) == shape.flops(FORWARD) / 2
+
+
+def test_settings_that_cannot_be_read_are_set_aside_and_cannot_be_read_afterwards(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "nobody's")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nobody's"):
+            policy.sources()
+        with contexts.untouched():
+            assert policy.current().preferences == ()
+
+
+def test_settings_are_in_force_again_after_they_were_set_aside(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    before = policy.sources()
+    with contexts.untouched():
+        assert policy.sources() == Sources()
+    assert policy.sources() is before
+    assert policy.sources().environment.backend == ("math",)
+
+
+def test_a_strategy_is_what_its_name_says(routers):
+    batch = Batch(dense(2, 16, 2, 2, 16, True, "float32"), CPU)
+    job = Job(CPU, ("cpu", "math"), rounds=1)
+    found = {}
+    with contexts.untouched():
+        for name, side in strategies.strategies(batch, job).items():
+            attnreg.reset_stats()
+            side.results()
+            found[name] = sides.ran()["backward"]
+    assert found == {
+        CHOSEN: "cpu", "attnreg, order": "cpu", "always cpu": "cpu", "always math": "math", TORCH: "torch",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", ["python", "compiled"])
+def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_there(
+    wanted, compiled_routers, monkeypatch
+):
+    aten.restore()
+    monkeypatch.setattr(compiled_routers, "_wanted", lambda: wanted)
+    monkeypatch.setattr(fronts, "LAYERS", 2)
+    monkeypatch.setattr(fronts, "SHAPES", (packed([5, 3], 2, 2, 8, False), dense(2, 5, 2, 2, 8, False)))
+    aten.ensure()
+    found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
+    assert [one.place for one in found] == [
+        (name, varlen, direction, compiled)
+        for compiled in ((False, True) if wanted == "compiled" else (False,))
+        for varlen in (True, False)
+        for name in ("cpu", "math")
+        for direction in ("forward", "backward")
+    ]
+    assert captured.compiled is (wanted == "compiled")
+    aten.restore()
+    aten._kept_out = False
+    assert all(one.host_us > 0 for one in found if one.direction == "forward")
+    assert policy.sources() == Sources()
+
+
+def test_calls_of_one_graph_have_the_gradients_of_each(routers):
+    batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
+    found = sides.layers_backward(sides.layers(batch.with_attnreg, batch.sets), batch.sets)
+    alone = [x for one in batch.sets for x in sides.forward_backward(batch.with_attnreg, one)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, alone, strict=True))
+    assert len({x.data_ptr() for x in found}) == 9
+
+
+def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
+    ran = []
+
+    def clock(timer, run, calls):
+        ran.append(calls)
+        return 6.0
+
+    monkeypatch.setattr(CpuTimer, "back_to_back", clock)
+    batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
+    runner = strategies.Runner.through(sides.Side(batch.with_attnreg, batch.sets, contexts.by_default), True)
+    assert runner.measure(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
+    assert ran == [2, 1] * 3
+
+
+def test_what_attnreg_may_choose_is_what_it_is_compared_with(routers):
+    inputs = torch.randn(3, 1, 2, 8, 16).unbind()
+    for among, expected in ((("cpu", "math"), "cpu"), (("math",), "math")):
+        attnreg.reset_stats()
+        with contexts.settings("order", among=among)():
+            torch.nn.functional.scaled_dot_product_attention(*inputs)
+        assert list(attnreg.stats().calls) == [expected]
+
+
+def test_a_backend_has_the_same_colour_in_every_picture():
+    for names in (["torch SDPA", "attnreg, measured", "attnreg, FA2"], ["always cuDNN", "always FA2"]):
+        found = plots._colours(names)
+        assert found[names[-1]] == plots.OF_BACKENDS["FA2"]
+        assert len(set(found.values())) == len(names)
+
+
+def test_ratios_are_to_the_best_of_each_yardstick():
+    front = {CHOSEN: 3.0, FIXED + "a": 4.0, FIXED + "b": 2.0, TORCH: 1.0}
+    found = ratios({"a": 1.5, "b": 6.0}, front)
+    assert found[DIRECT] == {CHOSEN: 2.0, FIXED + "a": 4.0 / 1.5, FIXED + "b": 2.0 / 1.5, TORCH: 1.0 / 1.5}
+    assert found[SAME_FRONT] == {CHOSEN: 1.5, FIXED + "a": 2.0, FIXED + "b": 1.0, TORCH: 0.5}
+    assert ratios({}, {CHOSEN: 3.0}) == {}
+
+
+def test_a_summary_has_the_geometric_mean_and_names_the_worst():
+    rows = [
+        row_of("one", "dense", {CHOSEN: 1.0, FIXED + "a": 4.0}, {"a": 1.0}),
+        row_of("two", "varlen", {CHOSEN: 4.0, FIXED + "a": 4.0}, {"a": 1.0}),
+    ]
+    found = {(r["yardstick"], r["group"], r["strategy"]): r for r in summary(rows)}
+    chosen = found[DIRECT, "all", CHOSEN]
+    assert chosen["mean"] == pytest.approx(2.0) and (chosen["worst"], chosen["worst_case"]) == (4.0, "two")
+    assert chosen["cases"] == 2 and found[DIRECT, "dense", CHOSEN]["cases"] == 1
+    assert found[DIRECT, "all", FIXED + "a"]["mean"] == pytest.approx(4.0)
+    assert (DIRECT, "decode", CHOSEN) not in found
+    by_name = {(aim["what"], aim["aim"]): aim for aim in aims(summary(rows), [])}
+    assert not by_name[f"forward, chosen / {DIRECT}, geometric mean", 1.02]["reached"]
+    assert by_name[f"forward, chosen / {SAME_FRONT}, worst", 1.15]["reached"]
+
+
+def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
+    rows = [
+        row_of("one", "dense", {CHOSEN: 1.0, TORCH: 2.0}, {}, BOTH),
+        row_of("two", "dense", {CHOSEN: 2.0, TORCH: 1.0}, {}, BOTH),
+        row_of("three", "varlen", {CHOSEN: 1.0, TORCH: 1.6}, {}, BOTH),
+        row_of("four", "varlen", {CHOSEN: 1.0}, {}, BOTH),
+    ]
+    found = {row["group"]: row for row in gains(rows)}
+    assert found["dense"]["mean"] == pytest.approx(1.0) and found["dense"]["worst"] == 0.5
+    assert (found["varlen"]["mean"], found["varlen"]["cases"]) == (pytest.approx(1.6), 1)
+    assert [aim["reached"] for aim in aims([], gains(rows))] == [False, True]
+
+
+def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
+    kernels, told = _registry.find("math").kernels(), []
+
+    def forward(*given):
+        told.append("forward")
+        return kernels.forward(*given)
+
+    def backward(*given):
+        told.append("backward")
+        return kernels.backward(*given)
+
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in "qkv"]
+    grad, call = torch.randn(1, 5, 2, 8), attnreg.Call(0.5, 5, 5, (-1, 0))
+    attention = called_directly(forward, backward, call)
+    out = attention(*inputs)
+    right, lse = kernels.forward(*(x.detach() for x in inputs), call)
+    assert torch.equal(out, right)
+    for got, wanted in zip(
+        torch.autograd.grad(out, inputs, grad),
+        kernels.backward(grad, *(x.detach() for x in inputs), right, lse, call),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    with torch.no_grad():
+        assert torch.equal(attention(*inputs), right)
+    assert told == ["forward", "backward", "forward"]
+    assert attnreg.stats().calls == {}
+
+
+def test_results_of_a_front_are_compared_in_the_contracts_layout():
+    for shape in (dense(2, 9, 4, 2, 8, True, "float32"), ragged(3, 12, 4, 1, 8, True, "float32"),
+                  decode(2, 3, 11, 2, 2, 8, "float32")):  # fmt: skip
+        batch = Batch(shape, CPU)
+        with attnreg.use_backend("math"):
+            side = sides.Side(batch.with_attnreg, batch.front_sets, contextlib.nullcontext)
+            results = side.results(shape.backward)
+        assert len(results) == (4 if shape.backward else 1)
+        assert batch.sample().verdict(batch.contract(results)).wrong == ""
+        wrong = [x.roll(1, 0) for x in results]
+        assert batch.sample().verdict(batch.contract(wrong)).wrong.startswith("out of sequence ")
+
+
+# What a call costs the host
+
+
+STEPS = {"forward, no grad", "forward, grad", BOTH}
+
+
+def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, routers):
+    monkeypatch.setattr("attnreg.bench.overhead_cpu.QUICK_CALLS", 2)
+    monkeypatch.setattr(overhead, "QUICK_CPU_SECONDS", 1e-6)
+    job = Job(CPU, ("cpu",), rounds=1, quick=True)
+    report = overhead.measure(job)
+    found = report.results
+    assert [row["name"] for row in found["routers"]] == [
+        f"{call}, {state}"
+        for call in ("aten op", "SDPA", "SDPA, with grad")
+        for state in ("torch alone", "nothing registered", "active")
+    ]
+    for part, pair in (
+        ("varlen", ("torch", "attnreg", "use_backend()", "backend=")),
+        ("called_directly", ("called directly", "attnreg")),
+    ):
+        forward = "forward with grad" if part == "varlen" else FORWARD
+        assert [row["name"] for row in found[part]] == [
+            f"{call}, {who}" for call in (forward, BOTH) for who in pair
+        ]
+    for rows in (found["routers"], found["varlen"], found["called_directly"]):
+        assert all(row["microseconds"] > 0 for row in rows) and 1.0 in {row["ratio"] for row in rows}
+    ours = {
+        "attnreg",
+        "attnreg, cpu",
+        "attnreg, cpu, use_backend()",
+        "called directly, cpu",
+        "autograd, nothing",
+    }
+    assert set(found["varlen_attn"]) == ours | {"attnreg, cpu, backend="}
+    assert set(found["SDPA"]) == ours | {"torch", "aten op, C++ autograd"}
+    assert all(set(one) == STEPS for name in overhead.FRONTS for one in found[name].values())
+    assert [line.partition(":")[0] for line in job.left_out] == ["varlen 2x2 h2 d8, torch"]  # a GPU's alone
+    assert [line.partition(":")[0] for line in report.told] == [
+        "varlen_attn, attnreg, cpu, use_backend()",
+        "varlen_attn, attnreg, cpu, backend=",
+        "SDPA, attnreg, cpu, use_backend()",
+    ]
+
+
+def test_overhead_on_a_gpu_has_both_fronts_with_and_without_autograds_thread(routers):
+    job = Job(torch.device("cuda"), ("cpu",), rounds=1)
+    for shape, only in (
+        (fronts.SHAPES[0], {"attnreg, cpu, backend="}),
+        (fronts.SHAPES[1], set()),
+    ):
+        batch = Batch(shape, CPU)
+        batch.device = job.device
+        assert set(overhead.sides(batch, job)) - only == {
+            "torch", "attnreg", "attnreg, cpu", "attnreg, cpu, use_backend()", "called directly, cpu",
+            f"torch, {overhead.ALONE}", f"attnreg, {overhead.ALONE}", overhead.OP, overhead.NOTHING,
+        }  # fmt: skip
+
+
+def test_each_way_to_name_a_backend_runs_it(routers):
+    job = Job(CPU, ("math",), rounds=1)
+    for shape in overhead.CPU_SHAPES:
+        for name, side in overhead.sides(Batch(shape, CPU), job).items():
+            if name.startswith("attnreg, math"):
+                attnreg.reset_stats()
+                side.results()
+                assert sides.ran() == {"forward": "math", "backward": "math"}, name
+
+
+def test_what_naming_a_backend_for_some_calls_costs_is_above_registering_it():
+    taken = {
+        "attnreg": dict.fromkeys(overhead.STEPS, 1.0),
+        "attnreg, cpu": {"forward, no grad": 5.0, "forward, grad": 6.0, BOTH: 40.0},
+        "attnreg, cpu, use_backend()": {"forward, no grad": 6.0, "forward, grad": 8.0, BOTH: 39.0},
+        "attnreg, cpu, backend=": {"forward, no grad": 5.0, "forward, grad": 8.5, BOTH: 41.0},
+        "attnreg, FA2, backend=": dict.fromkeys(overhead.STEPS, 1.0),
+    }
+    assert overhead.scoped_aims("SDPA", taken) == [
+        "SDPA, attnreg, cpu, use_backend(): +1.0, +2.0, -1.0 µs above registered, aim +2 at most: reached",
+        "SDPA, attnreg, cpu, backend=: +0.0, +2.5, +1.0 µs above registered, aim +2 at most: MISSED",
+    ]

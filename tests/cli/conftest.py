@@ -1,0 +1,55 @@
+"""Fixtures for tests of the command line."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+from typer.testing import CliRunner
+
+from attnreg import cli
+from attnreg.backends import math as math_backend
+from attnreg.contract import discovery
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch, one_thread):
+    """Print for 80 columns, whatever terminal runs the tests."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def call():
+    """Run a command in this process."""
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli.app, list(arguments), obj=[])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Install entry points; each is given as name to what its loading returns or raises."""
+
+    def install(**points):
+        class Point(EntryPoint):
+            def load(self):
+                found = points[self.name]
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+
+        made = [Point(name, f"{name}_package:BACKEND", discovery.GROUP) for name in points]
+        monkeypatch.setattr(discovery, "entry_points", lambda group: made)
+
+    return install
+
+
+@pytest.fixture
+def kernels():
+    """Return the kernels of the reference, to be changed."""
+    return math_backend.BACKEND.load()

@@ -1,0 +1,145 @@
+"""Promises of `attnreg explain`: every option reaches the call, and every backend has its reasons."""
+
+import json
+
+import pytest
+import torch
+
+import attnreg
+
+CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
+
+
+def spec(**options):
+    usual = {
+        "device": attnreg.Device("cpu"), "dtype": "bf16", "batch": 2, "max_q": 64, "max_k": 48,
+        "heads_q": 4, "heads_k": 2, "head_dim": 32, "head_dim_v": 32,
+    }  # fmt: skip
+    return attnreg.AttentionSpec(**{**usual, **options})
+
+
+def test_explain_prints_what_attnreg_explain_returns(call):
+    result = call("explain", *CALL, "--causal", "--backward")
+    assert result.exit_code == 0
+    expected = attnreg.explain(spec(window=(-1, 0), needs_backward=True))
+    assert result.output == f"{expected}\n"
+    found = json.loads(call("explain", *CALL, "--causal", "--backward", "--json").stdout)
+    assert found["runs"] is True
+    assert found["backend"] == found["forward"]["backend"] == expected.backend
+    assert found["backward"]["rejected"].keys() == expected.backward.rejected.keys()
+
+
+def test_explain_needs_no_gpu(call):
+    arguments = "--device sm_90 --dtype bf16 --q 2,4096,32,128 --kv 2,4096,8,128 --causal --backward"
+    result = call("explain", *arguments.split())
+    assert result.exit_code == 0
+    assert "simulated sm_90" in result.output
+    assert "query (2, 4096, 32, 128) · key (2, 4096, 8, 128)" in result.output
+    listed = [line.split()[0] for line in result.output.splitlines() if line.startswith("  ")]
+    assert set(attnreg.list_backends()) <= set(listed)
+
+
+FLAGS = ("bias", "alibi", "seqused-k", "deterministic")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--window 7,3", {"window": [7, 3]}),
+        ("--window 7,3 --causal", {"window": [7, 0]}),
+        ("--window 900,900", {"window": [-1, -1]}),
+        ("--varlen", {"varlen": True, "tokens_q": 128}),
+        ("--varlen --tokens-q 100 --tokens-k 90", {"tokens_q": 100, "tokens_k": 90}),
+        ("--scale 0.5", {"positive_scale": True}),
+        ("--scale -1", {"positive_scale": False}),
+        *((f"--{name}", {name.replace("-", "_"): True}) for name in FLAGS),
+        ("--dropout 0.1", {"dropout": 0.1}),
+        ("--paged 16", {"page_size": 16}),
+        ("--head-dim-v 64", {"head_dim": 32, "head_dim_v": 64}),
+        ("--num-splits 4", {"num_splits": 4}),
+        ("--capture", {"capturing": True}),
+        ("--backward", {"needs_backward": True}),
+        ("--dtype half", {"dtype": "float16"}),
+        ("--dtype float64", {"dtype": "float64"}),
+        ("--device sm_100", {"device": {"type": "cuda", "capability": [10, 0]}}),
+    ],
+)
+def test_every_option_of_explain_reaches_the_spec(call, options, expected):
+    found = json.loads(call("explain", *CALL, *options.split(), "--json").stdout)["spec"]
+    device = {"type": found["device"]["type"], "capability": found["device"]["capability"]}
+    assert {**found, "device": device}.items() >= expected.items()
+
+
+def test_every_field_of_a_spec_has_an_option(call):
+    plain = json.loads(call("explain", *CALL, "--json").stdout)["spec"]
+    everything = (
+        "--q 3,65,8,40 --kv 3,49,4,40 --device sm_90 --dtype fp32 --window 7,3 --varlen --tokens-q 100"
+        " --tokens-k 90 --dropout 0.1 --bias --alibi --paged 16 --seqused-k --head-dim-v 64 --num-splits 4"
+        " --deterministic --capture --backward --scale 0 --json"
+    )
+    found = json.loads(call("explain", *everything.split()).stdout)["spec"]
+    assert {field for field in plain if plain[field] == found[field]} == set()
+
+
+def test_explain_without_a_device_is_about_this_machine(call):
+    result = call("explain", "--q", "1,8,2,64")
+    assert f"forward on {'cuda' if torch.cuda.is_available() else 'cpu'}" in result.output
+
+
+def test_a_gpu_that_is_not_there_is_wrong_usage(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = call("explain", "--q", "1,8,2,64", "--device", "cuda:7")
+    assert result.exit_code == 2
+    assert "--device: got 'cuda:7', expected cuda:0 or cuda:1" in result.stderr
+
+
+@pytest.fixture
+def picky(fake, plugins):
+    """Install a backend that refuses everything but float16, and one that never loads."""
+    plugins(
+        picky=fake("picky", dtypes=("float16",), gqa=False).backend,
+        absent=fake("absent", unavailable=lambda: "not installed", install="pip install it").backend,
+        ruined=ImportError("no such symbol"),
+    )
+
+
+@pytest.mark.usefixtures("picky")
+def test_explain_lists_every_reason_of_every_backend_each_on_one_line(call):
+    lines = [line.strip() for line in call("explain", *CALL).output.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("picky"))
+    assert lines[start].split(maxsplit=1)[1] == "dtype must be float16, got bfloat16"
+    assert lines[start + 1] == "query and key must have as many heads, got 4 and 2"
+    assert "absent  can't load here: not installed; install it with: pip install it" in lines
+    assert "ruined  failed to load: ImportError: no such symbol" in lines
+
+
+@pytest.mark.usefixtures("picky")
+def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
+    refused = call("explain", *CALL, "--backend", "PICKY")
+    assert refused.exit_code == 1
+    assert refused.output.startswith("no attention backend can run this forward on cpu: --backend picky is")
+    obeyed = call("explain", *CALL, "--backend", "math", "--json")
+    assert obeyed.exit_code == 0
+    assert json.loads(obeyed.stdout)["source"] == "--backend math"
+    missing = call("explain", *CALL, "--backend", "absent")
+    assert missing.exit_code == 1
+    assert "--backend absent: absent can't load here: not installed" in missing.output
+
+
+@pytest.mark.usefixtures("picky")
+@pytest.mark.parametrize("options", ["--prefer picky,math", "--prefer picky --prefer Math"])
+def test_explain_prefers_as_use_backend_does(call, options):
+    result = call("explain", *CALL, *options.split())
+    assert result.exit_code == 0
+    assert result.output.startswith("forward on cpu: math, by --prefer picky,math")
+
+
+@pytest.mark.usefixtures("picky")
+def test_explain_is_1_when_nothing_can_run_the_call(call, monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "picky")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    result = call("explain", *CALL, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["runs"], found["backend"]) == (False, None)
+    assert "ATTNREG_STRICT makes that an error" in found["forward"]["refusal"]

@@ -1,0 +1,238 @@
+"""Promises of `attnreg run`: the program's attention changes, and nothing else about the program."""
+
+import json
+import os
+import sys
+import textwrap
+import zipfile
+
+import pytest
+from support.command_line import in_a_process
+
+from attnreg import _registry, cli
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Write programs to a folder of their own and work there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def run(monkeypatch, routers):
+    """Run a command line in this process, as its own would, and put back what that changes."""
+
+    def run(*arguments):
+        variables = dict(os.environ)
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "argv", ["attnreg", "run", *arguments])
+            changed.setattr(sys, "path", [*sys.path])
+            changed.setitem(sys.modules, "__main__", sys.modules["__main__"])
+            try:
+                cli.main()
+            finally:
+                os.environ.clear()
+                os.environ.update(variables)
+
+    return run
+
+
+def python(*arguments, **variables):
+    return in_a_process(*arguments, env={**os.environ, **variables})
+
+
+IMPORTS_ONLY_TORCH = """
+    import sys
+    import torch
+    import torch.nn.functional as F
+
+    query = torch.randn(1, 2, 8, 16, requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [(("-m", "attnreg", "run", "--backend", "Math"), {}), ((), {"ATTNREG_BACKEND": "math"})],
+    ids=["command", "variable"],
+)
+def test_a_program_that_imports_only_torch_runs_on_the_backend(here, command, variables):
+    here("train.py", IMPORTS_ONLY_TORCH + "    import attnreg\n    print(attnreg.stats().calls)\n")
+    done = python("-W", "error", *command, "train.py", **variables)
+    found = (done.returncode, done.stdout, done.stderr)
+    assert found == (0, "{'math': {'forward': 1, 'backward': 1}}\n", "")
+
+
+PICKY = """
+    from attnreg import Backend, Capabilities
+    from attnreg.backends.math import BACKEND as reference
+
+    BACKEND = Backend(
+        name="picky", forward=Capabilities(devices=("cpu",), dtypes=("float16",)), load=reference.load
+    )
+"""
+
+
+def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
+    file = here("train.py", IMPORTS_ONLY_TORCH + "    sys.exit(7)\n")
+    here("picky.py", PICKY)
+    here("picky-1.0.dist-info/entry_points.txt", "[attnreg.backends]\npicky = picky:BACKEND\n")
+    here("picky-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    options = ("--stats", "--backend", "picky,math", str(file))
+    path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
+    done = python("-m", "attnreg", "run", *options, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    printed = " ".join(done.stderr.split())
+    assert "What ran backend forward backward math 1 1" in printed
+    assert "What could not run, and why backend calls reason picky 1 dtype must be float16, got" in printed
+
+
+def test_stats_of_a_program_without_attention_say_so(here):
+    here("nothing.py", "")
+    done = python("-m", "attnreg", "run", "--stats", "--backend", "math", "nothing.py")
+    assert (done.returncode, done.stderr) == (0, "No attention call went through attnreg\n")
+
+
+# Saves what a program can see of how it was started.
+MIRROR = """
+    import json, sys
+
+    with open("seen.json", "w") as file:
+        main = sys.modules["__main__"]
+        same = vars(main) is globals()
+        json.dump([__name__, __file__, __package__, sys.argv, sys.path, same, main.__file__], file)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("mirror.py", "--backend", "x", "-m", "--", "--help"),
+        ("package/../mirror.py",),
+        ("link.py",),
+        ("package", "a"),
+        ("archive.zip", "a"),
+        ("-m", "mirror", "--json", "-x"),
+        ("-m", "package", "a"),
+        ("-m", "package.inner"),
+    ],
+    ids=lambda program: " ".join(program),
+)
+def test_a_program_sees_what_python_would_have_shown_it(here, run, program, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "package", raising=False)  # of the same test, elsewhere
+    file = here("mirror.py", MIRROR)
+    for name in ("package/__init__.py", "package/__main__.py", "package/inner.py"):
+        here(name, "" if "init" in name else MIRROR)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.py").symlink_to(here("real/target.py", MIRROR))
+    with zipfile.ZipFile("archive.zip", "w") as archive:
+        archive.write(file, "__main__.py")
+
+    assert python(*program).returncode == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    (tmp_path / "seen.json").unlink()
+    run("--backend", "math", *program)
+    seen_here = json.loads((tmp_path / "seen.json").read_text())
+    paths, paths_here = seen.pop(4), seen_here.pop(4)
+    if program[0] in ("package", "archive.zip"):  # the one difference: their path is made absolute
+        seen[3][0] = str(tmp_path / seen[3][0])
+    assert seen_here == seen
+    assert paths_here[0] == paths[0]
+
+
+def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, fake, tmp_path):
+    _registry.add(fake("other").backend, "here")
+    here("site.toml", "strict = false\n")
+    here(
+        "parent.py",
+        """
+        import subprocess, sys
+        code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'ATTNREG' in k}))"
+        with open("seen.json", "w") as file:
+            subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+        """,
+    )
+    for options, expected in (
+        (
+            "--backend math --backend other --config site.toml --strict",
+            {"BACKEND": "math,other", "CONFIG": str(tmp_path / "site.toml"), "STRICT": "1"},
+        ),
+        ("--disable other --no-strict", {"DISABLE": "other", "STRICT": "0"}),
+    ):
+        run(*options.split(), "parent.py")
+        seen = json.loads((tmp_path / "seen.json").read_text())
+        assert seen == {f"ATTNREG_{name}": value for name, value in expected.items()}
+
+
+def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
+    here(
+        "parent.py",
+        """
+        import multiprocessing, os
+
+        def backend(_):
+            return os.environ["ATTNREG_BACKEND"]
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(backend, [0]))
+        """,
+    )
+    done = python("-m", "attnreg", "run", "--backend", "math", "parent.py")
+    assert done.stdout == "['math']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("sys.exit(7)", SystemExit(7)),
+        ("sys.exit()", SystemExit()),
+        ("sys.exit('sorry')", SystemExit("sorry")),
+        ("raise SystemExit(0)", SystemExit(0)),
+        ("raise KeyboardInterrupt", KeyboardInterrupt()),
+        ("raise BrokenPipeError(32, 'gone')", BrokenPipeError(32, "gone")),
+        ("raise EOFError", EOFError()),
+        ("raise RuntimeError", RuntimeError()),
+    ],
+)
+def test_the_exit_code_and_the_exceptions_of_the_program_are_its_own(here, run, body, error):
+    here("program.py", f"import sys\n{body}")
+    with pytest.raises(type(error)) as raised:
+        run("program.py")
+    assert repr(raised.value) == repr(error)
+    assert raised.traceback[-1].path.name == "program.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--backend maht", "ATTNREG_BACKEND: no backend is named 'maht'; did you mean 'math'?"),
+        ("--backend math,,cpu", "ATTNREG_BACKEND: got 'math,,cpu', expected a name before and after"),
+        ("--disable maht", "ATTNREG_DISABLE: no backend is named 'maht'; did you mean 'math'?"),
+        ("--backend math --disable math", "ATTNREG_BACKEND and ATTNREG_DISABLE: both name math"),
+        ("--config no-such.toml", "can't be read (no such file or directory), expected a settings file"),
+        ("no-such.py", "got 'no-such.py', expected a program: there is no such file"),
+        ("-m .x", "-m: got '.x', expected a module"),
+        ("-m no_such_module", "-m: got 'no_such_module', expected a module"),
+        ("--", "Missing argument 'PROGRAM'"),
+    ],
+)
+def test_wrong_usage_fails_before_the_program_starts(here, run, tmp_path, capsys, arguments, message):
+    here("program.py", "open('started', 'w').close()")
+    program = () if "--" in arguments.split() else ("program.py",)
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments.split(), *program)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert message in printed.err
+    assert printed.err.startswith("attnreg: " if program else "Usage: ")
+    assert not (tmp_path / "started").exists()

@@ -1,0 +1,123 @@
+"""Promises of `attnreg verify`: what is wrong is found, counted and shown, and stops nothing else."""
+
+import json
+import math
+
+from support.command_line import broken_loader, rows, words
+
+import attnreg
+
+QUICK = ("verify", "--device", "cpu", "--case", "heads 4:")  # two dense cases and two packed ones
+
+
+def test_verify_passes_the_backends_of_this_machine(call):
+    assert list(rows(call(*QUICK, "--json"))) == attnreg.list_backends()
+    result = call(*QUICK, "--backend", "math")
+    assert result.exit_code == 0
+    assert "math on cpu, bfloat16" in result.output
+    (line,) = (line for line in result.output.splitlines() if line.startswith("  heads 4:2 "))
+    *numbers, state = line.split()[2:]
+    assert state == "right"
+    assert all(0 <= float(number) < 2 for number in numbers)
+    assert len(numbers) == 5
+
+
+def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins, kernels):
+    def double(*arguments):
+        out, lse = kernels.forward(*arguments)
+        return out * 2, lse
+
+    def nan_gradient(*arguments):
+        return tuple(grad * math.nan for grad in kernels.backward(*arguments))
+
+    def crash(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA")
+
+    plugins(
+        doubled=fake("doubled", load=lambda: kernels._replace(forward=double)).backend,
+        nan=fake("nan", load=lambda: kernels._replace(backward=nan_gradient)).backend,
+        crashes=fake("crashes", load=lambda: kernels._replace(forward=crash)).backend,
+        sound=fake("sound").backend,
+    )
+    result = call(*QUICK, "--json")
+    assert result.exit_code == 1
+    found = rows(result)
+    for name in ("doubled", "nan", "crashes"):
+        assert (found[name]["right"], found[name]["wrong"]) == (0, 4)
+    assert (found["sound"]["right"], found["sound"]["wrong"]) == (4, 0)
+    assert found["doubled"]["worst"]["ratio"] > 2
+    assert not found["doubled"]["rows"][0]["errors"]["out"]["passed"]
+    assert found["doubled"]["rows"][0]["errors"]["lse"]["passed"]
+    assert found["nan"]["rows"][0]["errors"]["dq"] == {
+        **found["nan"]["rows"][0]["errors"]["dq"], "passed": False, "error": None, "ratio": None
+    }  # fmt: skip
+    assert found["crashes"]["rows"][0]["failure"].startswith("RuntimeError: CUDA error: an illegal")
+    table = call(*QUICK)
+    assert table.exit_code == 1
+    assert "NaN" in table.output
+    assert sum(line.endswith("WRONG") for line in table.output.splitlines()) == 12
+    assert "TORCH_USE_CUDA_DSA" not in table.output  # the rest of a message is for the JSON
+
+
+def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, plugins):
+    plugins(
+        dense=fake("dense", varlen=False).backend, forward_only=fake("forward_only", backward=False).backend
+    )
+    found = rows(call(*QUICK, "--json"))
+    assert (found["dense"]["right"], found["dense"]["skipped"]) == (2, 2)
+    skipped = [row for row in found["dense"]["rows"] if row["state"] == "skipped"]
+    assert skipped[0]["reasons"] == ["input must be dense, got varlen"]
+    assert skipped[0]["errors"] == {}
+    assert found["forward_only"]["rows"][0]["errors"].keys() == {"out", "lse"}
+    assert found["forward_only"]["rows"][0]["reasons"] == ["has no backward"]
+    (line,) = (line for line in call(*QUICK).output.splitlines() if line.startswith("  dense  "))
+    assert line.split()[:4] == ["dense", "2", "0", "2"]
+
+
+def test_verify_goes_on_past_backends_that_cannot_run(call, fake, plugins, monkeypatch):
+    monkeypatch.setenv("ATTNREG_DISABLE", "unwanted")
+    plugins(
+        absent=fake("absent", unavailable=lambda: "not installed").backend,
+        crashes=fake("crashes", load=broken_loader).backend,
+        plugin=ImportError("no such symbol"),
+        unwanted=fake("unwanted").backend,
+        elsewhere=fake("elsewhere", devices=("cuda",)).backend,
+    )
+    result = call(*QUICK, "--json")
+    assert result.exit_code == 0
+    reasons = {name: row["reason"] for name, row in rows(result).items()}
+    assert reasons["absent"] == "can't load here: not installed"
+    assert reasons["crashes"].startswith("failed to load: ImportError: libcuda.so")
+    assert reasons["plugin"] == "failed to load: ImportError: no such symbol"
+    assert reasons["unwanted"] == "is disabled by ATTNREG_DISABLE"
+    assert reasons["elsewhere"] == "runs on cuda only"
+    assert "absent not run: can't load here: not installed" in words(call(*QUICK))
+
+
+def test_verify_fails_if_a_backend_that_was_named_cannot_run(call, fake, plugins):
+    plugins(absent=fake("absent", unavailable=lambda: "not installed").backend)
+    assert call(*QUICK, "--backend", "absent,math").exit_code == 1
+    assert call(*QUICK, "--backend", "absent").exit_code == 1
+
+
+def test_verify_takes_the_backends_dtypes_and_cases_that_are_named(call):
+    result = call(*QUICK, "--backend", "MATH", "--backend", "math", "--dtype", "fp32,fp64", "--json")
+    assert list(rows(result)) == ["math"]
+    dtypes = [row["dtype"] for row in rows(result)["math"]["rows"]]
+    assert dtypes == ["float32"] * 4 + ["float64"] * 4
+
+
+def test_verify_keeps_its_rows_when_it_is_interrupted(call, fake, plugins, kernels):
+    done = []
+
+    def forward(*arguments):
+        done.append(arguments)
+        if len(done) > 2:
+            raise KeyboardInterrupt
+        return kernels.forward(*arguments)
+
+    plugins(slow=fake("slow", load=lambda: kernels._replace(forward=forward)).backend)
+    result = call(*QUICK, "--backend", "slow", "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["finished"] is False
+    assert len(rows(result)["slow"]["rows"]) == 2

@@ -1,0 +1,277 @@
+"""Promises of loading a backend: once per process, with the cause kept, also with many threads."""
+
+import dataclasses
+import importlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry
+from attnreg.contract.discovery import Entry, discover
+from attnreg.errors import BackendUnavailableError, RegistrationError
+from attnreg.selection.decision import Policy, Preference, select
+
+ROOT = Path(attnreg.__file__).parent
+
+SPEC = attnreg.AttentionSpec(
+    device=attnreg.Device("cpu"), dtype="float32", batch=1, max_q=8, max_k=8, heads_q=2, heads_k=2,
+    head_dim=16, head_dim_v=16,
+)  # fmt: skip
+
+
+def counted(outcome):
+    """Return a function that does what it is told and a list that grows with every call of it."""
+    calls = []
+
+    def called(*_):
+        calls.append(None)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return called, calls
+
+
+def test_a_backend_is_loaded_once_per_process(fake):
+    kernels = attnreg.Kernels(print, print)
+    load, calls = counted(kernels)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    assert entry.kernels() is entry.kernels() is kernels
+    assert entry.kernel("forward") is entry.kernel("backward") is print
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("failure", [ImportError("no _C"), SystemExit(2), RuntimeError("driver too old")])
+def test_a_failing_load_is_tried_once_per_process_and_keeps_its_cause(fake, failure):
+    load, calls = counted(failure)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    assert entry.unavailable() == ""
+    assert entry.reasons(SPEC, "forward") == ()
+    reason = f"failed to load: {type(failure).__name__}: {failure}"
+    for _ in range(3):
+        with pytest.raises(BackendUnavailableError) as error:
+            entry.kernels()
+        assert str(error.value) == f"mine {reason}"
+        assert error.value.__cause__ is failure
+    assert len(calls) == 1
+    assert entry.unavailable() == reason
+    assert entry.reasons(SPEC, "forward") == (reason,)
+
+
+def test_a_failing_load_is_tried_once_however_many_ways_ask(fake, routers, ran):
+    load, calls = counted(ImportError("no _C"))
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    backend = fake("mine", load=load).backend
+    with attnreg.register_backend(backend, required=False):
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError):
+                attnreg.register_backend("mine")
+            with pytest.raises(BackendUnavailableError):
+                attnreg.use_backend("mine")
+        attnreg.install()
+        F.scaled_dot_product_attention(*inputs)
+    assert len(calls) == 1
+    assert "mine" not in ran()
+
+
+def test_an_interrupt_during_a_load_passes_and_the_load_is_tried_again(fake):
+    outcomes = [KeyboardInterrupt(), attnreg.Kernels(print, print)]
+
+    def load():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    with pytest.raises(KeyboardInterrupt):
+        entry.kernels()
+    assert entry.kernels().forward is print
+
+
+@pytest.mark.parametrize(
+    ("loaded", "reason"),
+    [
+        (None, "got None, expected Kernels"),
+        ((print, print), "got (<built-in function print>, <built-in function print>), expected Kernels"),
+        (attnreg.Kernels(print), "got no backward, but it declares one"),
+    ],
+)
+def test_a_load_that_returns_the_wrong_thing_makes_the_backend_unavailable(fake, loaded, reason):
+    entry = Entry("mine", "a test", fake("mine", load=lambda: loaded).backend)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernels()
+    assert str(error.value) == f"mine failed to load: RegistrationError: load() of mine: {reason}"
+    assert isinstance(error.value.__cause__, RegistrationError)
+
+
+def test_a_backend_that_declares_no_backward_loads_without_one(fake):
+    entry = Entry("mine", "a test", fake("mine", backward=False).backend)
+    assert entry.kernels().backward is None
+    assert entry.reasons(SPEC, "forward") == ()
+    assert entry.reasons(SPEC, "backward") == ("has no backward",)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernel("backward")
+    assert str(error.value) == "mine has no backward"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"unavailable": lambda: "needs a GPU"}, "can't load here: needs a GPU"),
+        (
+            {"unavailable": lambda: "not installed", "install": "pip install 'attnreg[fa4]'"},
+            "can't load here: not installed; install it with: pip install 'attnreg[fa4]'",
+        ),
+        (
+            {"unavailable": lambda: importlib.util.find_spec("no_such_parent.child") and None},
+            "can't load here: availability check failed: ModuleNotFoundError: "
+            "No module named 'no_such_parent'",
+        ),
+        ({"unavailable": lambda: 1 // 0}, "can't load here: availability check failed: ZeroDivisionError: "),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(fake, options, reason):
+    load, loads = counted(None)
+    entry = Entry("mine", "a test", fake("mine", load=load, **options).backend)
+    assert entry.unavailable().startswith(reason)
+    with pytest.raises(BackendUnavailableError) as error:
+        entry.kernels()
+    assert str(error.value) == f"mine {entry.unavailable()}"
+    assert loads == []
+
+
+def test_availability_is_probed_once_per_process(fake):
+    probe, calls = counted(None)
+    entry = Entry("mine", "a test", fake("mine", unavailable=probe).backend)
+    entry.kernels()
+    assert [entry.unavailable() for _ in range(3)] == ["", "", ""]
+    assert len(calls) == 1
+
+
+def test_what_is_missing_here_is_no_reason_against_a_simulated_device_but_a_failed_load_is(fake):
+    there = dataclasses.replace(SPEC, device=attnreg.Device.parse("sm_90"))
+    absent = fake("mine", devices=("cuda", "cpu"), unavailable=lambda: "needs a GPU").backend
+    entry = Entry("mine", "a test", absent)
+    assert entry.reasons(SPEC, "forward") == ("can't load here: needs a GPU",)
+    assert entry.reasons(there, "forward") == ()
+    broken = Entry("mine", "a test", absent, cause=ImportError("no _C"))
+    assert broken.reasons(there, "forward") == ("failed to load: ImportError: no _C",)
+
+
+def test_why_it_cannot_load_stands_before_why_it_cannot_run_the_call(fake):
+    backend = fake("mine", dtypes=("float16",), gqa=False, unavailable=lambda: "needs a GPU").backend
+    spec = dataclasses.replace(SPEC, heads_k=1)
+    assert Entry("mine", "a test", backend).reasons(spec, "forward") == (
+        "can't load here: needs a GPU",
+        "dtype must be float16, got float32",
+        "query and key must have as many heads, got 2 and 1",
+    )
+
+
+def refuse_long(spec):
+    return (f"max_q must be at most 4, got {spec.max_q}",) if spec.max_q > 4 else ()
+
+
+def fail(spec):
+    raise KeyError("max_q")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reasons"),
+    [
+        (None, ()),
+        (lambda spec: (), ()),
+        (lambda spec: [], ()),
+        (refuse_long, ("max_q must be at most 4, got 8",)),
+        (fail, ("check failed: KeyError: 'max_q'",)),
+        (lambda spec: None, ("check failed: TypeError: 'NoneType' object is not iterable",)),
+        (
+            lambda spec: "too long",
+            ("check failed: TypeError: refuses() returned 'too long', expected a tuple of reasons",),
+        ),
+    ],
+)
+def test_a_backends_own_check_adds_its_reasons_and_a_failing_one_is_a_reason(fake, refuses, reasons):
+    entry = Entry("mine", "a test", fake("mine", refuses=refuses).backend)
+    assert entry.reasons(SPEC, "forward") == reasons
+
+
+def test_a_check_that_fails_is_a_fallback_and_in_strict_mode_an_error(fake):
+    entries = {
+        name: Entry(name, "a test", fake(name, refuses=refuses).backend)
+        for name, refuses in (("mine", fail), ("other", None))
+    }
+    asked = (Preference("register_backend('mine')", ("mine",)),)
+    decision = select(SPEC, "forward", entries, Policy(asked))
+    assert (decision.backend, decision.passed_over) == ("other", ("mine",))
+    assert decision.rejected == {"mine": ("check failed: KeyError: 'max_q'",)}
+    assert select(SPEC, "forward", entries, Policy(asked, strict="ATTNREG_STRICT")).backend is None
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [(lambda: "2.8.3", "2.8.3"), (lambda: None, ""), (lambda: 1 // 0, ""), (lambda: (2, 8), "(2, 8)")],
+)
+def test_a_version_is_text_or_nothing_and_never_an_error(fake, version, shown):
+    assert Entry("mine", "a test", fake("mine", version=version).backend).version() == shown
+
+
+def in_threads(function, count=8):
+    """Return what `function` returned in each of many threads that start at once."""
+    barrier = threading.Barrier(count)
+
+    def run():
+        barrier.wait()
+        return function()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(run) for _ in range(count)]]
+
+
+def slowly(outcome, calls):
+    def called():
+        calls.append(None)
+        time.sleep(0.05)  # gives every other thread the time to come by
+        return outcome() if callable(outcome) else outcome
+
+    return called
+
+
+def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake):
+    calls = []
+    load = slowly(lambda: attnreg.Kernels(print, print), calls)
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    kernels = in_threads(entry.kernels)
+    assert len({id(found) for found in kernels}) == 1
+    assert len(calls) == 1
+
+
+def test_eight_threads_that_discover_at_once_get_one_whole_registry_of_one_discovery(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_registry, "discover", slowly(discover, calls))
+    seen = in_threads(_registry.entries)
+    assert len({id(entries) for entries in seen}) == 1
+    assert len(calls) == 1
+    assert "math" in seen[0]
+
+
+def test_eight_threads_can_make_the_first_call_at_once(fake, routers, ran):
+    calls = []
+    recorder = fake("mine")
+    kernels = attnreg.Kernels(recorder.forward, recorder.backward)
+    backend = dataclasses.replace(recorder.backend, load=slowly(kernels, calls))
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    expected = F.scaled_dot_product_attention(*inputs)
+    ran()
+    with attnreg.register_backend(backend):
+        for out in in_threads(lambda: F.scaled_dot_product_attention(*inputs)):
+            torch.testing.assert_close(out, expected)
+    assert len(calls) == 1
+    assert ran() == {"mine": (8, 0)}

@@ -1,0 +1,100 @@
+"""Promises of the check at a call's own size: right results pass, and one that is wrong there doesn't."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnreg import _registry
+from attnreg.measure import Case, Sample, copies
+
+CPU = torch.device("cpu")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def dense(len_q, len_k=None, batch=2, **options):
+    lens = {"lens_q": (len_q,) * batch, "lens_k": (len_q if len_k is None else len_k,) * batch}
+    return Case(**({"name": "any", "heads": (4, 4), "dims": (16, 16)} | lens | options))
+
+
+CASES = {
+    "dense": dense(70),
+    "causal": dense(70, window=(-1, 0)),
+    "fewer key heads": dense(40, heads=(4, 2)),
+    "window": dense(90, window=(5, 3)),
+    "more queries than keys": dense(60, 20, window=(-1, 0)),
+    "packed": dense(1, lens_q=(80, 7, 0, 33, 80), lens_k=(80, 7, 5, 33, 80), varlen=True),
+    "one query": dense(1, 99),
+    "float32": dense(64, dtype="float32"),
+    "long and causal": dense(1500, batch=1, window=(-1, 0)),
+    "one key": dense(8, 1),
+    "one key, float32": dense(8, 1, dtype="float32"),
+    "itself alone": dense(40, window=(0, 0)),
+    "large values": dense(64, magnitude=3.0, window=(-1, 0)),
+    "deterministic": dense(33, deterministic=True),
+}
+
+
+def results_of(case):
+    given = copies(case, CPU, 1)[0]
+    kernels = _registry.find("math").kernels()
+    out, lse = kernels.forward(*given[:3], given.call)
+    grads = kernels.backward(given.grad_out, *given[:3], out, lse, given.call)
+    return given, dict(zip(NAMES, (out, lse, *grads), strict=True))
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def results(request):
+    given, found = results_of(request.param)
+    return Sample(request.param, given), found
+
+
+def test_what_is_right_passes(results):
+    sample, found = results
+    error, wrong = sample.verdict(found)
+    assert 0.0 < error <= 1.0 and wrong == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", ["not finite", "another sequence's", "scaled"])
+def test_what_is_wrong_does_not(results, name, fault):
+    sample, found = results
+    right = found[name]
+    # Where little is left of the terms that a gradient is the sum of, its own size is too little to see.
+    if (name == "lse" and fault == "not finite") or (fault == "scaled" and right.abs().max() < 0.01):
+        return
+    changed = {
+        "not finite": lambda x: x.clone().index_fill_(0, torch.tensor(0), torch.nan),
+        "another sequence's": lambda x: torch.flip(x, (0,)) + 1,
+        "scaled": lambda x: x * 3,
+    }[fault](right)
+    error, wrong = sample.verdict({**found, name: changed})
+    assert wrong.startswith(f"{name} has values" if fault == "not finite" else f"{name} of sequence ")
+    assert not error <= 1.0
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_the_far_end_of_a_long_causal_call_counts_as_much_as_its_beginning(name):
+    case = CASES["long and causal"]
+    given, found = results_of(case)
+    found[name] = found[name].clone()
+    found[name][:, 600:] = 0
+    assert Sample(case, given).verdict(found).wrong.startswith(f"{name} of sequence 0, key head ")
+
+
+def test_results_computed_some_rows_at_a_time_are_those_of_all_rows(monkeypatch):
+    case = dataclasses.replace(CASES["long and causal"], dtype="float32", heads=(4, 2))
+    given, found = results_of(case)
+    at_once = Sample(case, given).errors(found)
+    monkeypatch.setattr("attnreg.measure.sample.SCORES", 1500 * 97)
+    for part, errors in Sample(case, given).errors(found).items():
+        for name, error in errors.items():
+            assert error.kernel == pytest.approx(at_once[part][name].kernel, rel=1e-6)
+
+
+def test_a_forward_alone_is_compared_without_gradients():
+    case = dense(40)
+    given, found = results_of(case)
+    sample = Sample(case, given, backward=False)
+    forward = {"out": found["out"], "lse": found["lse"]}
+    assert sample.verdict(forward).wrong == "" and sample.verdict({"out": found["out"] * 2}).wrong

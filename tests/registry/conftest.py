@@ -1,0 +1,54 @@
+"""Fixtures of the tests of registration."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry, aten
+from attnreg.contract.discovery import Entry
+from attnreg.selection import policy
+
+
+@pytest.fixture
+def sdpa(ran):
+    """Run a small call and return the name of the backend that ran it, or "torch" for torch's own."""
+    inputs = torch.randn(3, 1, 2, 8, 16)
+
+    def run():
+        ran()
+        F.scaled_dot_product_attention(*inputs)
+        return next(iter(ran()), "torch")
+
+    return run
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Make backends known, as if they had been discovered: `known(backend, ...)`; math stays."""
+
+    def make(*backends):
+        entries = {"math": _registry.find("math")}
+        for backend in backends:
+            entries[backend.name.casefold()] = Entry(backend.name, "a test", backend)
+        monkeypatch.setattr(_registry, "_entries", entries)
+        _registry.changed()
+
+    return make
+
+
+@pytest.fixture
+def everything():
+    """Return a function that reads all that a failing registration has to leave as it was."""
+
+    def read():
+        return (
+            _registry.entries(),
+            _registry.registrations(),
+            policy.sources(),
+            policy._active,
+            aten._library,
+            attnreg.list_backends(),
+        )
+
+    return read

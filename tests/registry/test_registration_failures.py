@@ -1,0 +1,236 @@
+"""Promises of `register_backend` and `install`: what fails changes nothing."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry, aten
+from attnreg.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    RegistrationError,
+    UnknownBackendError,
+)
+from attnreg.selection import policy
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FA5", "no backend is named 'FA5'; did you mean 'FA4'? known backends: math, FA4, cuDNN"),
+        ("mth", "no backend is named 'mth'; did you mean 'math'? known backends: math, FA4, cuDNN"),
+        ("cudn", "no backend is named 'cudn'; did you mean 'cuDNN'? known backends: math, FA4, cuDNN"),
+        ("zzz", "no backend is named 'zzz'; known backends: math, FA4, cuDNN"),
+        ("", "no backend is named ''; known backends: math, FA4, cuDNN"),
+        (None, "no backend is named None; known backends: math, FA4, cuDNN"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest_and_leaves_what_was_active_active(
+    fake, known, sdpa, name, message, everything
+):
+    known(fake("FA4").backend, fake("cuDNN").backend)
+    attnreg.register_backend("cudnn")
+    before = everything()
+    with pytest.raises(UnknownBackendError) as error:
+        attnreg.register_backend(name)
+    assert str(error.value) == message
+    assert everything() == before
+    assert sdpa() == "cuDNN"
+
+
+MISSING = "needs flash-attn-4>=4.0, found 3.1"
+HINT = "pip install 'attnreg[fa4]'"
+
+
+def test_a_backend_that_cannot_load_says_why_and_what_to_install_and_leaves_what_was_active_active(
+    fake, known, sdpa, everything
+):
+    known(fake("FA4", unavailable=lambda: MISSING, install=HINT).backend, fake("other").backend)
+    attnreg.register_backend("other")
+    before = everything()
+    with pytest.raises(BackendUnavailableError) as error:
+        attnreg.register_backend("fa4")
+    assert str(error.value) == f"FA4 can't load here: {MISSING}; install it with: {HINT}"
+    assert everything() == before
+    assert sdpa() == "other"
+
+
+def test_a_backend_whose_load_fails_keeps_the_cause_and_leaves_what_was_active_active(
+    fake, known, sdpa, everything
+):
+    def load():
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    known(fake("FA4", load=load).backend, fake("other").backend)
+    attnreg.register_backend("other")
+    before = everything()
+    with pytest.raises(BackendUnavailableError) as error:
+        attnreg.register_backend("fa4")
+    assert str(error.value) == "FA4 failed to load: ImportError: undefined symbol: _ZN3c10"
+    assert isinstance(error.value.__cause__, ImportError)
+    assert everything() == before
+    assert sdpa() == "other"
+
+
+def test_a_backend_object_that_cannot_load_is_not_kept(fake, everything):
+    before = everything()
+    with pytest.raises(BackendUnavailableError):
+        attnreg.register_backend(fake("mine", unavailable=lambda: MISSING).backend)
+    assert everything() == before
+
+
+def test_where_it_is_not_required_what_cannot_load_is_logged_and_what_was_active_stays_active(
+    fake, known, sdpa, caplog, everything
+):
+    known(fake("FA4", unavailable=lambda: MISSING, install=HINT).backend, fake("other").backend)
+    attnreg.register_backend("other")
+    before = everything()
+    handle = attnreg.register_backend("fa4", required=False)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"FA4 can't load here: {MISSING}; install it with: {HINT}; going on without it")
+    ]
+    assert everything() == before
+    assert sdpa() == "other"
+    assert repr(handle) == "<attnreg.Handle 'FA4', removed>"
+    handle.remove()
+    assert sdpa() == "other"
+
+
+def test_where_it_is_not_required_and_loads_it_is_registered_like_any_other(fake, sdpa, caplog):
+    with attnreg.register_backend(fake("mine").backend, required=False):
+        assert sdpa() == "mine"
+    assert caplog.records == []
+
+
+def test_where_it_is_not_required_the_name_has_to_exist_all_the_same():
+    with pytest.raises(UnknownBackendError, match="no backend is named 'FA5'"):
+        attnreg.register_backend("FA5", required=False)
+
+
+def test_an_object_that_is_not_required_and_cannot_load_is_known_until_its_handle_is_removed(fake):
+    backend = fake("mine", unavailable=lambda: MISSING).backend
+    handle = attnreg.register_backend(backend, required=False)
+    assert "mine" in attnreg.list_backends()
+    handle.remove()
+    assert "mine" not in attnreg.list_backends()
+
+
+def test_what_cannot_load_installs_no_router(fake):
+    aten.restore()
+    attnreg.register_backend(fake("mine", unavailable=lambda: MISSING).backend, required=False)
+    with pytest.raises(BackendUnavailableError):
+        attnreg.register_backend(fake("other", unavailable=lambda: MISSING).backend)
+    assert not aten.installed()
+
+
+def test_a_second_backend_of_a_name_is_refused_with_both_origins_and_the_first_stays(fake, sdpa, everything):
+    first = fake("mine")
+    attnreg.register_backend(first.backend)
+    before = everything()
+    with pytest.raises(RegistrationError) as error:
+        attnreg.register_backend(fake("MINE").backend)
+    here = re.escape(__file__)
+    assert re.fullmatch(
+        rf"a backend named 'mine' is there already \(registered at {here}:\d+\); "
+        rf"got another, registered at {here}:\d+, expected a name of its own",
+        str(error.value),
+    )
+    assert everything() == before
+    assert sdpa() == "mine"
+    assert len(first.forwards) == 1
+
+
+def test_no_backend_can_take_the_name_of_one_that_comes_with_attnreg(fake):
+    with pytest.raises(RegistrationError) as error:
+        attnreg.register_backend(fake("Math").backend)
+    assert str(error.value).startswith(
+        "a backend named 'math' is there already (attnreg.backends.math); got another, registered at "
+    )
+
+
+@pytest.fixture
+def no_routers(monkeypatch):
+    """Make installing the routers fail half-way, the third op being one that torch won't take."""
+    aten.restore()
+    register, calls = aten._register, []
+
+    def fails(library, op, key, function):
+        calls.append(op)
+        if len(calls) == 3:
+            raise RuntimeError(f"no {key} kernel can be registered for {op}")
+        register(library, op, key, function)
+
+    monkeypatch.setattr(aten, "_register", fails)
+    return calls
+
+
+def test_routers_that_fail_to_install_leave_everything_as_it_was(fake, known, no_routers, everything):
+    known(fake("other").backend)
+    inputs = torch.randn(3, 1, 2, 8, 16)
+    expected = F.scaled_dot_product_attention(*inputs)
+    before = everything()
+    for backend in ("other", fake("mine").backend):
+        no_routers.clear()
+        with pytest.raises(RegistrationError) as error:
+            attnreg.register_backend(backend)
+        op = no_routers[2]
+        assert re.fullmatch(
+            f"routers can't be installed: no C[A-Z]+ kernel can be registered for {op}; "
+            "every op is as it was",
+            str(error.value),
+        )
+        assert isinstance(error.value.__cause__, RuntimeError)
+        assert everything() == before
+    assert attnreg.stats().calls == {}
+    torch.testing.assert_close(F.scaled_dot_product_attention(*inputs), expected, rtol=0, atol=0)
+    with pytest.raises(
+        NotImplementedError
+    ):  # the one op of the two that has no kernel on a CPU but a router's
+        torch.ops.aten._flash_attention_forward(
+            *torch.randn(3, 1, 8, 2, 16), None, None, 8, 8, 0.0, False, False
+        )
+
+
+def test_routers_that_fail_to_install_leave_the_settings_as_they_were(
+    no_routers, tmp_path, monkeypatch, everything
+):
+    file = tmp_path / "attnreg.toml"
+    file.write_text('log_level = "debug"')
+    policy.sources()
+    before = everything()
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    for change in (
+        lambda: attnreg.configure(file),
+        lambda: attnreg.configure({"strict": True}),
+        attnreg.reload,
+    ):
+        no_routers.clear()
+        with pytest.raises(RegistrationError, match="routers can't be installed"):
+            change()
+        assert everything() == before
+    assert policy.current() == attnreg.selection.decision.Policy()
+
+
+def test_routers_that_fail_to_install_leave_install_undone(no_routers, everything):
+    before = everything()
+    with pytest.raises(RegistrationError, match="routers can't be installed"):
+        attnreg.install()
+    assert everything() == before
+
+
+def test_settings_that_cannot_be_read_are_an_error_before_anything_changes(fake, monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "maybe")
+    before = (_registry._registrations, aten._library)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            attnreg.register_backend(fake("mine").backend)
+        assert str(error.value) == (
+            "ATTNREG_STRICT: got 'maybe', expected one of 1, true, yes, on, 0, false, no, off"
+        )
+    assert (_registry._registrations, aten._library) == before
+    assert "mine" not in attnreg.list_backends()

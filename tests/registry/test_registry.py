@@ -1,0 +1,293 @@
+"""Promises of `register_backend`: what it asks for holds, can be taken back, and fails whole."""
+
+import copy
+import pickle
+
+import pytest
+
+import attnreg
+from attnreg import _registry, api, aten
+from attnreg.errors import (
+    InvalidInputError,
+    RegistrationError,
+)
+from attnreg.selection import policy
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+
+# Registering
+
+
+@pytest.mark.parametrize("name", ["math", "MATH", "Math", "  math "])
+def test_a_name_in_any_case_registers_the_backend(name, sdpa):
+    assert sdpa() == "torch"
+    with attnreg.register_backend(name) as handle:
+        assert handle.backend == "math"
+        assert sdpa() == "math"
+
+
+def test_a_backend_object_is_known_and_runs_while_it_is_registered(fake, sdpa):
+    mine = fake("mine")
+    with attnreg.register_backend(mine.backend):
+        assert "mine" in attnreg.list_backends()
+        assert sdpa() == "mine"
+    assert len(mine.forwards) == 1
+    assert "mine" not in attnreg.list_backends()
+    assert sdpa() == "torch"
+
+
+def test_registering_installs_the_routers_if_they_are_not_installed():
+    aten.restore()
+    assert not aten.installed()
+    with attnreg.register_backend("math"):
+        assert aten.installed()
+
+
+def test_a_registration_governs_the_devices_that_its_backend_serves(fake):
+    attnreg.register_backend(fake("mine", devices=("cpu", "xpu")).backend)
+    assert [r.devices for r in _registry.registrations()] == [("cpu", "xpu")]
+
+
+@pytest.mark.parametrize(
+    ("devices", "governed"),
+    [
+        ("cpu", ("cpu",)),
+        ("CUDA", ("cuda",)),
+        ("sm_90", ("sm_90",)),
+        (["cpu", "sm_100"], ("cpu", "sm_100")),
+        (iter(("cuda", "cpu")), ("cuda", "cpu")),
+    ],
+)
+def test_devices_say_where_it_leads(devices, governed):
+    attnreg.register_backend("math", devices=devices)
+    assert [r.devices for r in _registry.registrations()] == [governed]
+
+
+def test_a_backend_leads_on_no_other_devices_than_it_was_registered_for(fake, known, sdpa):
+    known(fake("mine", devices=("cpu", "cuda")).backend)
+    with attnreg.register_backend("mine", devices="cuda"):
+        assert sdpa() == "cpu"  # torch's own kernel, counted as what it is: something is registered
+    with attnreg.register_backend("mine", devices="cpu"):
+        assert sdpa() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "message"),
+    [
+        ("cuda", RegistrationError, "devices: got cuda, expected some of cpu, xpu, which mine serves"),
+        ("sm_90", RegistrationError, "devices: got cuda, expected some of cpu, xpu, which mine serves"),
+        (
+            ["cpu", "mps", "cuda"],
+            RegistrationError,
+            "devices: got cuda, mps, expected some of cpu, xpu, which mine serves",
+        ),
+        ([], RegistrationError, "devices: got none, expected some of cpu, xpu, which mine serves"),
+        (
+            ["cpu", "xpu:1"],
+            RegistrationError,
+            "devices: got xpu:1, expected a kind of device ('cuda', 'sm_90'), not one of it",
+        ),
+        ("gpu 0", InvalidInputError, "device: got 'gpu 0', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
+    ],
+)
+def test_devices_that_it_cannot_lead_are_refused_and_nothing_changes(
+    fake, known, devices, kind, message, everything
+):
+    known(fake("mine", devices=("cpu", "xpu")).backend)
+    attnreg.register_backend("math")
+    before = everything()
+    with pytest.raises(kind) as error:
+        attnreg.register_backend("mine", devices=devices)
+    assert str(error.value) == message
+    assert everything() == before
+
+
+def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, fake, known, caplog, sdpa):
+    known(fake("mine").backend)
+    monkeypatch.setenv("ATTNREG_DISABLE", "MINE")
+    attnreg.register_backend("mine")
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "mine is registered, but it is disabled by ATTNREG_DISABLE and won't run")
+    ]
+    assert sdpa() == "cpu"
+
+
+# Several registrations
+
+
+def test_of_several_registrations_the_newest_leads_and_removal_returns_to_the_one_before(fake, sdpa):
+    first = attnreg.register_backend(fake("first").backend)
+    second = attnreg.register_backend(fake("second").backend)
+    third = attnreg.register_backend(fake("third").backend)
+    assert sdpa() == "third"
+    third.remove()
+    assert sdpa() == "second"
+    second.remove()
+    assert sdpa() == "first"
+    first.remove()
+    assert sdpa() == "torch"
+
+
+def test_removing_an_older_registration_leaves_the_newest_leading(fake, sdpa):
+    first = attnreg.register_backend(fake("first").backend)
+    second = attnreg.register_backend(fake("second").backend)
+    first.remove()
+    assert sdpa() == "second"
+    second.remove()
+    assert sdpa() == "torch"
+
+
+def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles_to_undo(fake, sdpa):
+    mine = fake("mine").backend
+    first = attnreg.register_backend(mine)
+    attnreg.register_backend("math")
+    again = attnreg.register_backend(mine)
+    assert sdpa() == "mine"
+    again.remove()
+    assert sdpa() == "math"
+    first.remove()
+    assert sdpa() == "math"
+
+
+def test_what_the_newest_cannot_run_goes_to_the_registration_before(fake, sdpa):
+    attnreg.register_backend(fake("wide").backend)
+    attnreg.register_backend(fake("narrow", dtypes=("float16",)).backend)
+    assert sdpa() == "wide"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_backend_of_the_programs_own_goes_with_its_last_handle_in_whatever_order(fake, order):
+    mine = fake("mine").backend
+    handles = [attnreg.register_backend(mine), attnreg.register_backend("MINE")]
+    handles[order[0]].remove()
+    assert "mine" in attnreg.list_backends()
+    handles[order[1]].remove()
+    assert "mine" not in attnreg.list_backends()
+
+
+def test_a_discovered_backend_outlives_its_handles():
+    attnreg.register_backend("math").remove()
+    assert "math" in attnreg.list_backends()
+
+
+def test_a_name_is_free_again_once_its_backend_has_gone(fake, sdpa):
+    attnreg.register_backend(fake("mine").backend).remove()
+    attnreg.register_backend(fake("MINE").backend)
+    assert sdpa() == "MINE"
+
+
+# Handles
+
+
+def test_removing_twice_is_removing_once(fake, sdpa):
+    handle = attnreg.register_backend(fake("mine").backend)
+    attnreg.register_backend("math")
+    for _ in range(3):
+        handle.remove()
+        assert sdpa() == "math"
+    assert len(_registry.registrations()) == 1
+
+
+def test_a_handle_removed_late_takes_nothing_of_a_later_backend_of_that_name(fake, sdpa):
+    old = attnreg.register_backend(fake("mine").backend)
+    old.remove()
+    later = fake("mine")
+    attnreg.register_backend(later.backend)
+    old.remove()
+    assert sdpa() == "mine"
+    assert len(later.forwards) == 1
+
+
+def test_a_handle_ends_its_registration_with_the_block_also_when_the_block_fails(fake, sdpa):
+    with pytest.raises(ZeroDivisionError), attnreg.register_backend(fake("mine").backend) as handle:
+        assert isinstance(handle, attnreg.Handle)
+        assert sdpa() == "mine"
+        1 / 0  # noqa: B018
+    assert sdpa() == "torch"
+
+
+def test_a_handle_tells_its_backend_and_whether_it_still_holds():
+    handle = attnreg.register_backend("MATH")
+    assert handle.backend == "math"
+    assert repr(handle) == "<attnreg.Handle 'math', registered>"
+    handle.remove()
+    assert repr(handle) == "<attnreg.Handle 'math', removed>"
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_handle_cannot_be_copied_or_pickled_and_says_what_to_do_instead(copied):
+    with attnreg.register_backend("math") as handle, pytest.raises(TypeError) as error:
+        copied(handle)
+    assert str(error.value) == (
+        "a Handle can't be pickled or copied: it undoes a change of this process; "
+        "register the backend in the other process, or set ATTNREG_BACKEND for both"
+    )
+
+
+def test_a_handle_that_is_collected_ends_nothing(sdpa):
+    attnreg.register_backend("math")
+    assert sdpa() == "math"
+
+
+# Listing, installing, uninstalling
+
+
+def test_all_known_backends_are_listed_by_the_names_they_give_themselves(fake, known):
+    known(fake("FA4", unavailable=lambda: "needs a GPU").backend, fake("cuDNN", devices=("cuda",)).backend)
+    assert attnreg.list_backends() == ["math", "FA4", "cuDNN"]
+
+
+def test_the_list_is_the_callers_to_change():
+    attnreg.list_backends().clear()
+    assert "math" in attnreg.list_backends()
+
+
+def test_installing_serves_torchs_entry_points_though_nothing_is_registered(sdpa):
+    assert sdpa() == "torch"
+    attnreg.install()
+    attnreg.install()
+    assert sdpa() == "cpu"
+    attnreg.uninstall()
+    assert sdpa() == "torch"
+
+
+def test_uninstalling_keeps_the_registrations_for_the_next_install(fake, sdpa):
+    attnreg.register_backend(fake("mine").backend)
+    attnreg.uninstall()
+    assert not aten.installed()
+    assert sdpa() == "torch"
+    attnreg.install()
+    assert sdpa() == "mine"
+
+
+def test_removing_the_last_registration_leaves_the_routers_in_and_out_of_the_way(fake, sdpa):
+    attnreg.register_backend(fake("mine").backend).remove()
+    assert aten.installed()
+    assert not policy.is_active()
+    assert sdpa() == "torch"
+
+
+def test_a_thousand_registrations_leave_nothing_behind(fake, sdpa):
+    mine = fake("mine").backend
+    before = (_registry.registrations(), attnreg.list_backends())
+    for _ in range(1000):
+        attnreg.register_backend(mine).remove()
+    assert (_registry.registrations(), attnreg.list_backends()) == before
+    assert sdpa() == "torch"
+
+
+def test_a_backend_dropped_between_its_loading_and_its_registration_is_taken_in_again(
+    fake, monkeypatch, sdpa
+):
+    mine = fake("mine").backend
+    other = attnreg.register_backend(mine)
+    # As another thread would do while this one installs the routers.
+    monkeypatch.setattr(aten, "ensure", other.remove)
+    attnreg.register_backend("mine")
+    assert sdpa() == "mine"
+    assert "mine" in attnreg.list_backends()
+
+
+def test_every_name_of_the_module_is_public_api():
+    assert set(api.__all__) <= set(attnreg.__all__)

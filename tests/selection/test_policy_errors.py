@@ -1,0 +1,298 @@
+"""Promises of the policy about what is wrong: settings, the environment, contradictions, missing packages."""
+
+import dataclasses
+
+import pytest
+from support.policies import SPEC, decided, refusal, sdpa
+
+import attnreg
+from attnreg import _registry
+from attnreg.contract.discovery import Entry
+from attnreg.dispatch import scope
+from attnreg.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    UnknownBackendError,
+)
+from attnreg.selection import policy
+
+pytestmark = pytest.mark.usefixtures("routers", "known")
+
+# What is wrong changes nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("strict = 2", "{file}:1:1: strict: got 2, expected true or false"),
+        (
+            '\ndisabled = ["onee"]',
+            "{file}:2:13: disabled[0]: got 'onee', "
+            "expected one of env, gpu, math, mine, one, scoped, two; did you mean 'one'?",
+        ),
+        (
+            'devices.cpu.order = ["one", "tow"]',
+            "{file}:1:29: devices.cpu.order[1]: got 'tow', "
+            "expected one of env, gpu, math, mine, one, scoped, two; did you mean 'two'?",
+        ),
+        ('disabled = ["math"]', None),
+    ],
+)
+def test_a_wrong_file_changes_nothing(write, text, message):
+    attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
+    attnreg.configure(write('devices.cpu.order = ["two"]'))
+    before = (policy.sources(), _registry.generation)
+    file = write(text, "wrong.toml")
+    refused = refusal(ConfigError, attnreg.configure, file)
+    if message is not None:
+        assert refused == message.format(file=file)
+    assert (policy.sources(), _registry.generation) == before
+    assert decided() == ("one", "configure(...)")
+
+
+def test_wrong_settings_of_the_program_change_nothing():
+    attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
+    before = policy.sources()
+    refused = refusal(ConfigError, attnreg.configure, {"devices": {"cpu": {"order": ["three"]}}})
+    assert refused == (
+        "configure(...): devices.cpu.order[0]: got 'three', "
+        "expected one of env, gpu, math, mine, one, scoped, two"
+    )
+    assert refusal(ConfigError, attnreg.configure, 5) == (
+        "configure(...): got 5, expected Settings or a mapping of its fields"
+    )
+    assert policy.sources() is before
+
+
+def test_a_reload_that_fails_leaves_everything_in_force_and_the_next_one_mends_it(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "one")
+    assert decided() == ("one", "ATTNREG_BACKEND")
+    monkeypatch.setenv("ATTNREG_BACKEND", "oen")
+    assert refusal(ConfigError, attnreg.reload) == (
+        "ATTNREG_BACKEND: no backend is named 'oen'; did you mean 'one'? "
+        "known backends: env, scoped, mine, one, two, gpu, math"
+    )
+    assert decided() == ("one", "ATTNREG_BACKEND")
+    monkeypatch.setenv("ATTNREG_BACKEND", "two")
+    attnreg.reload()
+    assert decided() == ("two", "ATTNREG_BACKEND")
+
+
+# A bad environment
+
+
+BAD_ENVIRONMENTS = {
+    "boolean": (
+        {"ATTNREG_STRICT": "2"},
+        "ATTNREG_STRICT: got '2', expected one of 1, true, yes, on, 0, false, no, off",
+    ),
+    "name": (
+        {"ATTNREG_BACKEND": "one,tow"},
+        "ATTNREG_BACKEND: no backend is named 'tow'; did you mean 'two'? "
+        "known backends: env, scoped, mine, one, two, gpu, math",
+    ),
+    "disabled name": (
+        {"ATTNREG_DISABLE": "zzz"},
+        "ATTNREG_DISABLE: no backend is named 'zzz'; known backends: env, scoped, mine, one, two, gpu, math",
+    ),
+    "variable": (
+        {"ATTNREG_BACKND": "one"},
+        "ATTNREG_BACKND: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
+        "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
+        "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
+    ),
+    "file": (
+        {"ATTNREG_CONFIG": "/no/such/file.toml"},
+        "/no/such/file.toml: can't be read (no such file or directory), expected a settings file in TOML",
+    ),
+    "forced and disabled": (
+        {"ATTNREG_BACKEND": "one", "ATTNREG_DISABLE": "two,ONE"},
+        "ATTNREG_BACKEND and ATTNREG_DISABLE: both name one, expected it in one of them only",
+    ),
+    "reference disabled": (
+        {"ATTNREG_DISABLE": "Math"},
+        "ATTNREG_DISABLE: got 'math', expected another backend, or strict as well "
+        "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can",
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "message"), BAD_ENVIRONMENTS.values(), ids=BAD_ENVIRONMENTS)
+def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import(
+    monkeypatch, packed, ran, variables, message
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    inputs = packed((3, 4))
+    for _ in range(2):
+        assert refusal(ConfigError, sdpa) == message
+        assert refusal(ConfigError, attnreg.varlen_attn, *inputs) == message
+        assert refusal(ConfigError, attnreg.explain, SPEC) == message
+        assert refusal(ConfigError, attnreg.register_backend, "math") == message
+        assert refusal(ConfigError, attnreg.configure, {}) == message
+        assert refusal(ConfigError, attnreg.reload) == message
+    assert "math" in attnreg.list_backends()
+    assert ran() == {}
+    for name in variables:
+        monkeypatch.delenv(name)
+    attnreg.reload()
+    attnreg.varlen_attn(*inputs)
+    assert ran() == {"env": (1, 0)}
+
+
+def test_an_error_that_is_raised_again_keeps_nothing_of_the_times_before(monkeypatch, packed):
+    monkeypatch.setenv("ATTNREG_STRICT", "2")
+    for call in (sdpa, lambda: attnreg.register_backend("math")):
+        depths = []
+        for _ in range(5):
+            with pytest.raises(ConfigError) as error:
+                call()
+            depths.append(len(error.traceback))
+        assert len(set(depths[1:])) == 1, depths
+
+
+def test_an_environment_that_was_mended_counts_after_a_reload_only(monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "2")
+    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
+    monkeypatch.delenv("ATTNREG_STRICT")
+    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
+    assert refusal(ConfigError, attnreg.register_backend, "math").startswith("ATTNREG_STRICT: got '2'")
+    attnreg.reload()
+    sdpa()
+
+
+def test_a_scope_does_not_hide_a_bad_environment(monkeypatch):
+    with attnreg.use_backend("one"):
+        monkeypatch.setenv("ATTNREG_STRICT", "2")
+        assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
+
+
+# Contradictions
+
+
+def test_what_the_environment_asks_for_and_a_file_disables_is_an_error_that_names_both(monkeypatch, write):
+    monkeypatch.setenv("ATTNREG_BACKEND", "two,ONE")
+    attnreg.configure(write("strict = false"))
+    before = policy.sources()
+    assert refusal(ConfigError, attnreg.configure, write('\n\ndisabled = ["one"]')) == (
+        "ATTNREG_BACKEND asks for 'ONE', but it is disabled by attnreg.toml:3"
+    )
+    assert refusal(ConfigError, attnreg.configure, {"disabled": ["one"]}) == (
+        "ATTNREG_BACKEND asks for 'ONE', but it is disabled by configure(...)"
+    )
+    assert policy.sources() is before
+
+
+def test_a_file_of_the_environment_may_not_disable_what_the_environment_asks_for(monkeypatch, write):
+    monkeypatch.setenv("ATTNREG_BACKEND", "one")
+    monkeypatch.setenv("ATTNREG_CONFIG", str(write('disabled = ["one"]')))
+    assert refusal(ConfigError, sdpa) == (
+        "ATTNREG_BACKEND asks for 'one', but it is disabled by attnreg.toml:1"
+    )
+
+
+def test_the_environment_may_disable_what_the_program_and_files_ask_for(monkeypatch, write):
+    attnreg.configure(write('devices.cpu.order = ["one", "two"]'))
+    attnreg.register_backend("one")
+    monkeypatch.setenv("ATTNREG_DISABLE", "one")
+    attnreg.reload()
+    assert decided() == ("two", "attnreg.toml:1")
+    assert attnreg.explain(SPEC).rejected["one"] == ("disabled by ATTNREG_DISABLE",)
+
+
+def test_the_reference_may_be_disabled_in_strict_mode_and_then_does_not_run(monkeypatch, ran):
+    monkeypatch.setenv("ATTNREG_DISABLE", "math")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    assert attnreg.explain(SPEC).rejected["math"] == ("disabled by ATTNREG_DISABLE",)
+
+
+def test_the_environment_may_not_take_the_strictness_away_that_disabling_the_reference_needs(
+    monkeypatch, write
+):
+    attnreg.configure(write('strict = true\ndisabled = ["math"]'))
+    monkeypatch.setenv("ATTNREG_STRICT", "0")
+    assert refusal(ConfigError, attnreg.reload) == (
+        "attnreg.toml:2: got 'math', expected another backend, or strict as well "
+        "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
+    )
+    assert policy.current().strict == "attnreg.toml:1"
+
+
+# Asking for what can't load
+
+
+def test_a_backend_of_the_environment_that_cannot_load_is_an_error_of_the_calls_that_it_governs_only(
+    monkeypatch, packed, ran
+):
+    monkeypatch.setenv("ATTNREG_BACKEND", "gpu,one")
+    attnreg.varlen_attn(*packed((3, 4)))
+    sdpa()
+    assert ran() == {"one": (2, 0)}
+    there = dataclasses.replace(SPEC, device=attnreg.Device("cuda"))
+    explanation = attnreg.explain(there)
+    assert explanation.forward.refusal == (
+        "ATTNREG_BACKEND: gpu can't load here: needs a GPU; install it with: make gpu"
+    )
+    assert explanation.backend is None
+
+
+def no_symbols():
+    raise ImportError("no _C")
+
+
+@pytest.mark.parametrize("through", ["ATTNREG_BACKEND", "attnreg.toml:1", "configure(...)"])
+@pytest.mark.parametrize(
+    ("options", "reason", "cause"),
+    [
+        (
+            {"unavailable": lambda: "not installed", "install": "pip install new"},
+            "can't load here: not installed; install it with: pip install new",
+            type(None),
+        ),
+        ({"load": no_symbols}, "failed to load: ImportError: no _C", ImportError),
+    ],
+    ids=["missing", "broken"],
+)
+def test_a_backend_asked_for_here_that_cannot_load_is_an_error_at_every_call_with_its_cause(
+    monkeypatch, write, fake, packed, ran, through, options, reason, cause
+):
+    new = Entry("new", "a test", fake("new", **options).backend)
+    monkeypatch.setattr(_registry, "_entries", {**_registry.entries(), "new": new})
+    if through == "ATTNREG_BACKEND":
+        monkeypatch.setenv("ATTNREG_BACKEND", "one,new")
+    elif through == "attnreg.toml:1":
+        attnreg.configure(write('devices.cpu.order = ["new", "one"]'))
+    else:
+        attnreg.configure({"devices": {"cpu": {"order": ["new"]}}})
+    inputs = packed((3, 4))
+    if through == "ATTNREG_BACKEND" and cause is ImportError:
+        sdpa()  # "one" runs it, so that nobody has tried to load "new"
+        assert ran() == {"one": (1, 0)}
+        with pytest.raises(BackendUnavailableError):
+            new.kernels()
+        _registry.changed()
+    for call in (sdpa, lambda: attnreg.varlen_attn(*inputs)):
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError) as error:
+                call()
+            assert str(error.value) == f"{through}: new {reason}"
+            assert isinstance(error.value.__cause__, cause)
+    assert ran() == {}
+
+
+def test_a_disabled_backend_need_not_load(monkeypatch, write):
+    attnreg.configure(write('devices.cuda.order = ["gpu"]'))
+    monkeypatch.setenv("ATTNREG_DISABLE", "gpu")
+    attnreg.reload()
+    there = dataclasses.replace(SPEC, device=attnreg.Device("cuda"))
+    assert decided(there) == ("env", "default order for cuda")
+
+
+def test_a_scope_names_only_backends_that_are_known_and_load():
+    with pytest.raises(UnknownBackendError, match="no backend is named 'tow'; did you mean 'two'"):
+        attnreg.use_backend("one", "tow")
+    with pytest.raises(
+        BackendUnavailableError, match="gpu can't load here: needs a GPU; install it with: make"
+    ):
+        attnreg.use_backend("gpu")
+    assert scope.current() is None

@@ -1,0 +1,208 @@
+"""Promises to the ranks of one job, in two processes and over torch's own stores."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import processes
+from support.tuned import asked, point, table
+
+from attnreg import _registry
+from attnreg.backends.cpu import compiled
+from attnreg.contract.spec import Device
+from attnreg.tuning.machine import environment
+
+CPU = Device("cpu")
+
+# Runs what it is sent, a line each, and answers with a line.
+RANK = """
+import datetime, logging, sys
+import torch
+import torch.distributed as dist
+import attnreg
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+logging.basicConfig(stream=sys.stderr)
+q, k, v = torch.randn(3, 16, 2, 8).unbind()
+ends = torch.tensor([0, 16], dtype=torch.int32)
+
+def join(seconds=20):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+    return "joined"
+
+def leave():
+    dist.destroy_process_group()
+    return "left"
+
+def attend():
+    attnreg.reset_stats()
+    attnreg.varlen_attn(q, k, v, ends, ends, 16, 16)
+    return "ran " + " ".join(attnreg.stats().calls)
+
+def configure(file):
+    attnreg.configure(file)
+    return "configured"
+
+for line in sys.stdin:
+    try:
+        print(eval(line), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+"""
+
+HOST = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def start(script, *arguments, **variables):
+    threads = str(torch.get_num_threads())
+    environ = processes.environment(ATTNREG_ROUTERS="python", OMP_NUM_THREADS=threads, **variables)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], env=environ, text=True, **pipes)
+
+
+class Job:
+    """Two ranks; `job("attend()")` has both run it at the same time and returns their answers."""
+
+    def __init__(self, port, **variables):
+        self.ranks = [start(RANK, str(number), str(port), **variables) for number in (0, 1)]
+
+    def __call__(self, *commands):
+        commands = commands * 2 if len(commands) == 1 else commands
+        for process, command in zip(self.ranks, commands, strict=True):
+            if command:
+                print(command, file=process.stdin, flush=True)
+        return [
+            process.stdout.readline().strip()
+            for process, command in zip(self.ranks, commands, strict=True)
+            if command
+        ]
+
+    def stop(self):
+        for process in self.ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def start_job():
+    """Return what starts a job; it is stopped after the test."""
+    jobs = []
+
+    def begin(port, **variables):
+        jobs.append(Job(port, **variables))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.stop()
+
+
+@pytest.fixture
+def job(start_job):
+    """Return a job whose rank 0 serves the store, as without torchrun."""
+    unused = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False).port
+    return start_job(unused)
+
+
+class Agent:
+    """The store of torchrun's agent, which outlives the groups of its workers."""
+
+    def __init__(self):
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def forget_addresses(self):
+        """Delete what gloo has left: a rank of the next group may read an old address and not connect."""
+        for key in self.store.list_keys():
+            if "attnreg" not in key:
+                self.store.delete_key(key)
+
+    def records(self):
+        keys = [key for key in self.store.list_keys() if "attnreg" in key]
+        return [json.loads(text) for text in map(self.store.get, keys) if text]
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Write settings files: `alike` for both ranks, and a table for each rank that differs in a number."""
+    # The tables are to be in force in processes without a compiled kernel, whatever is compiled here.
+    monkeypatch.setattr(compiled, "is_there", lambda: False)
+    spec = asked(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
+    for name, took in (("alike", 1.0), ("own0", 2.0), ("own1", 3.0)):
+        measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
+        here = environment(CPU, _registry.entries())
+        dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
+        (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
+
+    def use(name):
+        return f"configure({str(tmp_path / name) + '.toml'!r})"
+
+    return use
+
+
+def differing(answers):
+    return sum(answer.startswith("RanksDifferError: rank ") for answer in answers)
+
+
+def test_groups_follow_each_other_in_one_process_and_each_compares_its_ranks(job, settings):
+    for name, differ in (("alike", 0), ("own{}", 1), ("alike", 0)):
+        assert job(*(settings(name.format(number)) for number in (0, 1))) == ["configured"] * 2
+        assert job("join()") == ["joined"] * 2
+        answers = job("attend()")
+        assert differing(answers) == differ, answers
+        assert answers.count("ran math") == 2 - differ
+        assert job("leave()") == ["left"] * 2
+
+
+def test_under_torchrun_a_group_does_not_compare_with_the_one_before(start_job, settings):
+    agent = Agent()
+    job = start_job(agent.store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    job("join()")
+    # Rank 0 runs no attention in the first group, so it can't know the record by its id.
+    assert job("", "attend()") == ["ran cpu"]
+    assert [record["rank"] for record in agent.records()] == [1]
+    assert job("leave()") == ["left"] * 2
+    assert agent.records() == []
+    agent.forget_addresses()
+    job(settings("alike"))
+    assert job("join()") == ["joined"] * 2
+    assert job("attend()", "") == ["ran math"]
+    assert job("", "attend()") == ["ran math"]
+    assert job("leave()") == ["left"] * 2
+    agent.forget_addresses()
+    job(settings("own0"), settings("own1"))
+    assert job("join()") == ["joined"] * 2
+    assert differing(job("attend()")) == 1
+
+
+def test_a_stalled_host_of_the_store_holds_a_call_up_no_longer_than_the_groups_timeout(start_job):
+    host = start(HOST)
+    try:
+        port = int(host.stdout.readline())
+        job = start_job(port, TORCHELASTIC_USE_AGENT_STORE="True")
+        assert job("join(2)") == ["joined"] * 2
+        host.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert job("attend()") == ["ran cpu"] * 2
+        assert time.monotonic() - started < 10
+        host.send_signal(signal.SIGCONT)
+        for process in job.ranks:
+            process.kill()
+            assert "the process group's store doesn't answer within 2 s" in process.communicate()[1]
+    finally:
+        host.kill()
+        host.communicate()

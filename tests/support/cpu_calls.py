@@ -1,0 +1,42 @@
+"""What the tests of the cpu backend share: cases of packed sequences, and holding kernels to them."""
+
+import torch
+
+from attnreg.measure import Case, measure
+
+CAUSAL, OPEN = (-1, 0), (-1, -1)
+
+
+def ragged(lengths, lengths_k=None, **options):
+    lengths_k = lengths if lengths_k is None else lengths_k
+    return Case(name="ragged", lens_q=tuple(lengths), lens_k=tuple(lengths_k), varlen=True, **options)
+
+
+def dense(batch, len_q, len_k=None, **options):
+    len_k = len_q if len_k is None else len_k
+    return Case(name="dense", lens_q=(len_q,) * batch, lens_k=(len_k,) * batch, **options)
+
+
+def assert_accurate(kernels, case, seed=0):
+    errors = measure(kernels, case, seed=seed)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+
+
+def solved(kernels, q, k, v, grad_out, call):
+    """Return the output, the LSE and the gradients."""
+    out, lse = kernels.forward(q, k, v, call)
+    return (out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call))
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def contiguous(tensors):
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def refuse(*arguments):
+    raise AssertionError("not to be called")

@@ -1,0 +1,227 @@
+"""Stand-ins for FA2's two providers on a CPU: torch's kernels, and the ops of the package flash-attn 2.8.3.
+
+Both compute the same, with plain PyTorch in float64 and by the rules of the real kernels: +inf for a row
+without a key, nothing written past the last offset, windows as the C++ reads them, an LSE without the bias
+that a causal row has in common, and gradients from the LSE that they are given.
+"""
+
+import sys
+import types
+
+import torch
+from support import packages
+
+from attnreg.backends.fa2 import flash_attn_package
+
+MASK = (
+    "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, "
+    "float softcap, Tensor? alibi_slopes, "
+)
+PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+GRADS = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, "
+    "Tensor(b!)? dk, Tensor(c!)? dv, "
+)
+SCHEMAS = {
+    "_flash_attn_forward": (
+        f"(Tensor q, Tensor k, Tensor v, {MASK}bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_flash_attn_varlen_forward": (
+        f"(Tensor q, Tensor k, Tensor v, {PACKED}float dropout_p, float softmax_scale, bool causal, "
+        "int window_size_left=-1, int window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+        "bool return_softmax=False, Tensor? block_table=None, Tensor? leftpad_k=None, "
+        "Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_flash_attn_backward": f"({GRADS}{MASK}bool deterministic, Tensor? rng_state=None) -> Tensor",
+    "_flash_attn_varlen_backward": (
+        f"({GRADS}{PACKED}{MASK}bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) "
+        "-> Tensor"
+    ),
+}
+
+# What the functions below call an argument; what torch's ops and the package's do.
+NAMES = "q k v out cu_q cu_k max_q max_k p scale causal left right slopes seqused_k block_table dout lse"
+OF_TORCH = (
+    "query key value out cum_seq_q cum_seq_k max_q max_k dropout_p scale is_causal window_size_left "
+    "window_size_right alibi_slopes seqused_k block_table grad_out logsumexp"
+)
+OF_PACKAGE = (
+    "q k v out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+    "window_size_left window_size_right alibi_slopes seqused_k block_table dout softmax_lse"
+)
+
+
+def renamed(given, names):
+    pairs = zip(NAMES.split(), names.split(), strict=True)
+    return {name: given.get(theirs) for name, theirs in pairs} | {"rng_state": given.get("rng_state")}
+
+
+def kept(rng_state, p, index, shape):
+    """Return the dropout mask of a sequence, scaled."""
+    generator = torch.Generator().manual_seed(int(rng_state[0]) + 31 * int(rng_state[1]) + index)
+    return (torch.rand(shape, generator=generator) >= p).double() / (1.0 - p)
+
+
+def sequences(given):
+    """Yield the number of each sequence, and the places of its queries and keys in (T, H, D)."""
+    used, table = given["seqused_k"], given["block_table"]
+    if given["cu_q"] is None:
+        for index in range(given["q"].shape[0]):
+            yield index, *(torch.arange(given[x].shape[1]) + index * given[x].shape[1] for x in "qk")
+        return
+    cu_q, cu_k = given["cu_q"].tolist(), given["cu_k"].tolist()
+    for index in range(len(cu_q) - 1):
+        keys = torch.arange(cu_k[index], cu_k[index + 1])
+        if table is not None:
+            size = given["k"].shape[1]
+            keys = (table[index].long()[:, None] * size + torch.arange(size)).flatten()
+        if used is not None:
+            keys = keys[: int(used[index])]
+        yield index, torch.arange(cu_q[index], cu_q[index + 1]), keys
+
+
+def scores(given, index, q, k):
+    """Return scaled and masked scores (H, S_q, S_k), by the rules of the kernels."""
+    left, right, causal = given["left"], given["right"], given["causal"]
+    left, right = (-1 if bound >= given["max_k"] else bound for bound in (left, right))
+    right = 0 if causal else right
+    causal = left < 0 and right == 0
+    if left < 0 <= right:
+        left = given["max_k"]
+    elif right < 0 <= left:
+        right = given["max_k"]
+    len_q, len_k = q.shape[0], k.shape[0]
+    i, j = torch.arange(len_q)[:, None] + len_k - len_q, torch.arange(len_k)
+    found = torch.einsum("qhd,khd->hqk", q, k) * given["scale"]
+    if given["slopes"] is not None:
+        slopes = given["slopes"].double()
+        slopes = (slopes if slopes.dim() == 1 else slopes[index])[:, None, None]
+        found = found + slopes * (j if causal else -(i - j).abs())
+    hidden = torch.zeros(len_q, len_k, dtype=torch.bool)
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    return found.masked_fill(hidden, -torch.inf)
+
+
+def flattened(given, names):
+    return {name: given[name].flatten(0, given[name].dim() - 3).double() for name in names}
+
+
+def each(given):
+    """Yield number, places and values in float64 of each sequence, key heads repeated."""
+    group, flat = given["q"].shape[-2] // given["k"].shape[-2], flattened(given, "qkv")
+    for index, at_q, at_k in sequences(given):
+        key, value = (flat[name][at_k].repeat_interleave(group, dim=1) for name in "kv")
+        yield index, at_q, at_k, flat["q"][at_q], key, value
+
+
+def run_forward(given):
+    q, heads_k = given["q"], given["k"].shape[-2]
+    assert all(given[name].stride(-1) == 1 for name in "qkv")
+    unmasked = given["left"] < 0 and given["right"] < 0 and given["slopes"] is None
+    if given["max_q"] == 1 and q.shape[-2] != heads_k and unmasked and given["cu_q"] is not None:
+        q.reshape(len(given["cu_q"]) - 1, heads_k, -1, q.shape[-1])  # heads become rows, or this raises
+    rng_state = torch.randint(0, 2**40, (2,)) if given["p"] else torch.zeros(2, dtype=torch.int64)
+    out = torch.full((q[..., 0, 0].numel(), *q.shape[-2:]), torch.nan, dtype=torch.float64)
+    lse = torch.full((q.shape[-2], len(out)), torch.nan, dtype=torch.float64)
+    for index, at_q, _, query, key, value in each(given):
+        s = scores(given, index, query, key)
+        found = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+        found = found.masked_fill(found == -torch.inf, torch.inf)
+        weights = (s - found[..., None]).exp()
+        if given["p"]:
+            weights = weights * kept(rng_state, given["p"], index, s.shape)
+        out[at_q], lse[:, at_q] = torch.einsum("hqk,khd->qhd", weights, value), found
+    if given["cu_q"] is None:
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return out.view(q.shape).to(q.dtype), lse.float().contiguous(), rng_state
+
+
+def run_backward(given):
+    assert not (given["lse"] == -torch.inf).any()
+    lse = given["lse"].double()
+    if given["cu_q"] is None:
+        lse = lse.transpose(0, 1).flatten(1)
+    flat = flattened(given, ("q", "k", "v", "out", "dout"))
+    grads = {name: torch.full(flat[name].shape, torch.nan, dtype=torch.float64) for name in "qkv"}
+    group = (flat["k"].shape[1], -1)
+    for index, at_q, at_k, query, key, value in each(given):
+        weights = (scores(given, index, query, key) - lse[:, at_q, None]).exp()
+        keep = kept(given["rng_state"], given["p"], index, weights.shape) if given["p"] else 1.0
+        dout, out = flat["dout"][at_q], flat["out"][at_q]
+        slope = torch.einsum("qhd,khd->hqk", dout, value) * keep
+        slope = weights * (slope - (dout * out).sum(-1).T[..., None]) * given["scale"]
+        grads["q"][at_q] = torch.einsum("hqk,khd->qhd", slope, key)
+        grads["k"][at_k] = torch.einsum("hqk,qhd->khd", slope, query).unflatten(1, group).sum(2)
+        grads["v"][at_k] = torch.einsum("hqk,qhd->khd", weights * keep, dout).unflatten(1, group).sum(2)
+    return [grad.view(given[name].shape).to(given[name].dtype) for name, grad in grads.items()]
+
+
+class Torch:
+    """Torch's two kernels; keeps the arguments of each call, named by the schema of its op."""
+
+    def __init__(self):
+        self.calls = []
+
+    def kernel(self, op, key):
+        assert key == "CUDA"
+        names = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
+        direction = "backward" if op.endswith("backward") else "forward"
+
+        def run(*args, **kwargs):
+            assert kwargs.keys() <= set(names[len(args) :])
+            given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
+            defaults = {"scale": args[0].shape[-1] ** -0.5, "window_size_left": -1, "window_size_right": -1}
+            for name, default in defaults.items():
+                given[name] = default if given[name] is None else given[name]
+            self.calls.append((direction, given))
+            return getattr(self, direction)(given)
+
+        return run
+
+    def forward(self, given):
+        assert given["return_debug_mask"] is False
+        assert given["cum_seq_q"] is not None or given["seqused_k"] is None  # the kernel wouldn't look at it
+        out, lse, rng_state = run_forward(renamed(given, OF_TORCH))
+        unused = torch.empty((), dtype=torch.uint64)
+        return out, lse, rng_state.view(torch.uint64), unused, torch.empty(0)
+
+    def backward(self, given):
+        assert (given["rng_state"].dtype, given["rng_state"].shape) == (torch.uint64, (2,))
+        assert given["logsumexp"].is_contiguous()  # the kernel doesn't look at its strides
+        given = given | {"rng_state": given["rng_state"].view(torch.int64)}
+        return tuple(run_backward(renamed(given, OF_TORCH)))
+
+
+class Package(packages.Package):
+    """The ops of the package flash-attn."""
+
+    def __init__(self, schemas):
+        ops = [(name + schema, getattr(self, name.split("_")[-1])) for name, schema in schemas.items()]
+        super().__init__("flash_attn", ops, flash_attn_package.PASSED)
+
+    def named(self, given):
+        assert given["softcap"] == 0.0
+        dense = {"max_seqlen_q": given["q"].shape[1], "max_seqlen_k": given["k"].shape[1]}
+        return renamed(dense | given, OF_PACKAGE)
+
+    def forward(self, given):
+        assert given["return_softmax"] is False
+        out, lse, rng_state = run_forward(self.named(given))
+        return out, lse, torch.empty(0), rng_state
+
+    def backward(self, given):
+        for name, grad in zip(("dq", "dk", "dv"), run_backward(self.named(given)), strict=True):
+            given[name].copy_(torch.where(grad.isfinite(), grad, given[name]))
+        return torch.empty(0)
+
+
+def install_package(monkeypatch, schemas=SCHEMAS):
+    """Register the fake package with torch, and have it found."""
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: {"flash_attn_2_cuda": name}[name])
+    monkeypatch.setattr(flash_attn_package, "version", lambda name: {"flash-attn": "2.8.3"}[name])
+    return Package(schemas)

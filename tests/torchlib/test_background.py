@@ -1,0 +1,442 @@
+"""Promises of compiling by itself: once, out of the way, and never an error of the program."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.processes import environment
+
+from attnreg.errors import BuildError
+from attnreg.torchlib import background, building, caches, compiler, libraries, locks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
+
+LIBRARIES = building.LIBRARIES
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """Return a cache folder where nothing is compiled, for a process that has served no call yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATTNREG_BUILD")
+    monkeypatch.setattr(background, "_considered", False)
+    monkeypatch.setattr(background, "_waited", False)
+    building.target.cache_clear()
+    yield tmp_path / "cache" / "attnreg"
+    building.target.cache_clear()
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Return the list that messages of the logger attnreg get into, from level info on."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("attnreg")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logger.setLevel(logging.INFO)  # set back by the fixture for every test
+    return messages
+
+
+class FakeCompiler:
+    """A script that stands in for the compiler, and writes down how each run of it was started."""
+
+    def __init__(self, folder, monkeypatch):
+        self.script, self.runs_file = folder / "fake-c++", folder / "runs"
+        monkeypatch.setenv("CXX", f"{self.script} --an-option")
+
+    def does(self, *lines):
+        # Fields of /proc: 4 is the parent, 6 the session, 19 the nice value.
+        start = [
+            f'echo "$2 $(cut -d " " -f 6,19 /proc/$$/stat) $(readlink /proc/$$/fd/0)" >> {self.runs_file}'
+        ]
+        text = "\n".join(["#!/bin/sh", 'while [ "$1" != -o ]; do shift; done', *start, *lines])
+        self.script.write_text(f"{text}\n")
+        self.script.chmod(0o755)
+
+    def runs(self):
+        """Return one line for each run: the output's name, the session, the nice value and stdin."""
+        if not self.runs_file.exists():
+            return []
+        lines = [line.split() for line in self.runs_file.read_text().splitlines()]
+        return [(Path(output).name, int(session), int(nice), stdin) for output, session, nice, stdin in lines]
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Return a compiler that fails until `does` says something else."""
+    made = FakeCompiler(tmp_path, monkeypatch)
+    made.does("echo no such header >&2", "exit 1")
+    return made
+
+
+@pytest.fixture
+def working(fake, built_routers, built_cpu_kernel):
+    """Return a compiler that takes half a second and makes what was compiled before."""
+    copy = f'case "$2" in *attnreg_cpu*) cp {built_cpu_kernel} "$2";; *) cp {built_routers} "$2";; esac'
+    fake.does("sleep 0.5", copy)
+    building.target.cache_clear()
+    return fake
+
+
+def until(condition, seconds=200):  # a process of low priority waits for all others
+    """Wait for a condition, and fail if it doesn't come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+def is_idle():
+    return not locks.holder(background._lock_path())
+
+
+def is_built():
+    return is_idle() and all(building.target(library).is_file() for library in LIBRARIES)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Return what `ensure_built` does in its thread, but for the other process: it compiles in this one."""
+    monkeypatch.setattr(background, "_detach", lambda found: background.build_missing())
+    background._lock_path().parent.mkdir(parents=True)
+    return background._start
+
+
+# In the background
+
+PROGRAM = """
+import logging, os, sys, torch
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+from attnreg.torchlib import building
+building.ensure_built()
+import threading
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join()
+print("session", os.getsid(0))
+"""
+
+
+def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_what_it_made(
+    cache, working, tmp_path
+):
+    # Modules of these names in the program's folder must not get into the process that compiles.
+    for name in ("torch", "attnreg", "subprocess", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    variables = environment(ATTNREG_BUILD="", PYTHONPATH=str(Path(building.__file__).parents[2]))
+    began = time.monotonic()
+    # The pipes are at their end when the program is: nobody else holds them.
+    first = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )  # fmt: skip
+    assert (first.returncode, first.stderr) == (0, "")
+    assert not is_built(), f"the program waited {time.monotonic() - began} s"
+    said, session = first.stdout.splitlines()
+    assert said.startswith("compiling the call cache and the CPU kernel in the background (process ")
+    until(is_built)
+    assert len(working.runs()) == 2
+    assert {(nice, stdin) for _, _, nice, stdin in working.runs()} == {(19, "/dev/null")}
+    assert f"session {working.runs()[0][1]}" != session
+    assert not any(cache.rglob(f"{compiler.SCRATCH}*")) and not any(cache.rglob("*.failed"))
+    second = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM + "building.loaded(), building.loaded_cpu_kernel()"],
+        cwd=tmp_path, env=variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    _, cached, kernel = second.stdout.splitlines()
+    assert cached == f"repeated calls use the compiled call cache, {building.target()}"
+    assert kernel == f"the cpu backend uses the compiled kernel, {building.target(building.CPU_KERNEL)}"
+    assert len(working.runs()) == 2
+
+
+SEVERAL = """
+import os, torch
+from attnreg.torchlib import background, building
+parent, children = os.getpid(), []
+for _ in range(6):
+    if os.getpid() == parent and (child := os.fork()):
+        children.append(child)
+if os.getpid() != parent:
+    building.ensure_built()
+    background._start()
+    os._exit(0)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+def test_several_processes_that_start_together_compile_once(cache, fake):
+    fake.does("sleep 1", "exit 1")
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL], env=environment(ATTNREG_BUILD="background"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
+    until(is_idle)
+    assert building.status(building.CPU_KERNEL).state == "failed"
+    assert sorted(name for name, *_ in fake.runs()) == sorted(
+        building.target(library).name for library in LIBRARIES
+    )
+
+
+def test_the_process_is_nobodys_child_and_holds_the_lock_until_it_ends(cache, fake, log):
+    fake.does("sleep 0.5", "exit 1")
+    background._start()
+    process = locks.holder(background._lock_path())
+    assert f"(process {process}, low priority)" in log[0]
+    parent = int(Path(f"/proc/{process}/stat").read_text().split()[3])
+    assert parent not in (os.getpid(), 0)
+    assert building.status(building.CALL_CACHE) == (
+        "building", None, f"process {process} is compiling now",
+    )  # fmt: skip
+    background._start()  # does nothing
+    until(is_idle)
+    assert len(fake.runs()) == 2
+
+
+def test_only_the_first_call_of_a_process_looks(cache, monkeypatch):
+    started = threading.Event()
+    monkeypatch.setattr(background, "_start", started.set)
+    building.ensure_built()
+    assert started.wait(10)
+    monkeypatch.setattr(background, "_start", lambda: pytest.fail("it looks a second time"))
+    monkeypatch.setattr(background, "_missing", lambda: pytest.fail("it looks a second time"))
+    building.ensure_built()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"ATTNREG_BUILD": "Off"}, {"ATTNREG_ROUTERS": "python"}, {"ATTNREG_BUILD": "of"}]
+)
+@pytest.mark.parametrize("function", [building.ensure_built, background.wait_built])
+def test_nothing_is_compiled_where_a_variable_forbids_it_or_is_wrong(
+    cache, fake, monkeypatch, variables, function
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
+    function()
+    assert fake.runs() == [] and not cache.exists()
+
+
+def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
+    for library in LIBRARIES:
+        building.target(library).parent.mkdir(parents=True)
+        building.target(library).touch()
+    monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
+    building.ensure_built()
+
+
+# With ATTNREG_BUILD=now
+
+
+def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatch, log, built_routers):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
+    together = [threading.Thread(target=building.loaded) for _ in range(3)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+    assert building.loaded().__file__ == str(building.target())
+    assert building.has_cpu_kernel()
+    assert len(working.runs()) == 2
+    assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
+
+
+def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    background._lock_path().parent.mkdir(parents=True)
+    held = locks.lock_file(background._lock_path())
+
+    def finish():
+        for library in LIBRARIES:
+            building.target(library).touch()
+        locks.release(held)
+
+    for library in LIBRARIES:
+        building.target(library).parent.mkdir(mode=0o700)
+    other = threading.Timer(0.3, finish)
+    other.start()
+    building.ensure_built()
+    other.join()
+    assert is_built() and fake.runs() == []
+
+
+def test_now_tells_of_a_failure_and_does_not_try_again(cache, fake, monkeypatch, log):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    for _ in range(2):
+        with pytest.raises(BuildError, match="the call cache isn't compiled"):
+            building.loaded()
+    assert len(fake.runs()) == 2
+    assert [message.splitlines()[-1] for message in log[1:]] == ["no such header"] * 2
+    monkeypatch.setattr(background, "_waited", False)  # as in the next process
+    background.wait_built()
+    assert len(fake.runs()) == 2
+    assert all("no such header (tried at 2" in message for message in log[-2:])
+
+
+# What goes wrong
+
+
+def test_a_failure_is_remembered_until_the_compiler_or_torch_changes(cache, fake, start, monkeypatch, log):
+    start()
+    assert len(fake.runs()) == 2
+    found = building.status(building.CPU_KERNEL)
+    assert found.state == "failed"
+    assert found.reason.startswith(
+        f"the CPU kernel can't be compiled: {fake.script} says no such header (tried at 2"
+    )
+    assert found.reason.endswith("; `attnreg build` tries again)")
+    log.clear()
+    start()
+    assert len(fake.runs()) == 2
+    (line,) = log
+    assert line.startswith("attnreg runs without its compiled part: the call cache can't be compiled: ")
+    os.utime(fake.script, ns=(0, 0))
+    start()
+    assert len(fake.runs()) == 4
+    monkeypatch.setattr(libraries, "_versions", lambda: ("9.0",))
+    building.target.cache_clear()
+    assert building.status(building.CPU_KERNEL).state == "not built"
+
+
+def test_what_did_not_fail_is_compiled_though_the_other_did(cache, fake, start, monkeypatch):
+    with pytest.raises(BuildError, match="no such header"):
+        building.build(building.CPU_KERNEL)
+    start()
+    assert [name for name, *_ in fake.runs()] == [
+        building.target(building.CPU_KERNEL).name,
+        building.target().name,
+    ]
+
+
+def test_a_full_disk_is_not_remembered(cache, fake):
+    fake.does("echo cannot write: No space left on device >&2", "exit 1")
+    with pytest.raises(BuildError):
+        building.build(building.CPU_KERNEL)
+    assert building.status(building.CPU_KERNEL).state == "not built"
+
+
+def test_a_record_of_a_failure_that_cannot_be_read_counts_as_none(cache, fake, start):
+    start()
+    for record in cache.rglob("*.failed"):
+        record.write_text("[1]")
+    assert building.status(building.CPU_KERNEL).state == "not built"
+
+
+PROBLEMS = {
+    "no compiler": "there is no C++ compiler, looked for CXX=none",
+    "read-only": "can't be written to",
+    "another user's": "belongs to another user, or others may write to it",
+    "no folder": "Not a directory",
+    "no home": "no home",
+    "no Python": "is no Python to compile with; `attnreg build` does it",
+    "no lock": "No locks available",
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("mode", ["background", "now"])
+def test_a_problem_changes_nothing_and_is_one_line(cache, fake, monkeypatch, log, problem, mode):
+    if problem == "no compiler":
+        monkeypatch.setenv("CXX", "none")
+    if problem == "read-only":
+        monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
+    if problem == "another user's":
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        (cache / "routers").mkdir(parents=True, mode=0o770)
+        (cache / "routers").chmod(0o770)
+    if problem == "no folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    if problem == "no home":
+        monkeypatch.setattr(caches, "folder", lambda purpose: refuse(RuntimeError("no home")))
+    if problem == "no Python":
+        if mode == "now":
+            pytest.skip("no other process is started")
+        monkeypatch.setattr(sys, "executable", "/opt/application")
+    if problem == "no lock":
+        monkeypatch.setattr(
+            locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
+        )
+    monkeypatch.setenv("ATTNREG_BUILD", mode)
+    monkeypatch.setattr(threading, "Thread", Inline)
+    building.ensure_built()
+    assert fake.runs() == [] and not any(cache.rglob("*.so"))
+    (line,) = [message for message in log if not message.startswith("compiling before")]
+    assert line.startswith("attnreg runs without its compiled part: ") and PROBLEMS[problem] in line
+
+
+class Inline:
+    """A thread that runs where it is started."""
+
+    def __init__(self, target, **_):
+        self.start = target
+
+
+def refuse(error):
+    raise error
+
+
+def test_an_error_that_nobody_expects_is_no_error_of_the_call(cache, monkeypatch, log):
+    monkeypatch.setattr(background, "_missing", lambda: refuse(ZeroDivisionError("unexpected")))
+    building.ensure_built()
+    assert log == ["attnreg runs without its compiled part: unexpected"]
+
+
+# Locks, and what a killed process leaves
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from attnreg.torchlib import locks
+locks.lock_file(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
+    path = background._lock_path()
+    path.parent.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        assert locks.holder(path) == str(other.pid)
+        assert locks.lock_file(path) is None
+        other.send_signal(signal.SIGKILL)
+    assert locks.holder(path) == ""
+    left = building.target(building.CPU_KERNEL).parent / f"{compiler.SCRATCH}left"
+    left.mkdir(parents=True)
+    (left / "half.so").touch()
+    with pytest.raises(BuildError):
+        building.build(building.CPU_KERNEL)
+    assert fake.runs() and not left.exists()
+
+
+def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
+    held = locks.lock_file(tmp_path / "lock")
+    assert locks.lock_file(tmp_path / "lock") is None
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(os.getpid)  # it is there
+        locks.release(held)
+        assert locks.holder(tmp_path / "lock") == ""
+
+
+def test_a_lock_that_cannot_be_looked_at_is_held_by_nobody(tmp_path):
+    assert locks.holder(tmp_path / "none") == ""
+    assert locks.holder(Path(os.devnull) / "none") == ""
+
+
+def test_a_record_of_a_failure_names_the_compiler_and_its_first_lines(cache, fake):
+    fake.does("for line in 1 2 3; do echo error $line >&2; done", "exit 1")
+    with pytest.raises(BuildError, match="error 3"):
+        building.build(building.CALL_CACHE)
+    (record,) = cache.rglob("*.failed")
+    found = json.loads(record.read_text())
+    assert found["compiler"].startswith(f"{fake.script} --an-option ")
+    assert "error 1 (tried" in building.status(building.CALL_CACHE).reason

@@ -1,0 +1,326 @@
+"""Promises of `attnreg build`, of what it makes, and of a home folder that can't be read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import environment
+from typer.testing import CliRunner
+
+from attnreg.cli import app
+from attnreg.errors import BuildError, ConfigError
+from attnreg.torchlib import background, building, compiler, libraries, locks
+from attnreg.tuning import traces
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """Return a cache folder where nothing is compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
+    building.target.cache_clear()
+    yield tmp_path / "cache" / "attnreg"
+    building.target.cache_clear()
+
+
+@pytest.fixture
+def compile_with(tmp_path, monkeypatch):
+    """Make the compiler a script of these lines, in which "$2" is the file to make."""
+
+    def use(*lines):
+        script = tmp_path / "fake-c++"
+        script.write_text("\n".join(["#!/bin/sh", 'while [ "$1" != -o ]; do shift; done', *lines, ""]))
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", f"{script} --an-option")
+        return script
+
+    return use
+
+
+@pytest.fixture
+def files(built_routers, built_cpu_kernel):
+    """Return the line of a script that makes what was compiled before."""
+    building.target.cache_clear()
+    return f'case "$2" in *attnreg_cpu*) cp {built_cpu_kernel} "$2";; *) cp {built_routers} "$2";; esac'
+
+
+def build(*options):
+    return CliRunner().invoke(app, ["build", *options])
+
+
+def info():
+    found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
+    return {row.pop("library"): row for row in found["compiled"]}
+
+
+def not_built(reason, state="not built"):
+    row = {"state": state, "file": None, "reason": reason}
+    return {"call cache": row, "CPU kernel": row}
+
+
+def left_in(cache):
+    return [file for file in cache.rglob("*") if file.is_file() and file.name != "build.lock"]
+
+
+# attnreg build
+
+
+def test_build_compiles_both_and_says_where_they_are(cache, compile_with, files):
+    compile_with(files)
+    result = build()
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert all(title in words for title in ("call cache", "CPU kernel", "compiled in"))
+    call_cache, kernel = map(building.target, building.LIBRARIES)
+    assert sorted(left_in(cache)) == sorted([call_cache, kernel])
+    assert building.loaded().__file__ == str(call_cache) and building.loaded_cpu_kernel()
+    assert info() == {
+        "call cache": {"state": "built", "file": str(call_cache), "reason": ""},
+        "CPU kernel": {"state": "built", "file": str(kernel), "reason": ""},
+    }
+    compile_with("echo it is compiled again >&2", "exit 1")
+    result = build("--missing", "--json")
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert (made["file"], made["cpu_kernel"]) == (str(call_cache), str(kernel))
+    assert build("--missing").output == ""
+
+
+def test_a_missing_compiler_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("ATTNREG_BUILD")
+    problem = "there is no C++ compiler, looked for CXX=no-such-compiler"
+    result = build()
+    assert result.exit_code == 1
+    assert f"attnreg: the call cache can't be compiled: {problem}\n" in result.stderr
+    assert left_in(cache) == [] and info() == not_built(problem)
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    assert "CXX=g++ '-O2: No closing quotation" in build().output
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "there is no C++ compiler, looked for c++ or g++ or clang++" in build().output
+
+
+def test_a_compiler_that_fails_is_quoted_and_asked_again(cache, compile_with):
+    for line in ("first", "second"):
+        script = compile_with(f"echo {line} >&2; echo more >&2", "exit 1")
+        result = build("--json")
+        assert result.exit_code == 1
+        assert f"{script} says\n{line}\nmore" in json.loads(result.stdout)["error"]["message"]
+    assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{compiler.SCRATCH}*"))
+    # What has failed isn't tried again by --missing, which says so in a line for each.
+    compile_with("echo it is tried again >&2", "exit 1")
+    os.utime(script, ns=(0, 0))
+    build()
+    result = build("--missing")
+    assert result.exit_code == 1
+    assert [line.partition(" (tried at ")[0] for line in result.stderr.splitlines()] == [
+        f"attnreg: {library.title} can't be compiled: {script} says it is tried again"
+        for library in building.LIBRARIES
+    ]
+
+
+def test_what_does_not_load_is_not_kept(cache, compile_with):
+    compile_with('echo junk > "$2"')
+    result = build()
+    assert result.exit_code == 1
+    assert "ImportError" in result.output and "OSError" in result.output
+    assert not list(cache.rglob("*.so"))
+
+
+def test_where_one_of_both_cannot_be_compiled_the_other_is_kept(cache, compile_with, files):
+    compile_with('case "$2" in *attnreg_cpu*) echo no such instructions >&2; exit 1;; esac', files)
+    result = build("--json")
+    assert result.exit_code == 1
+    assert "the CPU kernel can't be compiled" in result.stderr and "no such instructions" in result.stderr
+    made = json.loads(result.stdout)
+    assert made["file"] == str(building.target()) and "cpu_kernel" not in made
+    assert "the CPU kernel can't be compiled" in made["error"]["message"]
+    assert building.loaded()
+    found = info()
+    assert (found["call cache"]["state"], found["CPU kernel"]["state"]) == ("built", "failed")
+
+
+def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, compile_with, monkeypatch):
+    compile_with("echo it is compiled again >&2", "exit 1")
+    for library in building.LIBRARIES:
+        building.target(library).parent.mkdir(parents=True)
+    background._lock_path().parent.mkdir()
+    held, wait = locks.lock_file(background._lock_path()), locks.lock_file
+
+    def finish(path, wait_for_it=False, **options):
+        for library in building.LIBRARIES:
+            building.target(library).touch()
+        locks.release(held)
+        monkeypatch.setattr(locks, "lock_file", wait)
+        return wait(path, **options)
+
+    assert info() == not_built(f"process {os.getpid()} is compiling now", "building")
+    monkeypatch.setattr(locks, "lock_file", finish)
+    result = build()
+    assert result.exit_code == 0, result.output
+    assert f"attnreg: process {os.getpid()} is compiling now, waiting for it" in result.stderr
+
+
+def test_a_compiler_that_does_not_end_is_stopped(cache, compile_with, monkeypatch):
+    compile_with("exec sleep 60")
+    monkeypatch.setattr(compiler, "TIMEOUT", 0.1)
+    with pytest.raises(BuildError, match=r"took more than 0\.1 s"):
+        building.build(building.CPU_KERNEL)
+
+
+def test_info_says_why_nothing_is_compiled(cache, compile_with, monkeypatch):
+    compile_with("exit 1")
+    assert info() == not_built("ATTNREG_BUILD=off forbids it; `attnreg build` does it", "off")
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    assert info() == not_built("ATTNREG_ROUTERS=python leaves it out", "off")
+    monkeypatch.delenv("ATTNREG_ROUTERS")
+    monkeypatch.setenv("ATTNREG_BUILD", "background")
+    assert info() == not_built(
+        "compiled in the background at a program's first call; `attnreg build` does it now"
+    )
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    monkeypatch.setattr(background, "_waited", True)
+    assert info() == not_built("compiled before a program's first call; `attnreg build` does it now")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    building.target.cache_clear()
+    assert f"{os.devnull} can't be written to" in info()["call cache"]["reason"]
+    words = " ".join(CliRunner().invoke(app, ["info"]).output.split())
+    assert f"call cache not built: {os.devnull} can't be written to" in words
+    assert "repeated calls served by Python" in words
+
+
+# Loading
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_what_others_can_write_to_is_not_loaded(cache, mode):
+    for library, load in zip(building.LIBRARIES, (building.loaded, building.loaded_cpu_kernel), strict=True):
+        file = building.target(library)
+        file.parent.mkdir(parents=True, mode=0o700)
+        file.write_bytes(b"no library")
+        with pytest.raises(BuildError, match=r"can't be loaded: .*`attnreg build` compiles it again"):
+            load()
+        for place in (file, file.parent):
+            before = place.stat().st_mode
+            place.chmod(mode)
+            with pytest.raises(BuildError, match=f"isn't loaded: {place} .* others may write to it"):
+                load()
+            place.chmod(before)
+
+
+def test_a_library_has_a_file_for_each_source_torch_and_flag(cache, monkeypatch, tmp_path):
+    main = tmp_path / "source" / "module.cpp"
+    main.parent.mkdir()
+    main.write_text("int main() {}")
+    library = building.CALL_CACHE._replace(main=main)
+    files = [building.target(library)]
+
+    def changed():
+        building.target.cache_clear()
+        files.append(building.target(library))
+
+    (main.parent / "header.h").write_text("// one")
+    changed()
+    main.write_text("int main() { return 1; }")
+    changed()
+    library = library._replace(flags=("-O3",))
+    changed()
+    monkeypatch.setattr(libraries.torch, "__version__", "9.9")
+    changed()
+    assert len(set(files)) == 5
+
+
+# A home folder that can't be read
+
+PROGRAM = """
+import logging, pathlib, os, sys, threading
+home = os.environ["HOME"]
+
+def refuse(function):
+    def refusing(path, *arguments, **options):
+        if os.fspath(path).startswith(home) and (hidden or os.fspath(path) != home):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return function(path, *arguments, **options)
+    return refusing
+
+hidden = sys.argv[1] == "hidden"
+if "hidden" in sys.argv[1]:
+    for name in ("stat", "is_file", "exists", "is_dir", "mkdir", "open", "read_text"):
+        setattr(pathlib.Path, name, refuse(getattr(pathlib.Path, name)))
+import pkgutil, torch, attnreg
+from attnreg.torchlib import building
+if sys.argv[1] == "another user":
+    # Who may not even read the code.
+    for module in pkgutil.walk_packages(attnreg.__path__, "attnreg."):
+        if not module.name.startswith(("attnreg.cli", "attnreg.demo", "attnreg.__main__")):
+            __import__(module.name)
+    for library in building.LIBRARIES:
+        building.target(library)
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+q = torch.randn(1, 2, 8, 16)
+attnreg.explain(q, q, q)
+building.ensure_built()
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join()
+with attnreg.register_backend("cpu"):
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+ends = torch.tensor([0, 8], dtype=torch.int32)
+attnreg.varlen_attn(*3 * [q[0].transpose(0, 1)], ends, ends, 8, 8)
+print(attnreg.stats().calls)
+"""
+
+
+def served_with_home(home, case):
+    """Run a program that explains, registers a backend and makes a call of each kind."""
+    place = str(Path(building.__file__).parents[2])
+    variables = environment(HOME=str(home), PYTHONPATH=place, ATTNREG_BUILD="background", CXX="/bin/false")
+    variables.pop("XDG_CACHE_HOME", None)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, case], env=variables, cwd="/", text=True, check=False,
+        capture_output=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["hidden", "its folders are hidden"])
+def test_a_home_folder_that_cannot_be_read_is_one_line(tmp_path, case):
+    done = served_with_home(tmp_path, case)
+    assert (done.returncode, done.stderr) == (0, "")
+    problem, calls = done.stdout.splitlines()
+    assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
+    assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
+
+
+def test_a_home_folder_that_is_not_there_is_no_matter(tmp_path):
+    done = served_with_home(Path(os.devnull) / "nonexistent", "not there")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "{'cpu': {'forward': 2, 'backward': 0}}"
+
+
+def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_settings(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigError, match="can't be written, expected a file in a folder that is there"):
+        traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
+def test_the_home_folder_of_another_user_is_one_line(tmp_path):
+    """As in a container that runs under a user id that the image doesn't know."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    done = served_with_home(home, "another user")
+    assert (done.returncode, done.stderr) == (0, "")
+    problem, calls = done.stdout.splitlines()
+    assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
+    assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"

@@ -1,0 +1,299 @@
+"""Promises of the command `attnreg tune`."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from support.tuned import asked, off_by, raising
+from typer.testing import CliRunner
+
+import attnreg
+from attnreg import _registry, cli
+from attnreg.backends import math as math_backend
+from attnreg.cli.tune import host_rows, measure_fronts
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import Device
+from attnreg.selection import policy
+from attnreg.torchlib import captured
+from attnreg.tuning import traces
+from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.points import Front
+from attnreg.tuning.table import Environment, load
+
+SMALL = asked(32)
+BOTH = dataclasses.replace(SMALL, needs_backward=True)
+HERE = Environment(device="a test")
+
+
+@pytest.fixture
+def tune(tmp_path, monkeypatch):
+    """Run `attnreg tune` on the CPU with a table in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*options, out="table.json"):
+        place = ["--out", out] if out else []
+        result = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", *place, *options], obj=[])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return call
+
+
+@pytest.fixture
+def backends(monkeypatch, entry, clock):
+    """Know a slow, a fast and a wrong backend, on the clock of the test."""
+    made = {
+        "slow": entry("slow", 3.0, priority=9),
+        "fast": entry("fast", 1.0, priority=5),
+        "off": entry("off", 0.1, change=off_by(0.5)),
+        "math": Entry("math", "a test", math_backend.BACKEND),
+    }
+    monkeypatch.setattr(_registry, "_entries", made)
+    monkeypatch.setattr("attnreg.measure.timing.timer_for", lambda device: clock)
+    _registry.changed()
+    return made
+
+
+SHAPE = ("--q", "2,32,4,64")
+
+
+@pytest.mark.parametrize("variable", ["ATTNREG_CONFIG", "ATTNREG_LOCK"])
+def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeypatch, tmp_path, variable):
+    (tmp_path / "settings.toml").write_text('tuned = "table.json"\ndisabled = ["fast"]\n')
+    (tmp_path / "lock.json").write_text("no lock")
+    monkeypatch.setenv(variable, {"ATTNREG_CONFIG": "settings.toml", "ATTNREG_LOCK": "lock.json"}[variable])
+    monkeypatch.setattr(policy, "_sources", None)
+    assert tune(*SHAPE).exit_code == 0
+    (point, *_) = json.loads((tmp_path / "table.json").read_text())["points"]
+    measured = {"slow", "off", "math", *(["fast"] if variable == "ATTNREG_LOCK" else [])}
+    assert point["backends"].keys() == measured  # what is disabled isn't run, whatever else is wrong
+
+
+def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, monkeypatch, tmp_path):
+    (tmp_path / "settings.toml").write_text('disabled = ["fats"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", "settings.toml")
+    monkeypatch.setattr(policy, "_sources", None)
+    result = tune(*SHAPE)
+    assert result.exit_code == 2
+    assert "got 'fats', expected one of" in result.stderr
+    assert "did you mean 'fast'?" in result.stderr
+
+
+def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
+    session, entry, monkeypatch, python_routers
+):
+    asked_of = []
+
+    def host_costs(device, names):
+        asked_of.append((device.type, names))
+        return [Front(name, False, "forward", 9.0) for name in names]
+
+    monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
+    made = session(entry("a"), entry("b"))
+    measure_fronts(made)  # a CPU has no host beside it
+    made.device = torch.device("cuda")
+    made.fronts = (Front("a", False, "forward", 8.0),)
+    measure_fronts(made)
+    measure_fronts(made)
+    assert asked_of == [("cuda", ["b"])]
+    assert [one.backend for one in made.fronts] == ["a", "b"]
+    made.fronts += (Front("a", False, "backward", 30.0),)
+    made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
+    assert host_rows(made.fronts) == [
+        ("a", "SDPA", "Python", "8.0", "30.0"),
+        ("b", "SDPA", "Python", "9.0", "-"),
+        ("a", "SDPA", "compiled", "-", "29.0"),
+    ]
+
+
+def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without(
+    session, entry, monkeypatch, routers
+):
+    asked_of = []
+    monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
+    monkeypatch.setattr(captured, "compiled", True)
+    made = session(entry("a"), entry("b"))
+    made.device = torch.device("cuda")
+    made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
+    measure_fronts(made)
+    assert asked_of == [["a"]]
+
+
+def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):
+    result = tune(*SHAPE, "--backend", "slow,fast,off")
+    assert result.exit_code == 0, result.output
+    assert len(load(tmp_path / "table.json").points) == 2
+    spec = dataclasses.replace(asked(32), needs_backward=True)
+    assert attnreg.explain(spec).backend == "slow"
+    attnreg.configure({"tuned": tmp_path / "table.json"})
+    found = attnreg.explain(spec)
+    assert (found.backend, found.backward.backend) == ("fast", "fast")
+    assert found.forward.predicted.of("off").trouble.startswith("wrong: out of bfloat16 32 x 32")
+
+
+def test_tune_measures_with_the_real_backends_and_the_real_clock(tune, tmp_path):
+    result = tune("--q", "1,16,2,32", "--dtype", "fp32", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert (data["end"], data["measured"], data["left"], data["table_points"]) == ("finished", 2, 0, 2)
+    assert set(data["points"][0]["backends"]) == {"cpu", "math"}
+    assert all(one["gpu_us"] > 0 for point in data["points"] for one in point["backends"].values())
+
+
+def test_tune_prints_times_troubles_and_where_the_table_is(tune, backends):
+    result = tune(*SHAPE, "--backend", "slow,fast,off")
+    text = " ".join(result.output.split())
+    assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
+    assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
+    assert "Never chosen for these" in text
+    assert "measured 2 points; 0 of 1 calls are left" in text
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
+    def measured(*options):
+        return json.loads(tune(*options, "--backend", "slow", "--json").stdout)
+
+    assert measured(*SHAPE)["measured"] == 2
+    more = measured(*SHAPE, "--q", "2,16,4,64")
+    assert (more["measured"], more["table_points"]) == (2, 4)
+    again = measured(*SHAPE, "--fresh")
+    assert (again["measured"], again["table_points"]) == (2, 2)
+
+
+def test_tune_leaves_the_old_table_until_it_has_something_new(tune, backends, entry, tmp_path):
+    assert tune(*SHAPE, "--backend", "fast").exit_code == 0
+    before = (tmp_path / "table.json").read_bytes()
+    backends["slow"] = entry("slow", change=raising(KeyboardInterrupt()))
+    assert tune(*SHAPE, "--backend", "slow", "--fresh").exit_code == 130
+    assert (tmp_path / "table.json").read_bytes() == before
+
+
+def test_tune_takes_a_recorded_workload_that_is_measured_by_what_it_costs(tune, backends, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    counts = {(asked(16), "forward"): 1, (asked(48), "forward"): 900, (asked(48), "backward"): 900}
+    traces.merge(file, counts)
+    data = json.loads(tune("--from", str(file), "--backend", "slow", "--json").stdout)
+    assert [(point["max_q"], point["direction"]) for point in data["points"]] == [
+        (48, "forward"),
+        (48, "backward"),
+        (16, "forward"),
+    ]
+
+
+def test_tune_stops_in_time_and_says_what_is_left(tune, backends, clock):
+    result = tune("--grid", "quick", "--budget", "0.4s", "--backend", "slow", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["end"]) == (0, "budget spent")
+    assert 0 < data["left"] < data["calls"]
+    assert clock.seconds <= 0.4
+
+
+def test_tune_keeps_what_it_has_when_it_is_interrupted(tune, backends, entry, tmp_path):
+    done = []
+
+    def change(kernels):
+        def forward(*arguments):
+            done.append(arguments[0].shape)
+            if len(done) > 3 and arguments[0].shape[1] == 16:
+                raise KeyboardInterrupt
+            return kernels.forward(*arguments)
+
+        return kernels._replace(forward=forward)
+
+    backends["slow"] = entry("slow", 3.0, change=change)
+    result = tune(*SHAPE, "--q", "2,16,4,64", "--no-backward", "--backend", "slow", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["end"], data["left"]) == (130, "interrupted", 1)
+    assert [point.size.max_q for point in load(tmp_path / "table.json").points] == [32]
+
+
+def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
+    def lost(*arguments):
+        raise DeviceLostError("the GPU can't be used any more after X")
+
+    monkeypatch.setattr("attnreg.tuning.session.measured", lost)
+    result = tune(*SHAPE)
+    assert result.exit_code == 1
+    assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--grid quik", "--grid: got 'quik', expected quick or full; did you mean 'quick'?"),
+        ("--budget soon", "--budget: got 'soon', expected a time: 60s, 5m or 1h"),
+        ("--budget 0s", "--budget: got '0s'"),
+        ("--q 2,64", "--q: got '2,64', expected whole numbers"),
+        ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
+        (
+            "--grid quick --dtype fp16 --causal",
+            "--dtype and --causal: describes a call of --q, and there is none",
+        ),
+        ("--window 16,0", "--window: describes a call of --q, and there is none"),
+        ("--out no/such/folder.json", "--out: "),
+        ("--backend maht", "no backend is named 'maht'"),
+    ],
+)
+def test_tune_refuses_a_bad_value_before_it_measures_anything(tune, backends, options, message):
+    result = tune(*options.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"attnreg: {message}")
+
+
+def test_tune_refuses_a_file_that_is_no_table_and_an_empty_trace(tune, backends, tmp_path):
+    (tmp_path / "table.json").write_text('{"precious": 1}')
+    assert tune(*SHAPE).exit_code == 2
+    assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
+    (tmp_path / "empty.jsonl").write_text("")
+    assert (
+        "expected a file with at least one recorded call" in tune("--from", "empty.jsonl", "--fresh").stderr
+    )
+
+
+def test_tune_writes_over_nothing_that_is_no_table_and_over_no_trace(tune, backends, tmp_path):
+    (tmp_path / "table.json").write_text('{"precious": 1}')
+    assert tune(*SHAPE, "--fresh").exit_code == 2
+    (tmp_path / "trace.jsonl").write_text("")
+    result = tune("--from", "trace.jsonl", "--fresh", out="trace.jsonl")
+    assert result.exit_code == 2
+    assert "--out: got trace.jsonl, expected another file than that of --from" in result.stderr
+    assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
+
+
+def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_path, caplog):
+    gpu = dataclasses.replace(SMALL, device=Device("cuda", (9, 0)))
+    traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
+    result = tune("--from", "trace.jsonl")
+    assert result.exit_code == 2
+    assert "--from: got calls on cuda, expected some on cpu, which --device sets" in result.stderr
+    traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
+    result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
+    assert json.loads(result.stdout)["calls"] == 1
+    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
+
+
+def test_tune_that_has_no_time_says_so(tune, backends):
+    result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
+    assert result.exit_code == 1
+    assert "the time was spent before a single call was measured: give it more" in result.stderr
+
+
+def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):
+    assert tune(*SHAPE, "--backend", "slow").exit_code == 0
+    assert set(load(tmp_path / "table.json").environment.backends) == {"slow"}
+
+
+def test_tune_is_1_when_a_backend_that_was_named_cannot_be_measured(tune, backends):
+    backends["gone"] = Entry("gone", "a test", cause=ImportError("no"))
+    result = tune(*SHAPE, "--backend", "gone")
+    assert result.exit_code == 1
+    assert "--backend: gone failed to load: ImportError: no" in result.stderr
+
+
+def test_the_table_is_named_after_the_device_unless_it_is_given_a_name(tune, backends, tmp_path):
+    assert tune(*SHAPE, "--backend", "slow", out="").exit_code == 0
+    assert len(list(tmp_path.glob("*.json"))) == 1
