@@ -240,7 +240,7 @@ def test_on_a_gpu_a_call_is_kept_where_every_row_is_known_to_see_a_key(
     compiled, monkeypatch, pair, of_a_graph, every_row, kept
 ):
     asked = []
-    monkeypatch.setattr(plans, "of_a_graph", lambda _: of_a_graph)
+    monkeypatch.setattr(plans, "needs_graph_memory", lambda _: of_a_graph)
     monkeypatch.setattr(plans, "stream_of", lambda _: 0)
     facts = types.SimpleNamespace(every_row_sees_a_key=every_row)
     monkeypatch.setattr(plans, "facts_of", lambda *given: asked.append(given) or facts)

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from attnreg.contract.declines import served
 
 import attnreg
 from attnreg import aten
