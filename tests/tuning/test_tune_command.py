@@ -273,7 +273,7 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
     result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
     assert json.loads(result.stdout)["calls"] == 1
-    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
+    assert "--from: left out 1 call on cuda, as the device is cpu" in caplog.text
 
 
 def test_tune_that_has_no_time_says_so(tune, backends):
