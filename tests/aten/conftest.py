@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from support.cuda_ops import sdpa_kernels
+from support.kernels import tables
 
 from attnreg import aten
 from attnreg.aten import cudnn, flash
@@ -71,3 +72,16 @@ def whole_graph(inductor):
     torch._dynamo.reset()
     yield lambda f, **options: torch.compile(f, fullgraph=True, **{"backend": inductor, **options})
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def uninstalled(either_routers):
+    """Start and end with torch's ops as they were."""
+    was_installed = aten.installed()
+    aten.restore()
+    before = tables()
+    yield
+    aten.restore()
+    assert tables() == before, "the test left a kernel behind"
+    if was_installed:
+        aten.ensure()
