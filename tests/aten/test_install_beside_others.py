@@ -1,4 +1,4 @@
-"""Installing routers beside other people's kernels and `torch.nn.attention`'s registry, and in other torches.""
+"""Installing routers beside overrides, beside the registry of `torch.nn.attention`, and in other torches."""
 
 import re
 from typing import NamedTuple
