@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support import truth
 from support.dense import (
     ADDED,
+    CAUSAL,
     LAYOUTS,
     SCATTERING,
     assert_right,
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
+from attnreg.backends.cpu import compiled as cpu_compiled
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
@@ -148,6 +150,31 @@ def test_strides_are_torchs_own_however_a_backend_lays_out_its_results(fake, ran
     assert_right(got, inputs)
     assert [x.stride() for x in got] == [x.stride() for x in own]
     assert lse.transpose(1, 2).is_contiguous()
+
+
+@pytest.fixture(params=[False, True], ids=["torch's kernel", "compiled kernel"])
+def either_cpu_kernel(request, monkeypatch):
+    """Have the cpu backend be without its compiled kernel, or with it."""
+    kernel = request.getfixturevalue("cpu_kernel") if request.param else None
+    monkeypatch.setattr(cpu_compiled, "load", lambda: kernel)
+    monkeypatch.setattr(cpu_compiled, "is_there", lambda: request.param)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 6), (6, 3), (70, 70)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
+    either_routers, either_cpu_kernel, ran, scale, lengths, dtype
+):
+    # Torch's kernel scales the mask's -inf as well: by 0 to nan, by less to +inf.
+    attnreg.uninstall()
+    with attnreg.register_backend("cpu"):
+        for seed in range(3):
+            inputs = qkv(*lengths, dtype=dtype, seed=seed)
+            got = results(inputs, is_causal=True, scale=scale)
+            assert_right(got, inputs, top_left=True, window=CAUSAL, scale=scale)
+            assert ran() == {"cpu": (1, 1)}
+    attnreg.uninstall()
 
 
 # ---- torch's own kernel
