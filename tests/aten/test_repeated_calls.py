@@ -27,7 +27,6 @@ from support.fake_cudnn import memory
 
 import attnreg
 from attnreg.contract.launchers import AddressLauncher, OpLauncher
-from attnreg.dispatch import call_cache
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import contiguous_strides
 
@@ -99,30 +98,6 @@ def test_a_repeated_call_is_right_and_planned_again_only_in_python(
 
 
 @pytest.mark.parametrize("kind", SDPA)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_kernel_may_decline_a_repeated_call(route, ran, fake, kind, direction):
-    route(native_kernels())
-    full, declining, inputs = fake("choosy").backend, [], qkv()
-    kernels = full.load()
-
-    def choosy(*arguments):
-        if declining:
-            raise attnreg.UnsupportedInputError("not any more")
-        return getattr(kernels, direction)(*arguments)
-
-    backend = dataclasses.replace(full, load=lambda: kernels._replace(**{direction: choosy}))
-    with attnreg.register_backend(backend):
-        for attempt in range(8):
-            if attempt == 5:
-                declining.append(True)
-            assert_call_right(kind, call(kind, inputs), inputs)
-    (row,) = attnreg.stats().fallbacks
-    assert (row.backend, row.reason, row.count) == ("choosy", "not any more", 3)
-    kept, others = ((5, 8), (3, 0)) if direction == "forward" else ((8, 5), (0, 3))
-    assert ran() == {"choosy": kept, NATIVE[kind]: others}
-
-
-@pytest.mark.parametrize("kind", SDPA)
 def test_a_repeated_call_with_tensors_of_two_dtypes_is_still_an_error(route, ran, fake, kind):
     route(native_kernels())
     query, key, value = (x.detach() for x in qkv())
@@ -145,27 +120,6 @@ def test_rows_without_a_key_are_right_each_time(route, ran, fake):
                 results = with_gradients(call("flash", inputs, causal=causal)[0], inputs)
                 assert_right(results, inputs, window=CAUSAL if causal else OPEN)
                 assert ran() == {"mine": (1, 1)}
-
-
-@pytest.mark.parametrize("changed", [lambda out, lse: (out,), lambda out, lse: (out, lse, lse)])
-def test_a_kernel_whose_results_become_fewer_or_more_is_an_error_each_time(route, fake, changed):
-    route(native_kernels())
-    full, calls = fake("mine").backend, []
-    kernels = full.load()
-
-    def forward(*given):
-        calls.append(1)
-        results = kernels.forward(*given)
-        return results if len(calls) < 3 else changed(*results)
-
-    backend = dataclasses.replace(full, load=lambda: kernels._replace(forward=forward))
-    inputs = [x.detach() for x in qkv()]
-    with attnreg.register_backend(backend):
-        for _ in range(2):
-            call("cudnn", inputs)
-        for _ in range(3):
-            with pytest.raises((TypeError, ValueError, RuntimeError), match=r"results|argument|unpack"):
-                call("cudnn", inputs)
 
 
 # ---- launchers, of tensors (B, S, H, D), below the cuDNN op, whose tensors are (B, H, S, D)
@@ -306,15 +260,6 @@ def test_values_of_another_head_dim_give_the_same_each_time(specializing, ran, o
     for results in further:
         assert_alike(first, results)
     assert ran() == {"mine": (5, 5)}
-
-
-def test_no_launcher_is_asked_for_while_the_call_cache_is_paused(specializing):
-    made, _ = specializing(flash_op)
-    inputs = qkv()
-    with attnreg.register_backend(made.backend), call_cache.paused():
-        for _ in range(4):
-            assert_call_right("cudnn", call("cudnn", inputs), inputs)
-    assert made.specialized == []
 
 
 def test_seed_and_offset_share_no_memory_with_each_other_or_what_a_kernel_holds(specializing):

@@ -10,6 +10,7 @@ from support.dense import (
     ADDED,
     CAUSAL,
     LAYOUTS,
+    OPEN,
     SCATTERING,
     assert_right,
     qkv,
@@ -43,12 +44,12 @@ BOOLEAN = torch.rand(2, 4, 6, 6, generator=torch.Generator().manual_seed(5)) > 0
 
 CALLS = {
     "plain": ({}, {}, {}),
-    "causal": ({}, {"is_causal": True}, {"window": (-1, 0)}),
+    "causal": ({}, {"is_causal": True}, {"window": CAUSAL}),
     "fewer queries": ({"len_q": 3}, {}, {}),
-    "causal with fewer queries": ({"len_q": 3}, {"is_causal": True}, {"window": (-1, 0)}),
-    "causal with fewer keys": ({"len_k": 3}, {"is_causal": True}, {"window": (-1, 0)}),
-    "one query": ({"len_q": 1}, {"is_causal": True}, {"window": (-1, 0)}),
-    "one key": ({"len_k": 1}, {"is_causal": True}, {"window": (-1, 0)}),
+    "causal with fewer queries": ({"len_q": 3}, {"is_causal": True}, {"window": CAUSAL}),
+    "causal with fewer keys": ({"len_k": 3}, {"is_causal": True}, {"window": CAUSAL}),
+    "one query": ({"len_q": 1}, {"is_causal": True}, {"window": CAUSAL}),
+    "one key": ({"len_k": 1}, {"is_causal": True}, {"window": CAUSAL}),
     "scale": ({}, {"scale": 0.6}, {"scale": 0.6}),
     "scale 0": ({}, {"scale": 0.0}, {"scale": 0.0}),
     "negative scale": ({}, {"scale": -0.6}, {"scale": -0.6}),
@@ -58,17 +59,19 @@ CALLS = {
     "added mask": ({}, {"attn_mask": ADDED}, {"bias": ADDED}),
     "added mask for every batch": ({}, {"attn_mask": ADDED[:1]}, {"bias": ADDED[:1]}),
     "grouped heads": ({"heads_k": 2}, {"enable_gqa": True}, {}),
-    "one key head, causal": ({"heads_k": 1}, {"enable_gqa": True, "is_causal": True}, {"window": (-1, 0)}),
+    "one key head, causal": ({"heads_k": 1}, {"enable_gqa": True, "is_causal": True}, {"window": CAUSAL}),
 }
 
 
 @pytest.mark.parametrize(("shape", "options", "meant"), CALLS.values(), ids=CALLS)
-def test_a_registered_backend_really_runs_and_is_right(ran, shape, options, meant):
+def test_a_registered_backend_really_runs_is_right_and_has_torchs_own_strides(ran, shape, options, meant):
     inputs = qkv(**shape)
+    own = torchs_own(inputs, **options)
     with attnreg.register_backend("math"):
         got = results(inputs, **options)
     assert ran() == {"math": (1, 1)}
     assert_right(got, inputs, top_left=True, **meant)
+    assert [(x.shape, x.stride()) for x in got] == [(x.shape, x.stride()) for x in own]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -105,27 +108,20 @@ def test_rows_that_a_mask_hides_altogether_give_zeros(ran):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_any_strides_are_right_and_come_back_as_torchs_own_do(ran, layout, causal):
+@pytest.mark.parametrize("scattering", [False, True])
+def test_strides_are_torchs_own_however_inputs_and_a_backends_results_lie(
+    fake, ran, layout, causal, scattering
+):
     inputs = [layout(x.detach()).requires_grad_() for x in qkv(6, 4)]
     own = torchs_own(inputs, is_causal=causal)
-    with attnreg.register_backend("math"):
+    options = {"load": lambda: SCATTERING} if scattering else {}
+    with attnreg.register_backend(fake("mine", **options).backend):
         got = results(inputs, is_causal=causal)
-    assert ran() == {"math": (1, 1)}
-    assert_right(got, inputs, top_left=True, window=(-1, 0) if causal else (-1, -1))
+        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)[1]
+    assert ran() == {"mine": (2, 1)}
+    assert_right(got, inputs, top_left=True, window=CAUSAL if causal else OPEN)
     assert [x.stride() for x in got] == [x.stride() for x in own]
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "causal with fewer queries", "causal with fewer keys", "grouped heads"]
-)
-def test_strides_of_contiguous_tensors_are_torchs_own(name):
-    shape, options, _ = CALLS[name]
-    inputs = qkv(**shape)
-    own = torchs_own(inputs, **options)
-    with attnreg.register_backend("math"):
-        got = results(inputs, **options)
-    assert [x.stride() for x in got] == [x.stride() for x in own]
-    assert [x.shape for x in got] == [x.shape for x in own]
+    assert lse.transpose(1, 2).is_contiguous()
 
 
 def test_the_op_returns_what_torchs_own_does():
@@ -137,19 +133,6 @@ def test_the_op_returns_what_torchs_own_does():
     for one, other in zip(got, own, strict=True):
         torch.testing.assert_close(one, other)
         assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_are_torchs_own_however_a_backend_lays_out_its_results(fake, ran, layout):
-    inputs = [layout(x.detach()).requires_grad_() for x in qkv(6, 4)]
-    own = torchs_own(inputs)
-    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
-        got = results(inputs)
-        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)[1]
-    assert ran() == {"scattered": (2, 1)}
-    assert_right(got, inputs)
-    assert [x.stride() for x in got] == [x.stride() for x in own]
-    assert lse.transpose(1, 2).is_contiguous()
 
 
 @pytest.fixture(params=[False, True], ids=["torch's kernel", "compiled kernel"])
@@ -166,7 +149,7 @@ def either_cpu_kernel(request, monkeypatch):
 def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
     either_routers, either_cpu_kernel, ran, scale, lengths, dtype
 ):
-    # Torch's kernel scales the mask's -inf as well: by 0 to nan, by less to +inf.
+    # Torch's own kernel scales the mask's -inf as well, and returns nan.
     attnreg.uninstall()
     with attnreg.register_backend("cpu"):
         for seed in range(3):
@@ -180,43 +163,21 @@ def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
 # ---- torch's own kernel
 
 
+@pytest.mark.parametrize("installed", [False, True])
 @pytest.mark.parametrize(("shape", "options", "_"), CALLS.values(), ids=CALLS)
-def test_nothing_registered_changes_not_one_bit(ran, shape, options, _):
+def test_torchs_kernel_is_the_default_bit_by_bit_and_counts_as_cpu_if_installed(
+    ran, installed, shape, options, _
+):
     inputs = qkv(**shape)
     own = torchs_own(inputs, **options)
-    attnreg.uninstall()
-    attnreg.register_backend("math").remove()
-    got = results(inputs, **options)
-    assert all(map(torch.equal, got, own))
-    assert [x.stride() for x in got] == [x.stride() for x in own]
-    assert ran() == {}
-
-
-@pytest.mark.parametrize(("shape", "options", "_"), CALLS.values(), ids=CALLS)
-def test_torchs_kernel_is_the_default_bit_by_bit_and_counts_as_cpu(ran, shape, options, _):
-    inputs = qkv(**shape)
-    own = torchs_own(inputs, **options)
-    for _ in range(2):  # the second call takes the short way
+    if not installed:
+        attnreg.uninstall()
+        attnreg.register_backend("math").remove()
+    for _ in range(3):
         got = results(inputs, **options)
         assert all(map(torch.equal, got, own))
-        assert ran() == {"cpu": (1, 1)}
-
-
-def test_a_mask_isnt_lost_on_the_short_way(ran):
-    inputs = qkv()
-    attnreg.install()
-    plain = F.scaled_dot_product_attention(*inputs)
-    moptions = [F.scaled_dot_product_attention(*inputs, attn_mask=BOOLEAN) for _ in range(2)]
-    causal = [F.scaled_dot_product_attention(*inputs, is_causal=True) for _ in range(2)]
-    scaled = [F.scaled_dot_product_attention(*inputs, scale=0.1) for _ in range(2)]
-    assert ran() == {"cpu": (7, 0)}
-    assert torch.equal(*moptions)
-    assert torch.equal(*causal)
-    assert torch.equal(*scaled)
-    truth.assert_near(plain, truth.dense(*inputs)[0])
-    truth.assert_near(moptions[0], truth.dense(*inputs, bias=BOOLEAN)[0])
-    truth.assert_near(causal[0], truth.dense(*inputs, window=(-1, 0))[0])
-    truth.assert_near(scaled[0], truth.dense(*inputs, scale=0.1)[0])
+        assert [x.stride() for x in got] == [x.stride() for x in own]
+        assert ran() == ({"cpu": (1, 1)} if installed else {})
 
 
 def test_what_torchs_selector_gives_to_its_math_never_reaches_attnreg(ran):
@@ -231,8 +192,8 @@ def test_what_torchs_selector_gives_to_its_math_never_reaches_attnreg(ran):
         with sdpa_kernel(SDPBackend.MATH):
             F.scaled_dot_product_attention(query, key, value)
         assert ran() == {}
-        told = attnreg.explain(query, key, value[..., :5])
-    assert (told.backend, told.source) == ("torch's math kernel", "torch's own selector")
+        explained = attnreg.explain(query, key, value[..., :5])
+    assert (explained.backend, explained.source) == ("torch's math kernel", "torch's own selector")
 
 
 def test_dropout_at_the_op_is_torchs_own_affair(ran):
@@ -262,7 +223,7 @@ def test_a_scope_holds_for_its_calls_and_their_backward(fake, ran):
         assert ran() == {"mine": (0, 1)}
         other.sum().backward()
         assert ran() == {"math": (0, 1)}
-    assert_right([out, *grads], inputs, window=(-1, 0))
+    assert_right([out, *grads], inputs, window=CAUSAL)
 
 
 def test_a_scope_holds_for_the_backward_of_torchs_own_kernel(fake, ran):
@@ -278,28 +239,15 @@ def test_a_scope_holds_for_the_backward_of_torchs_own_kernel(fake, ran):
     assert ran() == {"math": (0, 1)}
 
 
-def test_a_scope_serves_where_nothing_is_registered(ran):
+def test_a_backend_that_cannot_run_the_call_gives_way(fake, ran):
     inputs = qkv()
-    with attnreg.use_backend("math"):
-        out = F.scaled_dot_product_attention(*inputs)
-    F.scaled_dot_product_attention(*inputs)
-    out.sum().backward()
-    assert ran() == {"math": (1, 1)}
-
-
-def test_a_backend_that_cannot_run_the_call_gives_way(fake, ran, caplog):
-    inputs = qkv()
-    with attnreg.register_backend(fake("mine", causal=False).backend), caplog.at_level("INFO", "attnreg"):
-        got = [results(inputs, is_causal=True) for _ in range(3)]
-        plain = results(inputs)
-        fallbacks = attnreg.stats().fallbacks
-        assert ran() == {"cpu": (3, 3), "mine": (1, 1)}
-    assert_right(got[2], inputs, window=(-1, 0))
-    assert_right(plain, inputs)
-    (row,) = fallbacks
+    with attnreg.register_backend(fake("mine", causal=False).backend):
+        for _ in range(3):
+            assert_right(results(inputs, is_causal=True), inputs, window=CAUSAL)
+        assert_right(results(inputs), inputs)
+        (row,) = attnreg.stats().fallbacks
     assert (row.backend, row.reason, row.count) == ("mine", "is_causal must be False, got True", 6)
-    said = [record.getMessage() for record in caplog.records if "is_causal" in record.getMessage()]
-    assert said == ["mine can't run this call and cpu does: is_causal must be False, got True"]
+    assert ran() == {"cpu": (3, 3), "mine": (1, 1)}
 
 
 def test_a_mask_is_another_call_than_the_same_without(fake, ran):
@@ -311,38 +259,7 @@ def test_a_mask_is_another_call_than_the_same_without(fake, ran):
         assert ran() == {"cpu": (1, 1)}
 
 
-def test_stats_count_every_call_and_begin_anew(ran):
-    inputs = qkv()
-    with attnreg.register_backend("math"):
-        for _ in range(3):
-            out = F.scaled_dot_product_attention(*inputs)
-        out.sum().backward()
-        with torch.no_grad():
-            F.scaled_dot_product_attention(*inputs)
-        assert attnreg.stats().calls == {"math": {"forward": 4, "backward": 1}}
-        attnreg.reset_stats()
-        assert attnreg.stats().calls == {}
-        F.scaled_dot_product_attention(*inputs)
-        assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
-
-
-def test_explain_names_the_backend_that_runs(fake, ran):
-    inputs = qkv()
-    attnreg.install()
-    for register, source in (
-        (None, "default order for cpu"),
-        ("math", "register_backend('math')"),
-        (fake("mine").backend, "register_backend('mine')"),
-    ):
-        if register:
-            attnreg.register_backend(register)
-        explained = attnreg.explain(*inputs, is_causal=True)
-        results(inputs, is_causal=True)
-        assert ran() == {explained.backend: (1, 1)}
-        assert explained.source == source
-
-
-def test_explain_knows_that_torchs_own_kernel_comes_first_unless_somebody_asks(fake, ran):
+def test_explain_knows_that_torchs_own_kernel_comes_first_unless_one_is_registered(fake, ran):
     inputs = qkv()
     _registry.add(fake("keen", priority=1000).backend, "a test")
     attnreg.install()
@@ -369,26 +286,20 @@ def test_a_double_backward_is_an_error_not_wrong_numbers(ran):
 
 # Torch has no batching rule for the op, with or without attnreg, and says that its loop is slow.
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
-def test_vmap_gives_what_a_loop_does(ran):
-    inputs = [x.detach() for x in qkv()]
-    many = [torch.stack((x, x + 1, x * 2)) for x in inputs]
+def test_vmap_and_functional_gradients_give_what_a_loop_and_autograd_do(ran):
+    inputs = qkv()
+    many = [torch.stack((x, x + 1, x * 2)).detach() for x in inputs]
+    attend = F.scaled_dot_product_attention
     with attnreg.register_backend("math"):
-        mapped = torch.vmap(F.scaled_dot_product_attention)(*many)
-        calls = ran()
-        expected = torch.stack([F.scaled_dot_product_attention(*each) for each in zip(*many, strict=True)])
-    assert set(calls) == {"math"}
+        mapped = torch.vmap(attend)(*many)
+        assert set(ran()) == {"math"}
+        expected = torch.stack([attend(*each) for each in zip(*many, strict=True)])
+        grad = random_like(inputs[0])
+        ran()
+        grads = torch.func.grad(lambda *x: (attend(*x) * grad).sum(), (0, 1, 2))(*inputs)
+        assert ran() == {"math": (1, 1)}
     torch.testing.assert_close(mapped, expected)
-
-
-def test_functional_gradients_are_right(ran):
-    inputs = [x.detach() for x in qkv()]
-    with attnreg.register_backend("math"):
-        grads = torch.func.grad(lambda *x: F.scaled_dot_product_attention(*x).sum(), (0, 1, 2))(*inputs)
-    assert ran() == {"math": (1, 1)}
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    right = torch.autograd.grad(truth.dense(*leaves)[0].sum(), leaves)
-    for one, other in zip(grads, right, strict=True):
-        truth.assert_near(one, other.double())
+    assert_right([attend(*inputs), *grads], inputs)
 
 
 MODULES = {
