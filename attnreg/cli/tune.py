@@ -189,7 +189,7 @@ def measure_fronts(session: Session) -> None:
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    known = {front.backend for front in session.fronts if front.compiled or not captured.compiled}
+    known = {front.backend for front in session.fronts if front.compiled or not captured.call_cache_in_use}
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
 

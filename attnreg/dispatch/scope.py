@@ -42,7 +42,7 @@ __all__ = [
 
 
 class ScopedChoice:
-    """A choice of backends that leads all others for the calls it is given to.
+    """A choice of backends that overrides all others for the calls it is given to.
 
     Attributes:
         preference: the backends that it puts first; None if it only forbids a gradient.

@@ -90,7 +90,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Call:
-    """Return the arguments beside query, key and value in the contract's terms; `bound` is a `window`."""
+    """Return the contract's `Call` of these arguments; `bound` is what `window` returned."""
     return Call(
         scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,

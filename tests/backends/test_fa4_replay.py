@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from support import fake_fa4, short_ways, truth
+from support import fake_fa4, launchers, truth
 from support.fake_fa4 import both, call_of, dense, entered, entered_by_round, forget, packed, true_results
 
 from attnreg import Call
@@ -311,10 +311,10 @@ def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     replays = replay.Replays(True)
     for number in range(20):
-        assert not replays.came_before((number,))
-        assert replays.came_before((number,))
+        assert not replays.seen((number,))
+        assert replays.seen((number,))
         assert len(replays._entries) <= 3
-    assert not replays.came_before((0,))
+    assert not replays.seen((0,))
     # Two directions at a time are replayed all the same.
     for length in (10, 20, 30, 10):
         assert rounds(5, len_q=length)[-1] == NEITHER
@@ -361,7 +361,7 @@ def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_ro
     *first, call = given(3)
     *second, other = given(4)
     package.calls.clear()
-    _, backwards = short_ways.assert_same(kernels, first, second, call, other)
+    _, backwards = launchers.assert_same(kernels, first, second, call, other)
     assert len(backwards) == 2
     assert package.calls == []
 

@@ -156,7 +156,7 @@ def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_t
         for name in ("cpu", "math")
         for direction in ("forward", "backward")
     ]
-    assert captured.compiled is (wanted == "compiled")
+    assert captured.call_cache_in_use is (wanted == "compiled")
     aten.restore()
     aten._kept_out = False
     assert all(one.host_us > 0 for one in found if one.direction == "forward")
@@ -318,7 +318,7 @@ def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, router
     assert set(found["SDPA"]) == ours | {"torch", "aten op, C++ autograd"}
     assert all(set(one) == STEPS for name in overhead.FRONTS for one in found[name].values())
     assert [line.partition(":")[0] for line in job.left_out] == ["varlen 2x2 h2 d8, torch"]  # a GPU's alone
-    assert [line.partition(":")[0] for line in report.told] == [
+    assert [line.partition(":")[0] for line in report.summary] == [
         "varlen_attn, attnreg, cpu, use_backend()",
         "varlen_attn, attnreg, cpu, backend=",
         "SDPA, attnreg, cpu, use_backend()",

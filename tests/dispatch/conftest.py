@@ -21,10 +21,10 @@ def installed(compiled_routers):
     """Install compiled routers for a test."""
     aten.restore()
     aten.ensure()
-    assert captured.compiled
+    assert captured.call_cache_in_use
     yield compiled_routers
     aten.restore()
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
 
 
 @pytest.fixture

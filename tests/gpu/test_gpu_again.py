@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 TIMES = 6
 CAUSAL = (-1, 0)
 # Of (B, H, S, D): how the dimensions lie.
-HEADS_FIRST, ROWS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
+BHSD, BSHD = (0, 1, 2, 3), (0, 2, 1, 3)
 
 
 def drawn(shape, seed):
@@ -33,7 +33,7 @@ def laid_out(x, order):
 
 
 @pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-@pytest.mark.parametrize(("scale", "order"), [(None, HEADS_FIRST), (0.2, ROWS_FIRST)])
+@pytest.mark.parametrize(("scale", "order"), [(None, BHSD), (0.2, BSHD)])
 @pytest.mark.parametrize("heads_k", [4, 2])
 def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, order, heads_k, ran):
     known = []
@@ -54,7 +54,7 @@ def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen
 
 
 @pytest.mark.only_for("FA2")
-@pytest.mark.parametrize("order", [HEADS_FIRST, ROWS_FIRST], ids=str)
+@pytest.mark.parametrize("order", [BHSD, BSHD], ids=str)
 def test_known_calls_of_torchs_kernel_below_cudnns_op_take_compiled_routers_no_python(
     named, compiled_routers, order, ran
 ):
@@ -166,7 +166,7 @@ def python_of(package, run, *given):
 
 @pytest.mark.only_for("cuDNN")
 def test_known_calls_whose_plans_have_gone_are_planned_anew(named, known, ran):
-    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.heads_first()
+    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
     leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
     right, _ = truth.dense(*leaves, window=CAUSAL)
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())

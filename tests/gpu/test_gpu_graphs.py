@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support import gpu, short_ways
+from support import gpu, launchers
 
 import attnreg
 from attnreg import _registry
@@ -176,7 +176,7 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
         out, lse = kernels.forward(*given.qkv, call)
         tensors = (grad, *given.qkv, out, lse)
         again = kernels.specialize("backward", tensors, call)
-        short = again(*tensors, *short_ways.ends_of(call))
+        short = again(*tensors, *launchers.cu_seqlens_of(call))
         return [out, *kernels.backward(*tensors, call), *short]
 
     monkeypatch.setattr(native, "_rng_states", {})

@@ -148,7 +148,7 @@ def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypa
     given = gpu.packed((40, 300, 7), heads=(4, 2))
     right = gpu.expected(given)[0]
     with attnreg.register_backend(named):
-        assert captured.compiled
+        assert captured.call_cache_in_use
         for _ in range(12):
             got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
             torch.cuda.synchronize()
@@ -199,9 +199,7 @@ def test_compiled_routers_send_what_is_known_without_taking_it_apart(
 def test_below_sdpa_nothing_is_allocated_that_the_kernel_doesnt_allocate(named, compiled_routers):
     aten.restore()
     aten._kept_out = False
-    heads_first = [
-        torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
-    ]
+    bhsd = [torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"]
     op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     kernel = captured.kernel("_flash_attention_forward", "CUDA")
 
@@ -210,14 +208,14 @@ def test_below_sdpa_nothing_is_allocated_that_the_kernel_doesnt_allocate(named, 
         kept = run()
         return torch.cuda.memory_stats()["allocation.all.allocated"] - before, kept
 
-    by_hand, _ = allocated(
-        lambda: kernel(*(x.transpose(1, 2) for x in heads_first), None, None, 128, 128, 0.0, False, False)
+    called_directly, _ = allocated(
+        lambda: kernel(*(x.transpose(1, 2) for x in bhsd), None, None, 128, 128, 0.0, False, False)
     )
     with attnreg.register_backend(named):
         for _ in range(4):
-            op(*heads_first, None, True)
-        known, (*_, seed, offset, _) = allocated(lambda: op(*heads_first, None, True))
-    assert known == by_hand
+            op(*bhsd, None, True)
+        known, (*_, seed, offset, _) = allocated(lambda: op(*bhsd, None, True))
+    assert known == called_directly
     assert (seed.dtype, offset.dtype, seed.shape, offset.shape) == (torch.int64, torch.int64, (), ())
     seed.fill_(1)
     offset.fill_(2)

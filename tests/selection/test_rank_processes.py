@@ -202,7 +202,7 @@ def test_a_stalled_host_of_the_store_holds_a_call_up_no_longer_than_the_groups_t
         host.send_signal(signal.SIGCONT)
         for process in job.ranks:
             process.kill()
-            assert "the process group's store doesn't answer within 2 s" in process.communicate()[1]
+            assert "the process group's store doesn't respond within 2 s" in process.communicate()[1]
     finally:
         host.kill()
         host.communicate()

@@ -210,7 +210,7 @@ def test_a_store_that_does_not_answer_is_logged_and_holds_a_call_up_for_a_bounde
     agree(chosen_by())
     agree(chosen_by())  # asks no second time
     wakes.set()
-    assert caplog.text.count("the process group's store doesn't answer within 0.05 s") == 1
+    assert caplog.text.count("the process group's store doesn't respond within 0.05 s") == 1
 
 
 def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compared(rank, monkeypatch):

@@ -114,7 +114,7 @@ def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without
 ):
     asked_of = []
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
-    monkeypatch.setattr(captured, "compiled", True)
+    monkeypatch.setattr(captured, "call_cache_in_use", True)
     made = session(entry("a"), entry("b"))
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))

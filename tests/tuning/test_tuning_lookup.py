@@ -8,7 +8,7 @@ from support.tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, LEAD, USUAL_HOST, predict, reordered
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, reordered
 from attnreg.tuning.points import Front, Measured
 
 CAUSAL = {"window": (-1, 0)}
@@ -320,8 +320,8 @@ def test_the_fastest_comes_first_and_the_others_by_their_times():
 
 
 def test_a_lead_under_two_percent_does_not_overturn_the_default_order():
-    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) + 0.01) == ["a", "b"]
-    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) - 0.1) == ["b", "a"]
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + MARGIN) + 0.01) == ["a", "b"]
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + MARGIN) - 0.1) == ["b", "a"]
 
 
 def test_of_several_within_two_percent_of_the_best_the_first_by_default_leads():

@@ -164,7 +164,7 @@ inline void keep_offsets(uint64_t generation, const at::Tensor& queries, const a
 }
 
 inline void drop_all() {
-  Cache old;  // goes when nobody waits for the lock any more
+  Cache old;  // destroyed after the lock is released
   const std::unique_lock lock(guard);
   passing = false;
   std::swap(old, cache);

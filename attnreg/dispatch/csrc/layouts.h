@@ -162,7 +162,7 @@ inline int64_t choice_of(const c10::IValue& value) {
   return stored == start + extent_of(x) + kGuard ? start / kAligned : 0;
 }
 
-// A tensor like a model that carries a choice, with the values of the model where somebody reads them.
+// A tensor like a model that carries a choice, with the values of the model where these are read.
 inline at::Tensor with_choice(const at::Tensor& model, c10::Device device, int64_t choice, bool has_values) {
   const int64_t start = kAligned * choice;
   const at::Tensor base =

@@ -114,7 +114,7 @@ PyMethodDef functions[] = {
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
     {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
-    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where it has to take another way to autograd."},
+    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -39,7 +39,7 @@ auto make_node(Given&&... given) {
   }
 }
 
-struct VarlenCall {  // the arguments of `varlen_attn` beside its tensors
+struct VarlenCall {  // the arguments of `varlen_attn`, tensors aside
   int64_t max_q, max_k;
   bool causal;
   int64_t left, right;
@@ -85,7 +85,7 @@ inline bool run_varlen(const Key& key, const LookedUp& found, Tensors& tensors, 
   return true;
 }
 
-// The backward of a call. It holds what the forward had; torch checks that nobody has written to that since.
+// The backward of a call. It holds what the forward had; torch checks that it hasn't been written to since.
 struct VarlenBackward final : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
   VarlenCall call{};
@@ -165,7 +165,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     return {THPVariable_Unpack(one), THPVariable_Unpack(two), THPVariable_Unpack(three)};
   }
 
-  // Gradients of gradients aren't computed: an error for whoever asks for them, as with torch's own kernels.
+  // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.
   static void refuse_second(const Tensors& tensors, torch::autograd::variable_list& results) {
     if (std::none_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.requires_grad(); })) {
       return;
@@ -260,7 +260,7 @@ inline Tensors planned_forward(
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where it has to take another way to autograd.
+// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;
