@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg import aten
-from attnreg.aten.routing import Route
+from attnreg.aten.routing import Layout, Route
 from attnreg.dispatch.planning import Native
 from attnreg.errors import RegistrationError, UnknownBackendError
 from attnreg.torchlib import captured
@@ -540,7 +540,7 @@ class Fewer(NamedTuple):
 
 
 def test_an_op_that_torch_lacks_is_an_error():
-    route = Route("_no_such_attention", ("CPU",), Fewer, lambda *_: None, Native("cpu"))
+    route = Route("_no_such_attention", ("CPU",), Fewer, lambda *_: None, Native("cpu"), Layout(0))
     before = tables()
     with pytest.raises(RegistrationError) as error:
         aten.ensure((*aten.ROUTES, route))
@@ -549,14 +549,16 @@ def test_an_op_that_torch_lacks_is_an_error():
 
 
 def test_an_op_of_a_newer_torch_is_left_out():
-    route = Route("_no_such_attention", ("CPU",), Fewer, lambda *_: None, Native("cpu"), since="99.1")
+    route = Route(
+        "_no_such_attention", ("CPU",), Fewer, lambda *_: None, Native("cpu"), Layout(0), since="99.1"
+    )
     aten.ensure((*aten.ROUTES, route))
     assert all(map(is_ours, PLACES))
 
 
 def test_an_op_that_torch_declares_in_another_way_is_an_error_with_both_schemas():
     before = tables()
-    route = Route(CPU_OP, ("CPU",), Fewer, lambda *_: None, Native("cpu"))
+    route = Route(CPU_OP, ("CPU",), Fewer, lambda *_: None, Native("cpu"), Layout(0))
     with pytest.raises(RegistrationError) as error:
         aten.ensure((route,))
     schema = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema

@@ -11,7 +11,7 @@ from attnreg import aten
 from attnreg.aten import routing
 from attnreg.aten.routing import Layout
 from attnreg.dispatch import call_cache, counters
-from attnreg.dispatch.calls import Kept
+from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
 from attnreg.varlen import plans
 

@@ -286,7 +286,7 @@ def test_what_a_capture_was_declined_for_holds_for_no_further_one(native):
 
         def run():
             plan = state().plans.get(("a call",)) or make_plan(state(), ("a call",), spec, "forward", native)
-            if not plan.original:
+            if not plan.is_native:
                 plan.run(*inputs, attnreg.Call(1.0, 3, 3))
             return plan.backend
 
