@@ -81,7 +81,7 @@ def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_ru
     assert (error, installed, calls, said) == ("", False, {}, [])
 
 
-def test_torch_can_be_told_not_to_load_it():
+def test_torch_does_not_load_it_where_backend_autoload_is_off():
     (at_start, at_end, error, installed, calls), said = run(
         ATTNREG_BACKEND="math", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )
@@ -277,7 +277,7 @@ def test_activating_it_twice_is_activating_it_once(no_routers, sdpa):
     assert sdpa() == "torch"
 
 
-def test_restoring_leaves_routers_in_that_were_there_before_and_out_of_the_way(no_routers, sdpa):
+def test_restoring_leaves_routers_that_were_there_before_installed_but_inactive(no_routers, sdpa):
     aten.ensure()
     attention.activate_flash_attention_impl("attnreg")
     assert sdpa() == "cpu"
@@ -331,7 +331,7 @@ class Other:
         self.removed += 1
 
 
-def test_what_was_activated_in_torch_before_is_restored_and_told_of(no_routers, monkeypatch, caplog, sdpa):
+def test_what_was_activated_in_torch_before_is_restored_and_logged(no_routers, monkeypatch, caplog, sdpa):
     other = Other()
     monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
     attention.activate_flash_attention_impl("FA99")

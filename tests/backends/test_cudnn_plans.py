@@ -267,7 +267,7 @@ def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):
     assert [problem.scale for problem in kernels.forward.args[0]._plans] == [0.2, 0.3]
 
 
-def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_asked_about_once(
+def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_planned_once(
     kernels, module, monkeypatch
 ):
     def declined(self):

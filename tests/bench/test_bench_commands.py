@@ -192,7 +192,7 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
         (("speed",), 2, "speed"),
     ],
 )
-def test_bad_input_is_answered_before_anything_is_measured(bench, given, code, told):
+def test_bad_input_is_an_error_before_anything_is_measured(bench, given, code, told):
     ended = bench(*given)
     assert ended.exit_code == code and told in ended.stderr.replace("\n", " ")
 

@@ -56,7 +56,7 @@ def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured(
     assert enabled()
 
 
-def test_a_side_that_ran_another_backend_is_told_apart():
+def test_a_side_that_ran_another_backend_is_left_out():
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA4"}) == ""
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA2"}) == "ran FA4 (forward), FA2 (backward)"
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "torch"}, backward=False) == ""

@@ -118,7 +118,7 @@ def test_a_call_is_varlen_if_it_has_offsets():
     assert Call(1.0, 4, 4, cu_seqlens_q=offsets, block_table=offsets[None]).varlen
 
 
-def test_a_call_asks_for_nothing_beyond_its_scale_and_lengths_unless_told():
+def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
     assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False)
 
 

@@ -226,7 +226,7 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
 
 @pytest.mark.parametrize("chosen", [FLASH, CUDNN], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_step_after_step_runs_the_same_on_calls_that_are_known(routers, chosen, dropout, ran):
+def test_step_after_step_runs_the_same_on_repeated_calls(routers, chosen, dropout, ran):
     attnreg.selection.policy.activate(True)  # torch's own kernels, through the routers
     inputs = gpu.bhsd(length=256)
     with torch_chooses(chosen):

@@ -75,7 +75,7 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
     assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
 
 
-def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
+def test_a_read_back_may_be_dropped_while_its_stream_is_captured():
     """Were its memory given back to torch, an event in the capture would fail whoever looks at it next."""
     stream = torch.cuda.Stream()
     said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
@@ -142,7 +142,7 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
 
 
 @pytest.mark.only_for("cuDNN")
-def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
+def test_so_it_does_with_either_kind_of_plans(named, plans_of_either_kind):
     test_a_replay_follows_offsets_that_are_refilled(named)
 
 

@@ -243,7 +243,7 @@ def test_two_threads_on_streams_of_their_own_get_their_own_results(named, front,
     assert ran() == {named: (22, 22)}
 
 
-def test_two_threads_may_meet_new_kinds_of_calls_at_once(named):
+def test_two_threads_may_run_new_kinds_of_calls_at_once(named):
     """Two compilations of flash-attn-4's at a time end the process; here neither kind has run before."""
     batches = [gpu.packed((300, 5, 42), dim=dim, seed=dim) for dim in (32, 88)]
     step = functools.partial(attnreg.varlen_attn, backend=named, window_size=(9, 3))
@@ -285,7 +285,7 @@ def test_two_gpus_take_turns_at_the_same_call(named, ran):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_calls_that_came_before_are_answered_on_the_second_gpu(named, ran):
+def test_repeated_calls_run_on_the_second_gpu(named, ran):
     """Packed and dense, by whatever is the shortest way there, while the first GPU is current."""
     packed = [gpu.packed((300, 5, 42), device=f"cuda:{index}") for index in (1, 0)]
     wanted = [gpu.expected(given)[0] for given in packed]

@@ -39,7 +39,7 @@ def device(monkeypatch):
         ),
     ],
 )
-def test_an_error_of_cuda_ends_the_run_and_is_told(device, text, error, told):
+def test_an_error_of_cuda_ends_the_run_and_is_reported(device, text, error, told):
     device.error = error
     with pytest.raises(pytest.exit.Exception, match="test_y ended in a CUDA error") as ended:
         conftest.pytest_runtest_logreport(failed_with(text))

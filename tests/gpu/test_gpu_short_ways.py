@@ -92,7 +92,7 @@ def assert_right(short, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_shorter_way_keeps_the_rule(named, case):
+def test_launchers_keep_the_accuracy_rule(named, case):
     used = []
     assert_right(shortened(kernels(named), kernels(named), used), case)
     # Tensors that have to be copied first take the long way; `math` has no other.
@@ -100,7 +100,7 @@ def test_the_shorter_way_keeps_the_rule(named, case):
     assert used == ["forward", "backward"] or may_lack
 
 
-def test_any_shorter_forward_pairs_with_any_shorter_backward(named, other):
+def test_the_forward_launcher_of_any_backend_pairs_with_the_backward_launcher_of_any_other(named, other):
     for case in (dense(113, 203, window=CAUSAL), ragged(*SAME, window=CAUSAL), ragged(*LONGER)):
         used = []
         assert_right(shortened(kernels(named), kernels(other), used), case)
@@ -111,7 +111,7 @@ def test_any_shorter_forward_pairs_with_any_shorter_backward(named, other):
         assert used in (wanted, wanted[:1])
 
 
-def test_layers_whose_tensors_lie_differently_are_told_apart(named, ran):
+def test_layers_whose_tensors_have_other_strides_get_other_launchers(named, ran):
     """Calls of one shape, with query, key and value apart or as views of one tensor, in turn."""
     offsets = gpu.offsets_of((40, 300, 7))
     with attnreg.register_backend(named):
@@ -129,7 +129,7 @@ def test_layers_whose_tensors_lie_differently_are_told_apart(named, ran):
 
 
 @pytest.mark.only_for("FA4", "cuDNN")  # of packed calls FA2's kernel is torch's own, given the op's arguments
-def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypatch):
+def test_the_call_cache_uses_launchers(named, compiled_routers, monkeypatch):
     aten.restore()
     aten._kept_out = False
     entry = _registry.find(named)
@@ -158,9 +158,7 @@ def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypa
     assert isinstance(short_way(named, given), AddressLauncher) is (named == "cuDNN")
 
 
-def test_compiled_routers_send_what_is_known_without_taking_it_apart(
-    named, compiled_routers, monkeypatch, ran
-):
+def test_a_repeated_call_does_not_reach_python(named, compiled_routers, monkeypatch, ran):
     aten.restore()
     aten._kept_out = False
     given = gpu.packed((40, 300, 7), heads=(4, 2))

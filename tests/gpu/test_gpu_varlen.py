@@ -201,7 +201,7 @@ def test_results_follow_offsets_in_an_inference_tensor(named):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_call_that_is_known_again_gives_what_the_first_gave(named, causal, ran):
+def test_a_repeated_call_gives_what_the_first_gave(named, causal, ran):
     given = gpu.packed()
     call = functools.partial(attnreg.varlen_attn, is_causal=causal, return_aux=attnreg.AuxRequest(lse=True))
     with attnreg.register_backend(named):

@@ -37,7 +37,7 @@ def test_every_pin_is_one_exact_version():
     assert [name for name, pin in pins().items() if pin.operator != "=="] == []
 
 
-def test_everything_asked_for_is_pinned_to_a_version_that_will_do():
+def test_every_requirement_is_pinned_to_a_version_that_it_allows():
     pinned = pins()
     for one in asked():
         name = canonicalize_name(one.name)

@@ -116,7 +116,7 @@ def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there(loc
     ]
 
 
-def test_a_lock_comes_back_from_its_file_and_goes_there_again_the_same(lock):
+def test_a_lock_survives_a_round_trip_through_its_file(lock):
     before, found = lock.read_text(), lockfile.load(lock)
     assert [row.spec for row in found.rows[:2]] == [
         dataclasses.replace(one.spec, device=Device("cpu"))

@@ -211,7 +211,7 @@ def test_a_file_is_read_once_and_again_by_reload_only(monkeypatch, write, tmp_pa
     assert decided() == ("two", "attnreg.toml:2")
 
 
-def test_no_file_is_read_that_nobody_named(write, tmp_path, monkeypatch):
+def test_no_file_is_read_that_was_not_named(write, tmp_path, monkeypatch):
     write('devices.cpu.order = ["one"]')
     monkeypatch.chdir(tmp_path)
     attnreg.reload()

@@ -98,7 +98,7 @@ def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_an
     )
 
 
-def test_the_error_comes_again_at_every_call(rank):
+def test_the_error_is_raised_at_every_call(rank):
     rank(0)
     agree(chosen_by(point(math=1.0)))
     rank(1)
@@ -107,7 +107,7 @@ def test_the_error_comes_again_at_every_call(rank):
             agree(chosen_by(point(math=2.0)))
 
 
-def test_a_table_against_none_is_a_difference_and_the_reason_is_told(rank):
+def test_a_table_against_none_is_a_difference_and_the_error_has_the_reason(rank):
     rank(0)
     agree(chosen_by(point(math=1.0)))
     rank(1)
@@ -139,7 +139,7 @@ def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(ra
         agree(chosen_by(disabled=("cpu",)))
 
 
-def test_ranks_with_the_same_lock_agree_wherever_it_lies_and_in_whatever_order(rank):
+def test_ranks_with_the_same_lock_agree_whatever_its_path_and_order(rank):
     lock = locked("cpu", "math")
     rank(0)
     agree(chosen_by(lock=lock))
@@ -201,7 +201,7 @@ def test_a_store_that_cannot_compare_is_logged_and_keeps_no_call_from_running(ra
     assert "this job's ranks can't compare what their choices of kernels depend on: " in caplog.text
 
 
-def test_a_store_that_does_not_answer_is_logged_and_holds_a_call_up_for_a_bounded_time(
+def test_a_store_that_does_not_respond_is_logged_and_delays_a_call_for_a_bounded_time(
     rank, monkeypatch, caplog
 ):
     store, wakes = rank(0), threading.Event()

@@ -206,7 +206,7 @@ def test_a_relative_path_is_reported_as_an_absolute_one(tmp_path, monkeypatch):
     assert refusal("attnreg.toml").startswith(f"{tmp_path / 'attnreg.toml'}: can't be read")
 
 
-def test_a_tilde_is_the_home_folder_and_that_of_nobody_is_refused(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_folder_and_refused_without_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "attnreg.toml").touch()
     assert read("~/attnreg.toml")[1].path == tmp_path / "attnreg.toml"

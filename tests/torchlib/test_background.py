@@ -185,7 +185,7 @@ def test_several_processes_that_start_together_compile_once(cache, fake):
     )
 
 
-def test_the_process_is_nobodys_child_and_holds_the_lock_until_it_ends(cache, fake, log):
+def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, fake, log):
     fake.does("sleep 0.5", "exit 1")
     background._start()
     process = locks.holder(background._lock_path())
@@ -268,7 +268,7 @@ def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
     assert is_built() and fake.runs() == []
 
 
-def test_now_tells_of_a_failure_and_does_not_try_again(cache, fake, monkeypatch, log):
+def test_now_logs_a_failure_and_does_not_retry(cache, fake, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     for _ in range(2):
         with pytest.raises(BuildError, match="the call cache isn't compiled"):
@@ -383,7 +383,7 @@ def refuse(error):
     raise error
 
 
-def test_an_error_that_nobody_expects_is_no_error_of_the_call(cache, monkeypatch, log):
+def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):
     monkeypatch.setattr(background, "_missing", lambda: refuse(ZeroDivisionError("unexpected")))
     building.ensure_built()
     assert log == ["attnreg runs without its compiled part: unexpected"]
@@ -427,7 +427,7 @@ def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
         assert locks.holder(tmp_path / "lock") == ""
 
 
-def test_a_lock_that_cannot_be_looked_at_is_held_by_nobody(tmp_path):
+def test_a_lock_that_cannot_be_opened_counts_as_free(tmp_path):
     assert locks.holder(tmp_path / "none") == ""
     assert locks.holder(Path(os.devnull) / "none") == ""
 

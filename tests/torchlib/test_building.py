@@ -106,7 +106,7 @@ def test_a_missing_compiler_is_named(cache, monkeypatch):
     assert "there is no C++ compiler, looked for c++ or g++ or clang++" in build().output
 
 
-def test_a_compiler_that_fails_is_quoted_and_asked_again(cache, compile_with):
+def test_a_compiler_that_fails_is_quoted_and_run_anew(cache, compile_with):
     for line in ("first", "second"):
         script = compile_with(f"echo {line} >&2; echo more >&2", "exit 1")
         result = build("--json")

@@ -72,7 +72,7 @@ def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeyp
     assert point["backends"].keys() == measured  # what is disabled isn't run, whatever else is wrong
 
 
-def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, monkeypatch, tmp_path):
+def test_tune_takes_no_unknown_backend_from_settings(tune, backends, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text('disabled = ["fats"]\n')
     monkeypatch.setenv("ATTNREG_CONFIG", "settings.toml")
     monkeypatch.setattr(policy, "_sources", None)
@@ -109,7 +109,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     ]
 
 
-def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without(
+def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
     session, entry, monkeypatch, routers
 ):
     asked_of = []

@@ -231,7 +231,7 @@ def test_the_grids_of_a_gpu_cover_what_models_ask():
     assert {spec.dtype for spec in full} == {"bfloat16"}
 
 
-def test_the_coarse_comes_first_and_every_kind_has_its_turn():
+def test_coarse_sizes_come_first_and_no_kind_is_left_out():
     assert list(coarse_to_fine([[1, 2, 3, 4, 5], ["a", "b"], []])) == [3, "b", 1, "a", 5, 2, 4]
     first = grid("full", Device("cuda", (9, 0)))[:20]
     assert {spec.varlen for spec in first} == {True, False}
@@ -333,7 +333,7 @@ def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry,
     assert (made.fresh, made.points) == ([], {})
 
 
-def test_a_call_that_nobody_can_run_is_skipped_with_what_speaks_against_each(session, entry):
+def test_a_call_that_no_backend_can_run_is_skipped_with_the_reasons_of_each(session, entry):
     made = session(entry("a", dtypes=("float32",)), entry("b", dtypes=("float16",)))
     assert list(made.run([SMALL], 1e9)) == [SMALL]
     ((spec, told),) = made.skipped

@@ -68,7 +68,7 @@ TABLE = "measured table here.json (attnreg.toml:1)"
 # Who is stronger
 
 
-def test_where_nothing_is_asked_for_the_table_decides_and_is_named(here, routers):
+def test_without_a_preference_the_table_decides_and_is_named(here, routers):
     assert decided() == ("first", "default order for cpu")
     attnreg.configure(here(first=30.0, second=10.0))
     assert decided() == ("second", TABLE)
@@ -81,7 +81,7 @@ def test_what_really_runs_is_what_the_table_says(here, routers, ran):
     assert ran() == {"second": (1, 1)}
 
 
-def test_forward_and_backward_are_chosen_apart(here, routers, ran):
+def test_forward_and_backward_are_chosen_separately(here, routers, ran):
     spec = asked()
     attnreg.configure(
         here(
@@ -94,7 +94,7 @@ def test_forward_and_backward_are_chosen_apart(here, routers, ran):
     assert ran() == {"second": (1, 0), "third": (0, 1)}
 
 
-def test_everything_that_was_asked_for_is_stronger_than_a_table(here, routers, monkeypatch):
+def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
     times = {"first": 30.0, "second": 10.0, "third": 20.0}
     attnreg.configure(here(**times, settings='[devices.cpu]\norder = ["third"]\n'))
     assert decided() == ("third", "attnreg.toml:3")
@@ -107,13 +107,13 @@ def test_everything_that_was_asked_for_is_stronger_than_a_table(here, routers, m
             assert decided()[0] == "third"
 
 
-def test_what_those_asked_for_cannot_run_the_table_decides(here, routers, known, fake):
+def test_a_table_decides_what_preferred_backends_cannot_run(here, routers, known, fake):
     known["picky"] = Entry("picky", "a test", fake("picky", dtypes=("float64",)).backend)
     attnreg.configure(here(first=30.0, second=10.0, settings='[devices.cpu]\norder = ["picky"]\n'))
     assert decided() == ("second", TABLE)
 
 
-def test_a_wrong_backend_is_not_chosen_unless_it_is_asked_for(here, routers):
+def test_a_wrong_backend_is_not_chosen_unless_it_is_preferred(here, routers):
     attnreg.configure(here(first=Measured(wrong="out is off"), second=50.0))
     assert decided() == ("second", TABLE)
     with attnreg.use_backend("first"):
@@ -199,7 +199,7 @@ def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, capl
     assert found.notes == (f"{TABLE} was measured on a GPU: it doesn't apply to cpu",)
 
 
-def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):
+def test_explain_notes_that_a_table_lacks_a_kind(here):
     attnreg.configure(here(first=30.0, second=10.0))
     found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
     assert (found.backend, found.source) == ("first", "default order for cpu")
@@ -211,7 +211,7 @@ def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):
     assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
 
 
-def test_a_table_for_a_gpu_is_not_told_of_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
+def test_a_table_for_a_gpu_is_not_mentioned_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
     here(device=GPU, first=30.0, second=10.0)
     (tmp_path / "here.json").rename(tmp_path / "gpu.json")
     (tmp_path / "gpu.toml").write_text('tuned = "gpu.json"')
@@ -243,7 +243,7 @@ def test_a_table_that_cannot_be_read_is_an_error_that_changes_nothing(here, tmp_
     assert decided()[0] == "second"
 
 
-def test_the_table_that_ships_for_a_gpu_is_used_there_without_being_asked_for(monkeypatch, tmp_path, known):
+def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(monkeypatch, tmp_path, known):
     spec = dataclasses.replace(asked(), device=GPU)
     found = dataclasses.replace(
         table(point(spec, first=9.0, second=4.0)), environment=environment(GPU, known)
