@@ -1,4 +1,4 @@
-"""Promises to programs that nobody touched: torch finds attnreg by itself, and never fails for it."""
+"""Promises to unchanged programs: torch finds attnreg by itself, and never fails for it."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))
 """
 
-IDLE = ["attnreg", "attnreg._autoload"]
+INACTIVE = ["attnreg", "attnreg._autoload"]
 
 
 def run(*options, program=PROGRAM, **variables):
@@ -77,7 +77,7 @@ def test_a_file_of_the_environment_does_the_same(tmp_path):
 )
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(variables):
     (at_start, at_end, error, installed, calls), said = run(**variables)
-    assert at_start == at_end == IDLE
+    assert at_start == at_end == INACTIVE
     assert (error, installed, calls, said) == ("", False, {}, [])
 
 
@@ -166,9 +166,11 @@ def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeyp
 
 
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
-    # Importing torch imports attnreg again, which is half-way in then.
-    told, said = run(program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
-    assert told == [1]
+    # Importing torch imports attnreg a second time, while its first import hasn't ended.
+    at_end, said = run(
+        program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math"
+    )
+    assert at_end == [1]
     assert "UserWarning: attnreg is not active: ImportError: cannot import name" in said[0]
 
 

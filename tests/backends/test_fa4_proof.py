@@ -290,7 +290,7 @@ def test_sequences_of_one_token_have_no_other_lengths_and_prove_nothing(kernels,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_memory_that_still_holds_the_right_values_does_not_pass_for_a_launch(monkeypatch, dtype):
     right = torch.arange(1, 4).to(dtype)
-    # As a caching allocator does: memory that is freed comes again, with what was in it.
+    # As a caching allocator does: memory that is freed is reused, with what was in it.
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: right.clone())
     allocations = tuple((slot, (3,), (1,), dtype) for slot in (1, 2))
     recipe = recording.Recipe(right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]))

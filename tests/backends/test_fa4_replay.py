@@ -110,7 +110,7 @@ def test_packed_batches_of_one_shape_are_replayed_whatever_their_offsets(
     found = [entered(kernels, package, *packed(lengths[n:] + lengths[:n], seed=n)) for n in range(4)]
     assert found == PROVEN_SOON
     assert ("_compute_tile_cumsum" in package.launched) is (len(lengths) > 256)
-    # Two tensors of offsets: the recording tells them apart.
+    # Two tensors of offsets: the recording distinguishes them.
     lengths_k = lengths[::-1]
     shifted = [(lengths[n:] + lengths[:n], lengths_k[n:] + lengths_k[:n]) for n in range(4)]
     found = [entered(kernels, package, *packed(*each, seed=7)) for each in shifted]

@@ -42,8 +42,8 @@ def toml(*rows):
     for row in rows:
         lines.append("[[issue]]")
         for key, value in row.items():
-            bare = (isinstance(value, str) and value[:1] in ("{", "[")) or not isinstance(value, str)
-            lines.append(f"{key} = {value if bare else repr(value)}")
+            as_is = (isinstance(value, str) and value[:1] in ("{", "[")) or not isinstance(value, str)
+            lines.append(f"{key} = {value if as_is else repr(value)}")
     return "\n".join(lines)
 
 
@@ -223,9 +223,9 @@ def test_explain_shows_reason_and_link_and_another_backend_runs_the_call(shipped
     entries = {one.backend.name: Entry(one.backend.name, "a test", one.backend) for one in (mine, other)}
     monkeypatch.setattr(_registry, "_entries", entries)
     _registry.changed()
-    told = attnreg.explain(spec(varlen=True, max_q=1))
-    assert told.backend == "other"
-    assert "  mine   it is wrong; see https://example.org/1\n" in str(told)
+    explanation = attnreg.explain(spec(varlen=True, max_q=1))
+    assert explanation.backend == "other"
+    assert "  mine   it is wrong; see https://example.org/1\n" in str(explanation)
     assert attnreg.explain(spec(varlen=True, max_q=2)).backend == "mine"
 
 

@@ -18,7 +18,7 @@ from attnreg.varlen import plans
 
 @pytest.fixture
 def installed(compiled_routers):
-    """Install compiled routers for a test."""
+    """Install the routers for a test, with the compiled call cache."""
     aten.restore()
     aten.ensure()
     assert captured.call_cache_in_use

@@ -81,7 +81,7 @@ def test_dense_lengths(named, window):
 )
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
 def test_packed_lengths_with_either_kind_of_plans(named, plans_of_either_kind, window, options):
-    """The LSE of a plan of their own lies in another order, and its rows begin anywhere, 512 to 516 apart."""
+    """The LSE of a plan of their own lies in another order, and its rows are 512 to 516 numbers long."""
     assert sum(rows for rows, _ in RAGGED) == 419
     hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
 

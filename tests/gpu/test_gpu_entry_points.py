@@ -207,9 +207,9 @@ def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, fron
     given = gpu.packed(**asked)
     with attnreg.register_backend(named):
         got = gpu.run(front, given)
-    told = passed_over(reason)
+    rejected = passed_over(reason)
     assert ran() == {"math": (1, 1)}
-    assert (named in told) == (named != "math")
+    assert (named in rejected) == (named != "math")
     gpu.assert_near(got, gpu.expected(given)[0])
 
 
@@ -218,9 +218,9 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
     with attnreg.register_backend(named), sdpa_kernel(FLASH):
         out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25)
         grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-    told = passed_over("dropout_p must be 0, got 0.25")
+    rejected = passed_over("dropout_p must be 0, got 0.25")
     assert ran() == {"math" if named == "math" else "FA2": (1, 1)}
-    assert told == {named}.intersection({"FA4", "cuDNN"})
+    assert rejected == {named}.intersection({"FA4", "cuDNN"})
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
@@ -243,9 +243,9 @@ def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
     with attnreg.register_backend(named), sdpa_kernel(CUDNN):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
         grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-    told = passed_over("attn_bias must be None, got a tensor")
+    rejected = passed_over("attn_bias must be None, got a tensor")
     assert ran() == {"math" if named == "math" else "cuDNN": (1, 1)}
-    assert (named in told) == (named in ("FA2", "FA4"))
+    assert (named in rejected) == (named in ("FA2", "FA4"))
     leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
     right, _ = truth.dense(*leaves, bias=mask.cpu().double())
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())

@@ -76,20 +76,20 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
 
 
 def test_a_read_back_may_be_dropped_while_its_stream_is_captured():
-    """Were its memory given back to torch, an event in the capture would fail whoever looks at it next."""
+    """Were its memory given back to torch, an event in the capture would fail the next query of it."""
     stream = torch.cuda.Stream()
     said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
-        answer = AsyncReadback(said)
+        readback = AsyncReadback(said)
     torch.cuda.synchronize()
-    assert answer.read() == [1, 0]
+    assert readback.read() == [1, 0]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device="cuda")
-        del answer
+        del readback
     torch._C._host_emptyCache()  # looks at the events
-    answer = AsyncReadback(said.flip(0))
+    readback = AsyncReadback(said.flip(0))
     torch.cuda.synchronize()
-    assert answer.read() == [0, 1]
+    assert readback.read() == [0, 1]
 
 
 def test_a_captured_forward_replays_bit_for_bit(named):
@@ -175,9 +175,9 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     def step():
         out, lse = kernels.forward(*given.qkv, call)
         tensors = (grad, *given.qkv, out, lse)
-        again = kernels.specialize("backward", tensors, call)
-        short = again(*tensors, *launchers.cu_seqlens_of(call))
-        return [out, *kernels.backward(*tensors, call), *short]
+        launcher = kernels.specialize("backward", tensors, call)
+        grads = launcher(*tensors, *launchers.cu_seqlens_of(call))
+        return [out, *kernels.backward(*tensors, call), *grads]
 
     monkeypatch.setattr(native, "_rng_states", {})
     step()

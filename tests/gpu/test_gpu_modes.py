@@ -212,7 +212,7 @@ def test_a_side_stream_is_the_only_one_that_is_used(named, front, lengths, ran):
         given = gpu.Packed(*zeros, *there[3:])
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(100_000_000)  # whoever doesn't wait for this stream finds zeros
+            torch.cuda._sleep(100_000_000)  # without waiting for this stream one reads zeros
             with torch.no_grad():
                 for tensor, values in zip(given.qkv, there.qkv, strict=True):
                     tensor.copy_(values)
@@ -286,7 +286,7 @@ def test_two_gpus_take_turns_at_the_same_call(named, ran):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_repeated_calls_run_on_the_second_gpu(named, ran):
-    """Packed and dense, by whatever is the shortest way there, while the first GPU is current."""
+    """Packed and dense, once they are in the call cache, while the first GPU is current."""
     packed = [gpu.packed((300, 5, 42), device=f"cuda:{index}") for index in (1, 0)]
     wanted = [gpu.expected(given)[0] for given in packed]
     dense = [torch.randn(2, 4, 128, 64, device="cuda:1", dtype=torch.bfloat16) for _ in "qkv"]

@@ -142,9 +142,9 @@ def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles
     mine = fake("mine").backend
     first = attnreg.register_backend(mine)
     attnreg.register_backend("math")
-    again = attnreg.register_backend(mine)
+    second = attnreg.register_backend(mine)
     assert sdpa() == "mine"
-    again.remove()
+    second.remove()
     assert sdpa() == "math"
     first.remove()
     assert sdpa() == "math"

@@ -313,5 +313,5 @@ def test_the_log_level_of_a_file_of_the_environment_holds_from_its_first_reading
 
 
 def test_wrong_settings_leave_the_log_level(level):
-    refusal(ConfigError, attnreg.configure, {"log_level": "debug", "disabled": ["nobody"]})
+    refusal(ConfigError, attnreg.configure, {"log_level": "debug", "disabled": ["unknown"]})
     assert level() == logging.NOTSET

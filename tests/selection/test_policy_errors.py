@@ -266,7 +266,7 @@ def test_a_backend_asked_for_here_that_cannot_load_is_an_error_at_every_call_wit
         attnreg.configure({"devices": {"cpu": {"order": ["new"]}}})
     inputs = packed((3, 4))
     if through == "ATTNREG_BACKEND" and cause is ImportError:
-        sdpa()  # "one" runs it, so that nobody has tried to load "new"
+        sdpa()  # "one" runs it, so that "new" hasn't been loaded
         assert ran() == {"one": (1, 0)}
         with pytest.raises(BackendUnavailableError):
             new.kernels()

@@ -89,12 +89,12 @@ def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_an
     rank(1)
     with pytest.raises(RanksDifferError) as error:
         agree(chosen_by(point(math=2.0), name="b.json"))
-    told = str(error.value)
+    message = str(error.value)
     assert re.fullmatch(
         r"rank 1 on \S+ doesn't choose kernels as rank 0 on \S+ does: "
         r"table b\.json \(contents \w{12}\), there a\.json \(contents \w{12}\): ranks that choose "
         r"differently don't agree bitwise; give all of them the same table, lock, packages and settings",
-        told,
+        message,
     )
 
 
@@ -216,10 +216,10 @@ def test_a_store_that_does_not_respond_is_logged_and_delays_a_call_for_a_bounded
 def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compared(rank, monkeypatch):
     store = rank(0)
     agree(chosen_by())
-    again = Store(store)  # the next group's: the keys are still there
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: again)
+    next_store = Store(store)  # the next group's: the keys are still there
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: next_store)
     agree(chosen_by(disabled=("cpu",)))
-    assert json.loads(again["attnreg/cpu"])["inputs"][2] == "not cpu"
+    assert json.loads(next_store["attnreg/cpu"])["inputs"][2] == "not cpu"
     rank(1)
     with pytest.raises(RanksDifferError, match="does: asked nothing, there not cpu"):
         agree(chosen_by())

@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_absolute_path(tmp_path, 
 
 
 def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
-    # Raised by hand: an administrator, whom tests may run as, can read every file.
+    # Raised by a fake: an administrator, whom tests may run as, can read every file.
     def denied(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

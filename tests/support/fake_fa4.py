@@ -105,7 +105,7 @@ class AuxData(NamedTuple):
 
 
 class Baked(NamedTuple):
-    """A tensor that the host has turned into numbers: its address, or what it holds."""
+    """What the host has read of a tensor: its address, or what it holds."""
 
     address: int = 0
     numbers: tuple = ()

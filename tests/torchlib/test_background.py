@@ -1,4 +1,4 @@
-"""Promises of compiling by itself: once, out of the way, and never an error of the program."""
+"""Promises of compiling by itself: once, in the background, and never an error of the program."""
 
 import json
 import logging
@@ -133,7 +133,7 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     variables = environment(ATTNREG_BUILD="", PYTHONPATH=str(Path(building.__file__).parents[2]))
     began = time.monotonic()
-    # The pipes are at their end when the program is: nobody else holds them.
+    # The pipes end with the program: no other process holds them.
     first = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, env=variables, capture_output=True, text=True
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Promises of asynchronous read-backs; here a copy from the device ends when the test says so."""
+"""Promises of asynchronous read-backs; here a copy from the device ends when the test ends it."""
 
 import functools
 import gc

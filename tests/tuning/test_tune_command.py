@@ -93,7 +93,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     made = session(entry("a"), entry("b"))
-    measure_fronts(made)  # a CPU has no host beside it
+    measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0),)
     measure_fronts(made)
@@ -160,8 +160,8 @@ def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
     assert measured(*SHAPE)["measured"] == 2
     more = measured(*SHAPE, "--q", "2,16,4,64")
     assert (more["measured"], more["table_points"]) == (2, 4)
-    again = measured(*SHAPE, "--fresh")
-    assert (again["measured"], again["table_points"]) == (2, 2)
+    anew = measured(*SHAPE, "--fresh")
+    assert (anew["measured"], anew["table_points"]) == (2, 2)
 
 
 def test_tune_leaves_the_old_table_until_it_has_something_new(tune, backends, entry, tmp_path):

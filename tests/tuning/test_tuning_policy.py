@@ -1,4 +1,4 @@
-"""Promises of `policy = "measured"`: a table decides where nobody else does, and says so."""
+"""Promises of `policy = "measured"`: a table decides where nothing is preferred, and is the source."""
 
 import dataclasses
 import json
@@ -164,11 +164,11 @@ def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, 
     found = attnreg.explain(asked())
     assert (found.backend, found.source) == ("first", "default order for cpu")
     assert found.forward.predicted is None
-    told = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
-    assert told in found.notes
+    reason = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
+    assert reason in found.notes
     attnreg.explain(asked())
     assert [record.message for record in caplog.records] == [
-        f"{told}; the default order decides until `attnreg tune` has run here"
+        f"{reason}; the default order decides until `attnreg tune` has run here"
     ]
 
 
@@ -181,9 +181,9 @@ def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_p
     attnreg.reload()
     attnreg.configure(here(first=30.0, second=10.0))
     assert attnreg.explain(asked()).backend == "second"
-    (told,) = [record.message for record in caplog.records]
-    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in told
-    assert told.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
+    (message,) = [record.message for record in caplog.records]
+    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in message
+    assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
 
 
 def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
@@ -204,10 +204,10 @@ def test_explain_notes_that_a_table_lacks_a_kind(here):
     found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
     assert (found.backend, found.source) == ("first", "default order for cpu")
     assert found.forward.predicted is None
-    told = [note for note in found.notes if "has nothing of this kind" in note]
-    assert [note.rpartition(", ")[2] for note in told] == ["forward", "backward"]
-    assert told[0].startswith(f"{TABLE} has nothing of this kind: ")
-    assert "head dim 24, 1:1 heads, window" in told[0]
+    notes = [note for note in found.notes if "has nothing of this kind" in note]
+    assert [note.rpartition(", ")[2] for note in notes] == ["forward", "backward"]
+    assert notes[0].startswith(f"{TABLE} has nothing of this kind: ")
+    assert "head dim 24, 1:1 heads, window" in notes[0]
     assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
 
 
@@ -254,7 +254,7 @@ def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(monkeypatch, tm
     _registry.changed()
     decision = planning.decide(spec, "forward", known, state().policy)
     assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
-    assert not state().active  # it serves nobody who hasn't asked for anything
+    assert not state().active  # without settings it serves no call
     assert attnreg.explain(asked()).source == "default order for cpu"
     tables._shipped.cache_clear()
 
@@ -322,8 +322,8 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 
 def test_explain_calls_no_other_call_the_same(here):
     attnreg.configure(here(point(first=30.0)))
-    told = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
-    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in told
+    text = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
+    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in text
 
 
 def test_explain_says_from_how_far_away_a_prediction_comes(here):
