@@ -1,8 +1,10 @@
 """Front 1: routers over PyTorch's own attention ops, installed once and switched by data.
 
-Registering or destroying a kernel while another thread calls the op is not safe in torch, so
-`install` happens once, and what the routers do depends on what is registered at the time of a call.
-With nothing registered they pass every call to torch's own kernel.
+Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
+registers the routers once, and what they do depends on what is registered when a call comes; with nothing
+registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
+`cpu`) and what they share (`routing`, `bhsd`, `schemas`). May import: `dispatch` and all below it. Read
+`routing.py` first.
 """
 
 from __future__ import annotations

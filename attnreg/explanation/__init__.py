@@ -1,6 +1,8 @@
 """`explain`: which backend would run a call, who decided, and why not the others.
 
-Takes a spec, for hardware that needn't be there, or the arguments of the call itself.
+Takes a spec, for hardware that needn't be there, or the arguments of the call itself, which `call_spec`
+reads. Decides as calls are decided, by `dispatch.planning.decide`, and runs no kernel. May import: the
+fronts and all below them.
 """
 
 from __future__ import annotations

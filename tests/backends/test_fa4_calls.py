@@ -172,7 +172,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
 # What the package is called with
 
 
-@pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "packed", "one key head"])
+@pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "fused qkv", "one key head"])
 @pytest.mark.parametrize("copies_itself", [True, False])
 def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, copies_itself):
     package = install() if copies_itself else install(maybe_contiguous=lambda x: x)
@@ -192,7 +192,7 @@ def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, co
         assert all(map(aligned, given.values()))
         assert torch.equal(given["backward", "out"], out)
         # What needs no copy isn't copied.
-        kept = layout in ("packed", "one key head")
+        kept = layout in ("fused qkv", "one key head")
         assert (given["forward", "v"] is value) is kept
 
 

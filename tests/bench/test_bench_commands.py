@@ -226,7 +226,7 @@ def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
     file.write_text("import torch")
     ended = bench("overhead", "--quick", "--rounds", "1", "--out", str(file))
     assert ended.exit_code == 2
-    assert "is there, and nothing that this command writes: give another file" in " ".join(
+    assert "exists, and isn't a file that this command writes: give another file" in " ".join(
         ended.output.split()
     )
     assert file.read_text() == "import torch"

@@ -1,5 +1,6 @@
 """Fixtures of the call cache's tests: what is planned in Python, and ops and plans of the tests' own."""
 
+import contextlib
 import functools
 import warnings
 
@@ -25,6 +26,26 @@ def installed(compiled_routers):
     yield compiled_routers
     aten.restore()
     assert captured.call_cache_in_use is None
+
+
+@pytest.fixture
+def compiled(compiled_routers):
+    """Have the compiled front of `varlen_attn` serve the calls of a test."""
+    assert compiled_routers.load() is not None
+    return compiled_routers
+
+
+@pytest.fixture(params=["compiled", "python"])
+def front(compiled, request):
+    """Have calls come by the compiled front, or by the one in Python."""
+    with call_cache.paused() if request.param == "python" else contextlib.nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def pair():
+    """Return the offsets of sequences of 2 and 4 tokens."""
+    return torch.tensor([0, 2, 6], dtype=torch.int32)
 
 
 @pytest.fixture

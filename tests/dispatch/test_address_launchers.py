@@ -22,11 +22,6 @@ from attnreg.errors import RegistrationError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def pair():
-    return torch.tensor([0, 2, 6], dtype=torch.int32)
-
-
 class Packed:
     """Calls `varlen_attn`'s front with a kernel on addresses for its forwards."""
 

@@ -151,11 +151,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def pair():
-    return torch.tensor([0, 2, 6], dtype=torch.int32)
-
-
 def assert_equal(results, expected):
     for got, wanted in zip(results, expected, strict=True):
         assert torch.equal(got, wanted)

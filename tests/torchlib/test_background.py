@@ -27,6 +27,7 @@ def cache(monkeypatch, tmp_path):
     """Return a cache folder where nothing is compiled, for a process that has served no call yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTNREG_BUILD")
+    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
     monkeypatch.setattr(background, "_considered", False)
     monkeypatch.setattr(background, "_waited", False)
     building.target.cache_clear()
@@ -350,8 +351,8 @@ def test_a_problem_changes_nothing_and_is_one_line(cache, fake, monkeypatch, log
         monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
     if problem == "another user's":
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-        (cache / "routers").mkdir(parents=True, mode=0o770)
-        (cache / "routers").chmod(0o770)
+        (cache / "call_cache").mkdir(parents=True, mode=0o770)
+        (cache / "call_cache").chmod(0o770)
     if problem == "no folder":
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     if problem == "no home":

@@ -310,7 +310,7 @@ def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_setting
 
     monkeypatch.setattr(Path, "stat", refuse)
     monkeypatch.setattr(Path, "exists", refuse)
-    with pytest.raises(ConfigError, match="can't be written, expected a file in a folder that is there"):
+    with pytest.raises(ConfigError, match="can't be written, expected a file in an existing folder"):
         traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
 
 

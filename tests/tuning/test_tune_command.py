@@ -148,7 +148,7 @@ def test_tune_prints_times_troubles_and_where_the_table_is(tune, backends):
     text = " ".join(result.output.split())
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
-    assert "Never chosen for these" in text
+    assert "never chosen for these" in text
     assert "measured 2 points; 0 of 1 calls are left" in text
     assert max(map(len, result.output.splitlines())) <= 80
 
@@ -231,9 +231,9 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
         (
             "--grid quick --dtype fp16 --causal",
-            "--dtype and --causal: describes a call of --q, and there is none",
+            "--dtype and --causal: got it without --q, the call that it describes",
         ),
-        ("--window 16,0", "--window: describes a call of --q, and there is none"),
+        ("--window 16,0", "--window: got it without --q, the call that it describes"),
         ("--out no/such/folder.json", "--out: "),
         ("--backend maht", "no backend is named 'maht'"),
     ],
@@ -269,17 +269,17 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
     result = tune("--from", "trace.jsonl")
     assert result.exit_code == 2
-    assert "--from: got calls on cuda, expected some on cpu, which --device sets" in result.stderr
+    assert "--from: got calls on cuda, expected some on cpu, the device of --device" in result.stderr
     traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
     result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
     assert json.loads(result.stdout)["calls"] == 1
-    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
+    assert "--from: left out 1 call on cuda, as the device is cpu" in caplog.text
 
 
 def test_tune_that_has_no_time_says_so(tune, backends):
     result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
     assert result.exit_code == 1
-    assert "the time was spent before a single call was measured: give it more" in result.stderr
+    assert "the time was spent before any call was measured; give --budget more time" in result.stderr
 
 
 def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):

@@ -144,13 +144,13 @@ def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known
     now = state()
     native = Native("third")
     decision = planning.decide(
-        asked(), "forward", planning.standing_in(native, known), now.policy, native.name
+        asked(), "forward", planning.entries_with_native(native, known), now.policy, native.name
     )
     assert (decision.backend, decision.source) == ("second", TABLE)
     near = here(first=30.0, second=11.9, third=12.0)
     attnreg.configure(near)
     decision = planning.decide(
-        asked(), "forward", planning.standing_in(native, known), state().policy, native.name
+        asked(), "forward", planning.entries_with_native(native, known), state().policy, native.name
     )
     assert decision.backend == "third"
 
