@@ -267,10 +267,8 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     serves = entry.backend.devices if entry.backend is not None else ()
     if devices is None:
         return serves
-    named = tuple(
-        Device.parse(str(device))
-        for device in ((devices,) if isinstance(devices, str | torch.device) else devices)
-    )
+    several = (devices,) if isinstance(devices, str | torch.device) else devices
+    named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
         raise RegistrationError(

@@ -21,7 +21,7 @@ from attnreg.dispatch import call_cache
 from attnreg.dispatch.counters import reset_stats
 from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
-from attnreg.tuning.failures import check_alive
+from attnreg.tuning.checks import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:

@@ -198,7 +198,7 @@ def measure_fronts(session: Session) -> None:
 
 def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple[str, str]:
     """Measure behind a progress bar; return how it ended, and the problem if there is one."""
-    from attnreg.tuning.failures import DeviceLostError
+    from attnreg.tuning.checks import DeviceLostError
 
     done = 0
     try:

@@ -411,7 +411,22 @@ def forget(monkeypatch):
     monkeypatch.setattr(compiled_kinds, "have_run", set())
 
 
-# Calls
+def count_recorded(package):
+    """Return a list that grows by one with each call that is recorded."""
+    recorded = []
+
+    def look():
+        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
+        if type(cache).__name__ == "_RecordingCache":
+            recorded.append(True)
+
+    package.pause = look
+    return recorded
+
+
+# Which directions enter the package's Python.
+BOTH, NEITHER = ["forward", "backward"], []
+PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
 
 
 def offered(case):

@@ -17,7 +17,7 @@ from attnreg.contract.spec import Device
 from attnreg.selection import policy
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
-from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.checks import DeviceLostError
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import Environment, load
 

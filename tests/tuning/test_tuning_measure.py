@@ -9,10 +9,9 @@ from support.tuned import CPU, SPEC, asked, off_by, raising
 
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
-from attnreg.tuning import failures
+from attnreg.tuning import checks
 from attnreg.tuning import measure as measuring
-from attnreg.tuning.checks import Checks
-from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.checks import Checks, DeviceLostError
 from attnreg.tuning.grids import coarse_to_fine, grid
 from attnreg.tuning.kinds import size_of
 from attnreg.tuning.measure import measured
@@ -168,7 +167,7 @@ def test_a_gpu_that_is_lost_stops_everything(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(DeviceLostError, match="the GPU can't be used any more after RuntimeError: boom"):
-        failures.failed(RuntimeError("boom"), torch.device("cuda"))
+        checks.failed(RuntimeError("boom"), torch.device("cuda"))
 
 
 # The inputs and the clock

@@ -8,31 +8,11 @@ import types
 import pytest
 import torch
 from support import fake_fa4
-from support.fake_fa4 import AuxData, call_of, dense, entered_by_round, forget
+from support.fake_fa4 import BOTH, NEITHER, AuxData, call_of, dense, entered_by_round
 
-from attnreg.backends.fa4 import BACKEND, recording
-from attnreg.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import recording
 from attnreg.backends.fa4.package import PackageCall
 from attnreg.backends.fa4.recording import record
-
-# Which directions enter the package's Python.
-BOTH, NEITHER = ["forward", "backward"], []
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    return fake_fa4.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
 
 
 def interface():

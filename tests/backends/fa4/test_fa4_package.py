@@ -42,11 +42,6 @@ def install(monkeypatch, cache):
 
 
 @pytest.fixture
-def package(install):
-    return install()
-
-
-@pytest.fixture
 def here(monkeypatch):
     """Have the backend available, whatever this machine has."""
     monkeypatch.setattr(Entry, "unavailable", lambda entry: "")
