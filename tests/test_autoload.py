@@ -1,4 +1,4 @@
-"""Promises to programs that nobody touched: torch finds attnreg by itself, and never fails for it."""
+"""Promises to unchanged programs: torch finds attnreg by itself, and never fails for it."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))
 """
 
-IDLE = ["attnreg", "attnreg._autoload"]
+INACTIVE = ["attnreg", "attnreg._autoload"]
 
 
 def run(*options, program=PROGRAM, **variables):
@@ -77,11 +77,11 @@ def test_a_file_of_the_environment_does_the_same(tmp_path):
 )
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(variables):
     (at_start, at_end, error, installed, calls), said = run(**variables)
-    assert at_start == at_end == IDLE
+    assert at_start == at_end == INACTIVE
     assert (error, installed, calls, said) == ("", False, {}, [])
 
 
-def test_torch_can_be_told_not_to_load_it():
+def test_torch_does_not_load_it_where_backend_autoload_is_off():
     (at_start, at_end, error, installed, calls), said = run(
         ATTNREG_BACKEND="math", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )
@@ -166,9 +166,11 @@ def test_a_fault_of_attnregs_own_is_a_warning_and_no_error_of_the_import(monkeyp
 
 
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
-    # Importing torch imports attnreg again, which is half-way in then.
-    told, said = run(program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math")
-    assert told == [1]
+    # Importing torch imports attnreg a second time, while its first import hasn't ended.
+    at_end, said = run(
+        program="import attnreg.dispatch.planning, torch\nprint('[1]')", ATTNREG_BACKEND="math"
+    )
+    assert at_end == [1]
     assert "UserWarning: attnreg is not active: ImportError: cannot import name" in said[0]
 
 
@@ -277,7 +279,7 @@ def test_activating_it_twice_is_activating_it_once(no_routers, sdpa):
     assert sdpa() == "torch"
 
 
-def test_restoring_leaves_routers_in_that_were_there_before_and_out_of_the_way(no_routers, sdpa):
+def test_restoring_leaves_routers_that_were_there_before_installed_but_inactive(no_routers, sdpa):
     aten.ensure()
     attention.activate_flash_attention_impl("attnreg")
     assert sdpa() == "cpu"
@@ -331,7 +333,7 @@ class Other:
         self.removed += 1
 
 
-def test_what_was_activated_in_torch_before_is_restored_and_told_of(no_routers, monkeypatch, caplog, sdpa):
+def test_what_was_activated_in_torch_before_is_restored_and_logged(no_routers, monkeypatch, caplog, sdpa):
     other = Other()
     monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
     attention.activate_flash_attention_impl("FA99")

@@ -199,7 +199,7 @@ def _scores(
     known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
     batch = len(cu_seq_q) - 1
     lengths_q, lengths_k = [max_q] * batch, [max_k] * batch
-    # While something traces, no length is at hand and each sequence counts as the longest.
+    # While something traces, lengths are unknown and each sequence counts as the longest.
     if all(type(x) is Tensor and not x.is_meta for x in known):
         lengths_q = cu_seq_q.diff().tolist()
         if seqused_k is not None:

@@ -33,7 +33,7 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
 
 class AuxRequest(NamedTuple):
-    """What `varlen_attn` returns beside its output.
+    """What `varlen_attn` returns with its output.
 
     Attributes:
         lse: the log-sum-exp of the scaled scores, (H, T_q) float32, natural log; not differentiable.
@@ -100,7 +100,7 @@ def varlen_attn(
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
-        # What is known of offsets isn't to be relied on beside graph trees: see `offsets.needs_graph_memory`.
+        # With graph trees nothing that is known of offsets may be used: see `offsets.needs_graph_memory`.
         if (
             cache is not None
             and seqused_k is None

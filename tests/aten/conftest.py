@@ -57,7 +57,7 @@ def route(either_routers, routes):
             for op, kernel in sdpa_kernels().items():
                 routers.impl(op, kernel, "CPU")
         # These are the routers now, so that registering a backend installs no others.
-        aten._remove, captured.compiled = remove, module is not None
+        aten._remove, captured.call_cache_in_use = remove, module is not None
 
     yield register
     aten.restore()

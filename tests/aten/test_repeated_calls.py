@@ -83,7 +83,9 @@ def test_a_repeated_call_is_right_and_planned_again_only_in_python(
                 result = everything_of(kind, inputs, causal=causal, scale=scale)
                 # The results of a backend's first call are checked, and nothing is kept of it.
                 needed = 2 if scale is None and not native else 1
-                assert planned == (both if attempt < needed or not captured.compiled else []), attempt
+                assert planned == (both if attempt < needed or not captured.call_cache_in_use else []), (
+                    attempt
+                )
                 assert ran() == {name: (1, 1)}
                 assert_call_right(kind, result, inputs, result[-3:], window=window, scale=scale)
                 results.append(result)
@@ -220,7 +222,7 @@ def test_python_enters_nothing_of_a_kept_call_of_one_of_torchs_kernels(specializ
         finally:
             sys.setprofile(None)
         assert_call_right("cudnn", result, inputs, window=CAUSAL)
-    if captured.compiled:
+    if captured.call_cache_in_use:
         ours, theirs = Path(attnreg.__file__).parent, Path(torch.__file__).parent
         # Nor what torch has written in Python: for tensors that have no memory that is most of it.
         forbidden = (ours, *(theirs / part for part in ("_decomp", "_refs", "_prims", "_prims_common")))
@@ -240,7 +242,7 @@ def test_every_launcher_gives_the_same_whatever_the_strides(specializing, ran, o
         assert_call_right("cudnn", call("cudnn", inputs), inputs)  # another scale
     for other in results[1:]:
         assert_alike(results[0], other, exact=launcher not in (flash_op, unrouted_op))
-    if not captured.compiled:
+    if not captured.call_cache_in_use:
         assert not made.specialized
         assert not made.called
         return

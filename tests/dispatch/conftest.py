@@ -18,13 +18,13 @@ from attnreg.torchlib import captured
 
 @pytest.fixture
 def installed(compiled_routers):
-    """Install compiled routers for a test."""
+    """Install the routers for a test, with the compiled call cache."""
     aten.restore()
     aten.ensure()
-    assert captured.compiled
+    assert captured.call_cache_in_use
     yield compiled_routers
     aten.restore()
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def attend():
 def test_where_nothing_is_compiled_python_serves_without_a_warning(unbuilt, caplog, ran):
     with attnreg.register_backend("cpu"):
         attend()
-        assert captured.compiled is False
+        assert captured.call_cache_in_use is False
         assert call_cache.load() is None
     assert ran() == {"cpu": (1, 0)}
     assert caplog.messages == []
@@ -57,7 +57,7 @@ def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers, caplog):
     unbuilt.write_bytes(built_routers.read_bytes())
     unbuilt.chmod(0o722)
     with attnreg.register_backend("cpu"):
-        assert captured.compiled is False
+        assert captured.call_cache_in_use is False
     assert "others may write to it" in caplog.text
     with pytest.raises(BuildError, match="others may write to it"):
         building.loaded()
@@ -78,7 +78,7 @@ def test_what_is_compiled_is_used_unless_the_variable_says_otherwise(
     monkeypatch.setattr(building, "built", lambda: built_routers)
     monkeypatch.setenv("ATTNREG_ROUTERS", asked)
     with attnreg.register_backend("cpu"):
-        assert captured.compiled is used
+        assert captured.call_cache_in_use is used
         assert (call_cache.load() is not None) is used
         for _ in range(3):
             attend()
@@ -89,7 +89,7 @@ def test_before_routers_are_in_tables_are_looked_up_as_if_they_were(unbuilt, bui
     """A table has the times of both, and what a process finds compiled its first call will use."""
     assert not policy.current().tables.compiled
     monkeypatch.setattr(building, "built", lambda: built_routers)
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
     assert policy.current().tables.compiled
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     attnreg.reload()

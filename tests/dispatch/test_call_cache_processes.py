@@ -31,7 +31,7 @@ def both(times=3):
 FORKED = """
 attnreg.register_backend("cpu")
 both()
-assert captured.compiled
+assert captured.call_cache_in_use
 child = os.fork()
 both(2)
 assert attnreg.stats().calls["cpu"]["forward"] == 10, attnreg.stats()
@@ -63,7 +63,7 @@ with attnreg.use_backend("math"):
     both()
 leaf = packed.requires_grad_()
 kept = attend_packed()  # a node of autograd's that outlives everything
-print(captured.compiled)
+print(captured.call_cache_in_use)
 """
 
 
@@ -92,6 +92,8 @@ def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
 
 @pytest.mark.parametrize(("variable", "compiled"), [("python", "False"), ("", "True")])
 def test_the_variable_decides_which_routers_there_are(built_routers, variable, compiled):
-    script = "attnreg.register_backend('cpu'); both()\nprint(captured.compiled, attnreg.stats().calls)"
+    script = (
+        "attnreg.register_backend('cpu'); both()\nprint(captured.call_cache_in_use, attnreg.stats().calls)"
+    )
     result = run(script, built_routers, ATTNREG_ROUTERS=variable)
     assert result.stdout == f"{compiled} {{'cpu': {{'forward': 6, 'backward': 0}}}}\n", result.stderr

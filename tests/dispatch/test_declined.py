@@ -27,7 +27,7 @@ MATH = math_backend.BACKEND.load()
 
 
 class Choosy:
-    """A backend whose kernels decline while they are told to, before they have done anything."""
+    """A backend whose kernels decline while `declining` says so, before they have done anything."""
 
     def __init__(self, name="choosy", *directions):
         self.declining = set(directions)
@@ -97,7 +97,7 @@ def assert_right(got, inputs):
     [(("forward",), (0, 3)), (("backward",), (3, 0)), (("forward", "backward"), (0, 0))],
     ids=["forward", "backward", "both"],
 )
-def test_below_sdpa_the_next_runs_it_and_is_known_from_then_on(declining, ran_there, ran, caplog):
+def test_below_sdpa_the_next_backend_runs_it_and_from_then_on_at_once(declining, ran_there, ran, caplog):
     choosy, inputs = Choosy("choosy", *declining), dense()
     with caplog.at_level(logging.WARNING, "attnreg"), attnreg.register_backend(choosy.backend):
         for _ in range(3):
@@ -107,8 +107,8 @@ def test_below_sdpa_the_next_runs_it_and_is_known_from_then_on(declining, ran_th
     assert what_ran.get("choosy", (0, 0)) == ran_there
     assert what_ran["cpu"] == (3 - ran_there[0], 3 - ran_there[1])
     assert [choosy.asked.count(direction) for direction in declining] == [1] * len(declining)
-    told = f"choosy can't run this call and cpu does: {SAID}"
-    assert [record.message for record in caplog.records] == [told]
+    message = f"choosy can't run this call and cpu does: {SAID}"
+    assert [record.message for record in caplog.records] == [message]
 
 
 @pytest.mark.usefixtures("router_kind")
@@ -134,7 +134,7 @@ def test_so_it_is_of_varlen_attn(front, packed, ran):
 @pytest.mark.usefixtures("router_kind")
 @pytest.mark.parametrize("call", ["sdpa", "varlen"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_call_that_is_known_may_be_declined_yet(call, direction, packed, ran):
+def test_a_repeated_call_may_be_declined(call, direction, packed, ran):
     """As cuDNN may, whose plan goes by strides, too."""
     choosy, inputs = Choosy(), packed([3, 4]) if call == "varlen" else dense()
     attend = attnreg.varlen_attn if call == "varlen" else F.scaled_dot_product_attention
@@ -162,8 +162,8 @@ def test_the_one_after_the_next_runs_it_where_that_declines_too(ran, caplog):
     said = reasons()
     assert ran() == {"first": (0, 1), "cpu": (1, 0)}
     assert said == [("first", SAID, 1), ("second", SAID, 1)]
-    told = [f"{name} can't run this call and cpu does: {SAID}" for name in ("first", "second")]
-    assert [record.message for record in caplog.records] == told
+    messages = [f"{name} can't run this call and cpu does: {SAID}" for name in ("first", "second")]
+    assert [record.message for record in caplog.records] == messages
 
 
 def test_a_backend_that_is_insisted_on_refuses_in_the_kernels_words(packed, ran):
@@ -212,8 +212,8 @@ def test_other_calls_still_go_to_it(packed, ran):
     assert ran() == {"choosy": (1, 0), "cpu": (1, 0)}
 
 
-def test_a_mask_of_dropout_is_the_same_whoever_was_asked_before():
-    """As checkpointing needs it, which runs a forward again from the generator's state of the first time."""
+def test_a_dropout_mask_is_the_same_whichever_backend_declined_before():
+    """As checkpointing needs it, which repeats a forward from the generator's state of the first time."""
     first, second = Choosy("first", "forward"), Choosy("second")
     inputs = [torch.randn(2, 5, 3, 8) for _ in "qkv"]
     drawn = []

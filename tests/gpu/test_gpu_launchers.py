@@ -148,7 +148,7 @@ def test_the_call_cache_runs_launchers_of_packed_calls(named, compiled_cache, mo
     given = gpu.packed((40, 300, 7), heads=(4, 2))
     right = gpu.expected(given)[0]
     with attnreg.register_backend(named):
-        assert captured.compiled
+        assert captured.call_cache_in_use
         for _ in range(16):
             got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Promises of a lockfile: what was decided comes out again, or the call fails and says what differs."""
+"""Promises of a lockfile: decisions are the locked ones, or the call fails and says what differs."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def trace(tmp_path):
 
 @pytest.fixture
 def lock(trace, tmp_path):
-    """Lock the two calls while somebody asks for the second; nobody does any more afterwards."""
+    """Lock the two calls while "second" is registered; afterwards it isn't."""
     file = tmp_path / "lock.json"
     with attnreg.register_backend("second"):
         result = call("lock", "--from", str(trace), "--out", str(file))
@@ -116,7 +116,7 @@ def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there(loc
     ]
 
 
-def test_a_lock_comes_back_from_its_file_and_goes_there_again_the_same(lock):
+def test_a_lock_survives_a_round_trip_through_its_file(lock):
     before, found = lock.read_text(), lockfile.load(lock)
     assert [row.spec for row in found.rows[:2]] == [
         dataclasses.replace(one.spec, device=Device("cpu"))
@@ -181,15 +181,12 @@ def test_packed_calls_are_locked_too(tmp_path, packed, ran, monkeypatch):
 
 
 def test_a_repeated_call_does_not_look_into_the_lock(replaying, monkeypatch):
-    asked = []
-    expected = Lock.expected
-    monkeypatch.setattr(Lock, "expected", lambda *given: asked.append(1) or expected(*given))
+    looked, expected = [], Lock.expected
+    monkeypatch.setattr(Lock, "expected", lambda *given: looked.append(1) or expected(*given))
     replaying()
-    sdpa(8)
-    assert len(asked) == 1
-    for _ in range(3):
+    for _ in range(4):
         sdpa(8)
-    assert len(asked) == 1
+        assert len(looked) == 1
 
 
 def test_explain_names_the_lock_and_its_row(replaying):
@@ -211,17 +208,17 @@ def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeyp
     assert ran() == {"second": (2, 0)}
 
 
-# Every way of differing
+# Everything that may differ
 
 
 def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add_it(replaying, ran):
     file = replaying()
-    told = refused(sdpa, 40)
-    assert told.startswith(f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)")
-    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in told
+    said = refused(sdpa, 40)
+    assert said.startswith(f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)")
+    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in said
     query = torch.randn(1, 2, 40, 16)
     found = attnreg.explain(query, query, query)
-    assert (found.backend, found.runs, found.forward.refusal) == (None, False, told)
+    assert (found.backend, found.runs, found.forward.refusal) == (None, False, said)
     assert ran() == {}
 
 
@@ -232,7 +229,7 @@ def test_a_gradient_that_is_not_in_the_lock_is_refused_in_the_forward(replaying,
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "was"),
     [
         ({"torch": f"{torch.__version__}.7"}, f"locked with torch {torch.__version__}.7, here it is"),
         ({"attnreg": "0.1.99"}, "locked with attnreg 0.1.99, here it is"),
@@ -243,12 +240,12 @@ def test_a_gradient_that_is_not_in_the_lock_is_refused_in_the_forward(replaying,
         (None, "locked on cuda, here it is cpu"),
     ],
 )
-def test_another_environment_is_refused_and_named(replaying, ran, change, told):
+def test_another_environment_is_refused_and_named(replaying, ran, change, was):
     file = replaying(
         lambda data: data["environment"].update(change) if change else data.update(device="cuda")
     )
     said = refused(sdpa, 8)
-    assert said.startswith(f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {told}")
+    assert said.startswith(f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {was}")
     assert ran() == {}
 
 
@@ -326,12 +323,12 @@ def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, t
     assert [(row.direction, row.backend) for row in rows] == [("forward", "first"), ("backward", "first")]
     monkeypatch.setenv("ATTNREG_LOCK", str(file))
     attnreg.reload()
-    found, asked = state(), rows[1].spec
+    found, spec = state(), rows[1].spec
     tied = found.policy.with_first(tied_to("first"))
-    assert planning.decide(asked, "backward", found.entries, tied).backend == "first"
+    assert planning.decide(spec, "backward", found.entries, tied).backend == "first"
     tied = found.policy.with_first(tied_to("second"))
-    told = refused(planning.decide, asked, "backward", found.entries, tied)
-    assert "but the forward's dropout mask would have second run it" in told
+    said = refused(planning.decide, spec, "backward", found.entries, tied)
+    assert "but the forward's dropout mask would have second run it" in said
 
 
 # A file that is no lock

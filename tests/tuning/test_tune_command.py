@@ -17,7 +17,7 @@ from attnreg.contract.spec import Device
 from attnreg.selection import policy
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
-from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.checks import DeviceLostError
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import Environment, load
 
@@ -72,7 +72,7 @@ def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeyp
     assert point["backends"].keys() == measured  # what is disabled isn't run, whatever else is wrong
 
 
-def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, monkeypatch, tmp_path):
+def test_tune_takes_no_unknown_backend_from_settings(tune, backends, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text('disabled = ["fats"]\n')
     monkeypatch.setenv("ATTNREG_CONFIG", "settings.toml")
     monkeypatch.setattr(policy, "_sources", None)
@@ -93,7 +93,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     made = session(entry("a"), entry("b"))
-    measure_fronts(made)  # a CPU has no host beside it
+    measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0),)
     measure_fronts(made)
@@ -109,12 +109,12 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     ]
 
 
-def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without(
+def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
     session, entry, monkeypatch, routers
 ):
     asked_of = []
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
-    monkeypatch.setattr(captured, "compiled", True)
+    monkeypatch.setattr(captured, "call_cache_in_use", True)
     made = session(entry("a"), entry("b"))
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
@@ -160,8 +160,8 @@ def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
     assert measured(*SHAPE)["measured"] == 2
     more = measured(*SHAPE, "--q", "2,16,4,64")
     assert (more["measured"], more["table_points"]) == (2, 4)
-    again = measured(*SHAPE, "--fresh")
-    assert (again["measured"], again["table_points"]) == (2, 2)
+    anew = measured(*SHAPE, "--fresh")
+    assert (anew["measured"], anew["table_points"]) == (2, 2)
 
 
 def test_tune_leaves_the_old_table_until_it_has_something_new(tune, backends, entry, tmp_path):

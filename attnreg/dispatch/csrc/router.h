@@ -4,6 +4,7 @@
 
 #include <torch/library.h>
 
+#include "described.h"
 #include "layouts.h"
 
 namespace attnreg {

@@ -4,14 +4,12 @@ A fake package stands in for flash-attn-4 (`fake_fa4`), so that values can be co
 """
 
 import contextlib
-import functools
 import threading
 import types
 
 import pytest
 import torch
-from support import fake_fa4
-from support.fake_fa4 import Package, both, call_of, dense, forget, offered
+from support.fake_fa4 import Package, both, call_of, dense, offered
 from support.truth import attention as true_attention
 from support.truth import varlen as true_varlen
 
@@ -21,28 +19,6 @@ from attnreg.backends.fa4 import package as fa4_package
 from attnreg.measure import QUICK, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib.layout import aligned
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    return functools.partial(fake_fa4.install, monkeypatch)
-
-
-@pytest.fixture
-def package(install):
-    return install()
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
-
 
 # Values
 
