@@ -17,7 +17,7 @@ __all__ = ["activate", "offer"]
 def activate() -> None:
     """Install the routers if the environment asks for something; never an error of `import torch`."""
     offer()
-    # In any case: "attnreg_backend" does nothing on Linux, so whoever set it has to hear of it.
+    # In any case: "attnreg_backend" does nothing on Linux, so a warning has to say so.
     # ATTNREG_BUILD alone asks for no backend: it is about programs that do.
     if not any(
         name.upper().startswith("ATTNREG_") and value.strip() and name != "ATTNREG_BUILD"

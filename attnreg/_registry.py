@@ -1,8 +1,8 @@
 """The one registry of a process: which backends there are, and which the program asked for.
 
 Everything here is behind one lock and changes by replacing whole values, so a reader never sees
-half a change. `generation` is replaced at every change; whoever derives something from the registry
-keeps it for as long as the generation is the same object.
+half a change. `generation` is replaced at every change; what other modules derive from the registry
+is valid for as long as the generation is the same object.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ generation: object = object()
 _entries: dict[str, Entry] | None = None
 _discovering = 0  # the thread that does it; a forked child has none of its parent's threads
 _registrations: tuple[Registration, ...] = ()
-_told: list[Callable[[], object]] = []
+_listeners: list[Callable[[], object]] = []
 
 
 class Registration(NamedTuple):
-    """One `register_backend`: the backend and the settings keys of the devices it leads."""
+    """One `register_backend`: the backend and the settings keys of the devices where it is preferred."""
 
     entry: Entry
     devices: tuple[str, ...]
@@ -60,13 +60,13 @@ def changed() -> None:
     """Start a new generation."""
     global generation
     generation = object()
-    for tell in _told:
+    for tell in _listeners:
         tell()
 
 
 def on_change(tell: Callable[[], object]) -> None:
-    """Have a function called after each change, by whoever keeps what can't compare generations."""
-    _told.append(tell)
+    """Have a function called after each change, for caches that can't compare generations."""
+    _listeners.append(tell)
 
 
 def entries() -> Mapping[str, Entry]:

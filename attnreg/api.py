@@ -96,7 +96,7 @@ def register_backend(
 
     Args:
         backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
-        devices: where it is to lead: "cuda", "cpu", "sm_90", ...; every device it serves unless given.
+        devices: where it is preferred: "cuda", "cpu", "sm_90", ...; every device it serves unless given.
         required: whether it is an error if it can't load here; if not, that is logged.
 
     Returns:
@@ -136,8 +136,8 @@ def list_backends() -> list[str]:
 def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> None:
     """Apply a settings file, or a `Settings` made in the program.
 
-    Each replaces the last of its kind. Settings of the program lead over those of a file; the
-    environment leads over both.
+    Each replaces the last of its kind. Settings of the program override those of a file; the
+    environment overrides both.
 
     Raises:
         ConfigError: the file can't be read, or something is wrong: file, line, key, what was got
@@ -176,7 +176,7 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
     """Put backends first inside a `with` block or a decorated function.
 
     Holds for this thread or task alone, and for the backward of what ran inside it. Names are tried
-    in the order given. Activation checkpointing runs a forward again inside the backward, after the
+    in the order given. Activation checkpointing repeats a forward inside the backward, after the
     block has ended: there use `backend=` on the call, or `register_backend`.
 
         with attnreg.use_backend("math"):
@@ -244,10 +244,10 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
 def install() -> None:
     """Serve PyTorch's own attention entry points, though nothing was registered yet.
 
-    Registering or configuring does so by itself. Again is no change.
+    Registering or configuring does so by itself. A second call changes nothing.
 
     Raises:
-        RegistrationError: torch lacks an op or declares it otherwise, or somebody else overrides it.
+        RegistrationError: torch lacks an op or declares it otherwise, or other Python code overrides it.
     """
     aten.ensure()
     policy.activate(True)
@@ -267,10 +267,8 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     serves = entry.backend.devices if entry.backend is not None else ()
     if devices is None:
         return serves
-    named = tuple(
-        Device.parse(str(device))
-        for device in ((devices,) if isinstance(devices, str | torch.device) else devices)
-    )
+    several = (devices,) if isinstance(devices, str | torch.device) else devices
+    named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
         raise RegistrationError(

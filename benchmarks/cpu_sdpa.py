@@ -4,7 +4,7 @@
 
 Both get the tensors of an SDPA call, (B, H, S, D) in memory, and return what its op returns: torch's kernel
 as attnreg captures it, the compiled one (`attnreg build`) through its launcher. They take turns, forward and
-backward apart. A ratio is torch's time over the compiled kernel's, the median over the rounds.
+backward separately. A ratio is torch's time over the compiled kernel's, the median over the rounds.
 
 `attnreg/backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions
 are: geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best

@@ -28,8 +28,7 @@ from attnreg.bench.summary import FIXED
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
-from attnreg.tuning.ranking import reordered
+from attnreg.tuning.lookup import predict, reordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +49,7 @@ def choice(
     """Return which of the backends that can run a call is chosen."""
     default = sorted(able, key=lambda name: -_registry.find(name).backend.priority)
     if not spec.varlen and not spec.capturing:
-        # Below SDPA torch's own kernel, cuDNN on a Hopper GPU, leads the default order.
+        # Below SDPA torch's own kernel, cuDNN on a Hopper GPU, comes first in the default order.
         default.sort(key=lambda name: name != "cuDNN")
     prediction = predict(kinds, spec, direction, "table", compiled)
     if prediction is None:
@@ -135,7 +134,7 @@ def main() -> None:
     )
     parser.add_argument("table", nargs="?", type=Path, default=SHIPPED)
     parser.add_argument("--run", type=Path, help="choose for the cases of this run")
-    parser.add_argument("--compiled", action="store_true", help="RUN had compiled routers")
+    parser.add_argument("--compiled", action="store_true", help="RUN had the compiled call cache")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = table.load(options.table)

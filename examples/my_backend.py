@@ -8,7 +8,7 @@ import attnreg
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: attnreg.Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # the contract's (B, S, H, D) to heads first
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # the contract's (B, S, H, D) to (B, H, S, D)
     scores = call.scale * q @ k.mT
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v).transpose(1, 2), lse

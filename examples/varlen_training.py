@@ -1,7 +1,7 @@
 """Train on documents of different lengths, packed end to end, with no padding anywhere.
 
 The documents are the paragraphs of this very file, and the model learns to predict their bytes.
-What `varlen_attn` needs beside query, key and value is where each document starts. Its backend is
+Besides query, key and value, `varlen_attn` needs where each document starts. Its backend is
 attnreg's choice, on a CPU as on a GPU.
 """
 

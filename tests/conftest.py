@@ -1,4 +1,4 @@
-"""Fixtures that every test shares: a registry as it is in a fresh process, and fake backends."""
+"""Fixtures that every test shares: a registry as it is in a new process, and fake backends."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def no_graph_trees(monkeypatch):
     monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
 
 
-# A registry that nobody has used would plan everything again; plans take cuDNN up to a second each.
+# A registry of each test's own would build every plan anew; plans take cuDNN up to a second each.
 plans_of_this_run = functools.cache(cudnn_backend.Plans)
 
 
@@ -127,7 +127,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def fresh_registry(monkeypatch):
-    """Give each test a registry that nobody has used, and hold it to leaving the routers as they were."""
+    """Give each test a new registry, and hold it to leaving the routers as they were."""
     for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNREG_BUILD", "off")  # nor does a process that a test starts compile anything
@@ -210,7 +210,7 @@ def wanted_cpu_kernel(request):
 
 @pytest.fixture
 def compiled_routers(built_routers, monkeypatch):
-    """Have routers that are installed in a test be compiled ones."""
+    """Have the routers that are installed in a test use the compiled call cache."""
     monkeypatch.setattr(building, "built", lambda: built_routers)
     monkeypatch.setattr(call_cache, "_wanted", lambda: "compiled")
     call_cache.forget()
@@ -250,7 +250,7 @@ def one_thread():
 
 @pytest.fixture
 def routers():
-    """Install the routers for a test and take them out again."""
+    """Install the routers for a test, and restore torch's ops after it."""
     was_installed = aten.installed()
     aten.ensure()
     yield

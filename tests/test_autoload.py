@@ -1,4 +1,4 @@
-"""Promises to programs that nobody touched: torch finds attnreg by itself, and never fails for it."""
+"""Promises to unchanged programs: torch finds attnreg by itself, and never fails for it."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))
 """
 
-IDLE = ["attnreg", "attnreg._autoload"]
+INACTIVE = ["attnreg", "attnreg._autoload"]
 
 
 def run(*options, program=PROGRAM, **variables):
@@ -77,11 +77,11 @@ def test_a_file_of_the_environment_does_the_same(tmp_path):
 )
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(variables):
     (at_start, at_end, error, installed, calls), said = run(**variables)
-    assert at_start == at_end == IDLE
+    assert at_start == at_end == INACTIVE
     assert (error, installed, calls, said) == ("", False, {}, [])
 
 
-def test_torch_can_be_told_not_to_load_it():
+def test_torch_does_not_load_it_where_backend_autoload_is_off():
     (at_start, at_end, error, installed, calls), said = run(
         ATTNREG_BACKEND="math", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )

@@ -1,8 +1,10 @@
 """Front 1: routers over PyTorch's own attention ops, installed once and switched by data.
 
-Registering or destroying a kernel while another thread calls the op is not safe in torch, so
-`install` happens once, and what the routers do depends on what is registered at the time of a call.
-With nothing registered they pass every call to torch's own kernel.
+Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
+registers the routers once, and what they do depends on what is registered when a call comes; with nothing
+registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
+`cpu`) and what they share (`routing`, `bhsd`, `schemas`). May import: `dispatch` and all below it. Read
+`routing.py` first.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ NAME = "attnreg"
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
 
 # Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
-# routed. So they need no router, and a call enters Python once; but somebody's override would hide them.
+# routed. So they need no router, and a call enters Python once; but an override of theirs would hide them.
 ABOVE = tuple(
     f"_scaled_dot_product_{kernel}_attention{direction}"
     for kernel in ("flash", "cudnn")
@@ -59,8 +61,8 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     the kernels beneath it are the ones to fall back to.
 
     Raises:
-        RegistrationError: torch lacks an op, declares it in another way, or somebody else has
-            overridden it; every op is as it was.
+        RegistrationError: torch lacks an op, declares it in another way, or other Python code
+            overrides it; every op is as it was.
     """
     global _remove
     with _lock:
@@ -96,12 +98,12 @@ def restore() -> None:
     with _lock:
         if _remove is not None:
             _remove()
-            _remove, captured.compiled = None, None
+            _remove, captured.call_cache_in_use = None, None
             _registry.changed()
 
 
 def shadowed_by() -> str:
-    """Return the implementation of `torch.nn.attention` that lies above the routers, or ''."""
+    """Return the implementation of `torch.nn.attention` that overrides ops above the routers, or ''."""
     name = torch_registry.current_flash_attention_impl()
     return "" if name in (None, NAME) else str(name)
 
@@ -158,7 +160,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     if library is None:
         call_cache.routers_added()
     else:
-        captured.compiled = False
+        captured.call_cache_in_use = False
     _registry.changed()
     return remove
 

@@ -1,7 +1,7 @@
 """What the ops with tensors of (B, H, S, D) share: those below scaled_dot_product_attention.
 
-Torch's selector has chosen the op, so torch's own kernel leads the default order and its call is passed on as
-it came; only another backend's call is brought into the contract's layout.
+Torch's selector has chosen the op, so torch's own kernel comes first in the default order and its call is
+passed on unchanged; only another backend's call is brought into the contract's layout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:
-    """Return the arguments of a (B, H, S, D) call beside its tensors, in the contract's terms.
+    """Return the contract's `Call` of the arguments of a (B, H, S, D) op.
 
     SDPA's causal mask is aligned top-left, the contract's bottom-right. Of more keys than queries the last
     are seen by no query, and `max_k` leaves them out; of more queries than keys the mask reaches further

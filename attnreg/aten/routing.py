@@ -136,8 +136,8 @@ def router(
 
     def routed(*args: Any, **kwargs: Any) -> Served:
         if unknown and (further := sorted(unknown & kwargs.keys())):
-            told = f"argument {', '.join(further)} is of a newer torch than attnreg knows"
-            return RoutedCall(op, original, args, kwargs, native, None).untouched(told)
+            reason = f"argument {', '.join(further)} is of a newer torch than attnreg knows"
+            return RoutedCall(op, original, args, kwargs, native, None).untouched(reason)
         given = arguments(*args, **kwargs)
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:

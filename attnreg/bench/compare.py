@@ -54,7 +54,7 @@ def checked(
         shape: the call.
         sides: by name.
         expected: returns what a side's results are compared with.
-        against: returns what speaks against a side, given what ran.
+        against: returns why a side doesn't count, given what ran.
         job: the measurement.
     """
     right = {}

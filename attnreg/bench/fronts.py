@@ -21,7 +21,7 @@ from attnreg.dispatch import call_cache
 from attnreg.dispatch.counters import reset_stats
 from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
-from attnreg.tuning.failures import check_alive
+from attnreg.tuning.checks import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ LAYERS, ROUNDS = 24, 21
 def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS) -> list[Front]:
     """Return what each backend's calls take the host through both fronts; of those that run them.
 
-    With the routers in Python, and with compiled ones where these are built.
+    Without the compiled call cache, and with it where it is built.
     """
     with untouched():
-        found = list(_through_both(device, names, rounds)) if captured.compiled else []
+        found = list(_through_both(device, names, rounds)) if captured.call_cache_in_use else []
         with call_cache.paused():
             return [*_through_both(device, names, rounds), *found]
 
@@ -62,7 +62,7 @@ def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: i
     }
     for name, taken in _guarded(able, device, rounds).items():
         for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
-            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(captured.compiled))
+            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(captured.call_cache_in_use))
 
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:

@@ -100,13 +100,13 @@ def _fronts(job: Job, report: Report, done: int, total: int) -> Report:
         report.tables.append(Table(f"Host time per call through {name}, µs", ("side", *STEPS), rows))
         job.keep(report.results)
         if gpu and shape.varlen:
-            report.told += [
+            report.summary += [
                 aim(side, step, found[step], taken.get(TORCH, {}).get(step))
                 for side, found in taken.items()
                 if side.startswith(DEFAULT)
                 for step in AIMS
             ]
-        report.told += scoped_aims(name, taken)
+        report.summary += scoped_aims(name, taken)
     return report
 
 

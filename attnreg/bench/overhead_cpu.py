@@ -72,7 +72,7 @@ def _tabled(title: str, taken: Rows, base: str) -> tuple[list[dict[str, Any]], T
 
 
 def _routers(calls: int, rounds: int) -> Rows:
-    """Measure op and SDPA without attnreg, with idle routers, and with attnreg installed."""
+    """Measure op and SDPA without attnreg, with inactive routers, and with attnreg installed."""
     query = torch.randn(1, 1, 2, 8)
     learned = query.clone().requires_grad_()
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -127,7 +127,7 @@ def _fronts(calls: int, rounds: int) -> Rows:
         return taken
 
     def scoped(run: Callable[[], object], name: str | None) -> float:
-        # Another backend leads, so that the scoped choice decides.
+        # Another backend is preferred, so that the scoped choice decides.
         with (
             api.register_backend(nothing),
             api.register_backend("math"),

@@ -43,12 +43,12 @@ class Report:
     Attributes:
         results: plain data.
         tables: the same for people.
-        told: lines that say which aims are reached.
+        summary: lines that say which targets are reached.
     """
 
     results: Any
     tables: list[Table]
-    told: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
 
 
 @dataclass

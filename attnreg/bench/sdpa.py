@@ -48,7 +48,7 @@ def measure(job: Job) -> Report:
         job.keep(report.results)
     found, panels = report.results["rows"], dict.fromkeys(map(_panel, shapes))
     report.tables = [_table(step, panel, found) for panel in panels for step in STEPS]
-    report.told = [f"measured: chosen by {table}", *_mean_gains(found)]
+    report.summary = [f"measured: chosen by {table}", *_mean_gains(found)]
     return report
 
 

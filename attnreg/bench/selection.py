@@ -2,7 +2,7 @@
 
 For each case and direction: the time through attnreg with a measured table, over that of the best
 single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
-directly, joined by a bare `autograd.Function`, and the backends through the same front, each led by
+directly, joined by a minimal `autograd.Function`, and the backends through the same front, each led by
 `register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
 its default SDPA, its `varlen_attn`.
 

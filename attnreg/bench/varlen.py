@@ -69,7 +69,7 @@ def measure(job: Job) -> Report:
             table(f"{case}, {step}", [row for row in rows if row["step"] == step], yardstick)
             for step in STEPS
         ]
-    report.told = [_aim(row) for row in report.results["rows"] if row["side"] == DEFAULT]
+    report.summary = [_aim(row) for row in report.results["rows"] if row["side"] == DEFAULT]
     return report
 
 

@@ -2,7 +2,7 @@
 
 A command is a function in a file of its own, both of its name; `output`, `options`, `errors` and
 `backends` are shared. Any room may be imported, but torch, rich and what imports them only inside
-functions, so that `--help` answers at once. Exit codes: 0; 1 nothing can run, or a backend is wrong;
+functions, so that `--help` is fast. Exit codes: 0; 1 nothing can run, or a backend is wrong;
 2 usage; 130 and 141 for Ctrl-C and a closed pipe. Read `info.py` first.
 """
 

@@ -241,7 +241,7 @@ def _measured(job: Job, measure: Callable[[Job], Report]) -> Report:
 
 
 def _print(place: Console, report: Report, job: Job, machine: dict[str, str]) -> None:
-    """Print the machine, the tables, what was left out, and whether targets are met."""
+    """Print the machine, the tables, what was left out, and which targets are reached."""
     from attnreg.bench.report import show, show_machine
 
     show_machine(place, machine)
@@ -250,5 +250,5 @@ def _print(place: Console, report: Report, job: Job, machine: dict[str, str]) ->
             show(title, header, rows, place)
     for line in job.left_out:
         place.print(f"left out: {line}", soft_wrap=True)
-    for line in report.told:
+    for line in report.summary:
         place.print(line, soft_wrap=True)

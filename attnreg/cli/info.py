@@ -77,7 +77,7 @@ def inventory() -> dict[str, Any]:
 
 
 def _compiled() -> dict[str, str | None]:
-    """Return the file of compiled routers, and why programs that start here don't use it."""
+    """Return the file of the compiled call cache, and why programs that start here don't use it."""
     from attnreg.torchlib import building
 
     file, problem = building.built(), None

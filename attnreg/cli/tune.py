@@ -189,7 +189,7 @@ def measure_fronts(session: Session) -> None:
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    known = {front.backend for front in session.fronts if front.compiled or not captured.compiled}
+    known = {front.backend for front in session.fronts if front.compiled or not captured.call_cache_in_use}
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
 
@@ -198,7 +198,7 @@ def measure_fronts(session: Session) -> None:
 
 def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple[str, str]:
     """Measure behind a progress bar; return how it ended, and the problem if there is one."""
-    from attnreg.tuning.failures import DeviceLostError
+    from attnreg.tuning.checks import DeviceLostError
 
     done = 0
     try:

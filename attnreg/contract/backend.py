@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
 
-# What is told of an experimental backend: it ...
+# What messages say of an experimental backend: it ...
 UNTRIED = "hasn't run on the hardware that it is written for"
 
 
 class Call(NamedTuple):
-    """The arguments of one call beside its query, key and value.
+    """The arguments of one call, except query, key and value.
 
     Attributes:
         scale: factor on the scores before the softmax.
@@ -157,7 +157,7 @@ class Backend:
         version: returns the provider's version, or None where it has none; what else is worth
             saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
-        install: the command that installs what is missing; told with every reason that isn't torch's own
+        install: the command that installs what is missing; appended to every reason that isn't torch's own
             ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first.
         experimental: whether it hasn't run on the hardware that it is written for.

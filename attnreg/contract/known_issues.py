@@ -198,9 +198,9 @@ def _tests(where: Any) -> Iterator[tuple[str, str, Any]]:
     _expect(isinstance(where, dict), "where", where, "a table")
     _expect_one_of("where: field", where, FIELDS)
     for field, tests in where.items():
-        asked = tests if isinstance(tests, dict) else {"equals": tests}
-        _expect_one_of(f"where.{field}: test", asked, TESTS)
-        for test, operand in asked.items():
+        given = tests if isinstance(tests, dict) else {"equals": tests}
+        _expect_one_of(f"where.{field}: test", given, TESTS)
+        for test, operand in given.items():
             yield field, test, _operand(field, test, operand)
 
 

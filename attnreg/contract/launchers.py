@@ -83,12 +83,12 @@ class AddressLauncher:
             more.
         operands: the numbers of the tensors whose addresses the kernel is given, in order.
         results: size, strides and dtype of each result.
-        workspace: how many bytes the kernel needs beside those.
+        workspace: how many more bytes the kernel needs.
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
         derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
             packed calls, or None if it can't run any more. It isn't called again while the offsets exist
-            unchanged and somebody keeps the tensors (`offsets.derived_from` does). None for dense calls.
+            unchanged and the tensors are alive (`offsets.derived_from` keeps them). None for dense calls.
     """
 
     run: Callable[..., tuple[Tensor, ...] | None]

@@ -49,7 +49,7 @@ log = logging.getLogger("attnreg")
 
 FORWARD_TENSORS = 3  # query, key and value
 
-# The module, while it answers calls; None while it is paused or there is none. `load` sets it.
+# The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
 active: Any = None
 is_loaded = False  # whether `load` has looked for it
 
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         counters: what to add to at each.
         is_final: whether the plan need not be asked for a better launcher from time to time.
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
-            tensors, on the device "meta". Nobody reads the values of these.
+            tensors, on the device "meta". The values of these are never read.
         offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
             every row sees a key. The launcher is used only where that is known.
     """
@@ -95,7 +95,7 @@ def kept_for(
         auxiliary, offsets: see `Kept`.
 
     Returns:
-        None for what the call cache doesn't tell apart or a launcher isn't given: a bias, dropout, pages,
+        None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
         lengths in use, slopes; and for a first call, whose results were only just checked.
     """
     others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
@@ -197,11 +197,11 @@ def routers_added() -> None:
     global _has_routers
     with _registry.lock:
         _has_routers = True
-        captured.compiled = not _pauses
+        captured.call_cache_in_use = not _pauses
 
 
 def remove_routers() -> None:
-    """Take the compiled routers out; no change if they aren't in."""
+    """Remove the module's routers from torch's dispatcher; no change if there are none."""
     global _has_routers
     _has_routers = False
     if _module is not None:
@@ -226,7 +226,7 @@ def _pause(more: int) -> None:
             _module.enable(not _pauses)
             active = None if _pauses or not is_loaded or _wanted() == "python" else _module
             if _has_routers:
-                captured.compiled = not _pauses
+                captured.call_cache_in_use = not _pauses
         _registry.changed()
 
 
@@ -244,7 +244,7 @@ def _load() -> Any:
     if _plans is not None:
         module.set_plans(*_plans)
     module.enable(not _pauses)
-    # Torch's dispatcher outlives Python: routers that lead to Python have to be gone before.
+    # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
     atexit.register(remove_routers)
     return module
 
@@ -253,4 +253,4 @@ def _wanted() -> str:
     try:
         return environment.read().routers
     except AttnregError:
-        return ""  # what is wrong there is an error of the calls that it would have a say in
+        return ""  # the calls that the settings apply to raise the error

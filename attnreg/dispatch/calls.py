@@ -1,7 +1,7 @@
 """The plan: from the arguments of a call to the kernel that runs it, for both fronts and both directions.
 
 `plan_for` makes the key of a call and looks up its plan; only a call without one is checked, described as a
-spec and decided about. No host sync, no query of a device, no environment variable, no log line on that way.
+spec and decided about. No host sync, no query of a device, no environment variable, no log line on that path.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_for(
         direction: which kernel is wanted.
         query, key, value: as in the contract, or (B, H, S, D) with `bhsd`.
         call: the other arguments, as in the contract.
-        choice: what leads all other choices for this call.
+        choice: what overrides all other choices for this call.
         native: the kernel that torch was about to run.
         needs_backward: whether a forward's gradient will be wanted.
         bhsd: how the tensors lie. Keys beyond `call.max_k` are seen by no query then.

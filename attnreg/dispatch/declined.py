@@ -1,6 +1,6 @@
 """Declined calls: a kernel finds out that it can't run a call which its backend's limits admit.
 
-What some packages can run only they know, and only when they are asked: cuDNN when it plans. Such a kernel
+What some packages can run only they know, and only at the call: cuDNN when it builds a plan. Such a kernel
 raises `UnsupportedInputError` before it has done anything. The call is then decided once more without that
 backend, whose reason is what the kernel said.
 """

@@ -39,7 +39,7 @@ class Native(NamedTuple):
     """The kernel that torch was about to run when a router took the call.
 
     Attributes:
-        name: the backend whose kernel it is; leads the default order.
+        name: the backend whose kernel it is; comes first in the default order.
         judged: whether that backend's capabilities decide if the kernel can run the call. If not, torch's
             own selector has decided so already, and what it decided stands.
     """
@@ -68,7 +68,7 @@ def make_plan(
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries
     if direction == "forward" and spec.needs_backward:
-        # Better no forward than one whose gradients nobody can compute.
+        # Better no forward than one whose gradients no backend can compute.
         _settle(spec, "backward", entries, policy, native)
     for name, reason in declined.reasons(key).items():
         if entry := entries.get(name.casefold()):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "State", "state"]
 
-# Training on ragged batches meets new lengths at every step; past this many plans all are made anew.
+# Training on ragged batches has new lengths at every step; past this many plans all are dropped.
 MOST_PLANS = 4096
 
 

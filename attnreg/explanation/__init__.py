@@ -1,6 +1,8 @@
 """`explain`: which backend would run a call, who decided, and why not the others.
 
-Takes a spec, for hardware that needn't be there, or the arguments of the call itself.
+Takes a spec, for hardware that needn't be there, or the arguments of the call itself, which `call_spec`
+reads. Decides as calls are decided, by `dispatch.planning.decide`, and runs no kernel. May import: the
+fronts and all below them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Explanation:
     """What would happen to a call.
 
     Attributes:
-        spec: what was asked.
+        spec: the call that is explained.
         forward: the decision about its forward.
         backward: the decision about its backward; None where none is needed.
         notes: what else decides whether attnreg sees the call at all.
@@ -147,12 +149,12 @@ def explain(
 
 
 def _leading(backend: str | None) -> Preference | None:
-    """Return what `backend=` or an open `use_backend` asks; the backend needn't load here."""
+    """Return the preference of `backend=` or of an open `use_backend`; the backend needn't load here."""
     if backend is not None:
         name = _registry.find(backend).name
         return Preference(f"backend={name!r}", (name,), exclusive=True)
-    pin = scope.current()
-    return pin.preference if pin is not None else None
+    choice = scope.current()
+    return choice.preference if choice is not None else None
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
@@ -202,7 +204,7 @@ def _elsewhere(described: CallSpec, direction: Direction, entries: Mapping[str, 
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what an answer about another machine takes for granted of it."""
+    """Yield what the explanation takes for granted of another machine."""
     if spec.device.simulated:
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():

@@ -1,4 +1,4 @@
-"""What a call asks, read from its arguments without running it: for `explain`."""
+"""The spec of a call, read from its arguments without running it: for `explain`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CallSpec(NamedTuple):
     """A call as selection sees it.
 
     Attributes:
-        spec: what it asks.
+        spec: its description for selection.
         native: the backend whose kernel torch itself was about to run.
         elsewhere: the kernel to which torch's own selector sends the call, so that attnreg never
             sees it; empty if it does.
@@ -59,7 +59,7 @@ def dense(
     scale: float | None,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return what `F.scaled_dot_product_attention` asks with these arguments, (B, H, S, D).
+    """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D).
 
     Raises:
         InvalidInputError: they contradict each other.
@@ -79,7 +79,7 @@ def dense(
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
-    # The flash op of CUDA isn't told whether a gradient is needed: see `aten.flash`.
+    # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere)
 
@@ -98,7 +98,7 @@ def packed(
     num_splits: int | None,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return what `varlen_attn` asks with these arguments, (T, H, D) with offsets.
+    """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets.
 
     Raises:
         InvalidInputError: they contradict each other.

@@ -92,7 +92,7 @@ class Case:
         return rows * sum(self.dims) * (DTYPES[self.dtype])
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
-        """Return what the call asks of a backend."""
+        """Return the spec of the call, as selection would see it."""
         return AttentionSpec(
             device=device,
             dtype=self.dtype,

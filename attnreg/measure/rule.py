@@ -154,7 +154,7 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
 def _launched(
     specialize: Specialize, given: Inputs, results: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the results of every launcher; of a direction that has none, or declines, those of its kernel."""
+    """Yield the results of every launcher, or a direction's kernel where it has none or that declines."""
     *inputs, grad_out, call = given
     offsets = () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
     out, lse, *grads = results
@@ -168,7 +168,7 @@ def _launched(
 
 
 def _calls_of(launcher: Callable[..., Any] | None) -> list[Callable[..., Any]]:
-    """Return how routers call a launcher: those in Python, and what compiled ones may do instead."""
+    """Return how a launcher is called: as a function, and by the call cache on addresses."""
     if launcher is None:
         return []
     return [launcher, launcher.on_addresses] if isinstance(launcher, AddressLauncher) else [launcher]

@@ -28,7 +28,7 @@ __all__ = ["Sample", "Verdict"]
 SCORES = 2**26
 
 # Rows are compared in blocks: under a causal mask the last ones are so small that an error as large as they
-# are would be lost beside the first ones.
+# are would be lost next to the first ones.
 BLOCKS = 8
 
 

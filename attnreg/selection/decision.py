@@ -137,9 +137,11 @@ def select(
     may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
     chosen = next(may, None)
     refusal = _refusal(wanted, only, policy.strict, ranked[chosen] if chosen else "")
-    asked = {name.casefold() for preference in wanted for name in preference.names}
+    preferred = {name.casefold() for preference in wanted for name in preference.names}
     before = list(ranked)[: list(ranked).index(chosen)] if chosen else list(ranked)
-    missed = (name for name in before if against[name] and (name in asked or _serves(entries[name], spec)))
+    missed = (
+        name for name in before if against[name] and (name in preferred or _serves(entries[name], spec))
+    )
     return Decision(
         direction=direction,
         backend=entries[chosen].name if chosen and not refusal else None,
@@ -147,7 +149,7 @@ def select(
         rejected={entries[name].name: reasons for name, reasons in against.items() if reasons},
         passed_over=tuple(entries[name].name for name in missed),
         order=tuple(entries[name].name for name in ranked),
-        asked_for=tuple(entries[name].name for name in ranked if name in asked),
+        asked_for=tuple(entries[name].name for name in ranked if name in preferred),
         refusal=refusal,
         predicted=prediction,
     )

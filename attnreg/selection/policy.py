@@ -122,8 +122,8 @@ def current() -> Policy:
 
 def _compiled(now: Sources) -> bool:
     """Whether routers are compiled, or will be when a call installs them."""
-    if captured.compiled is not None:
-        return captured.compiled
+    if captured.call_cache_in_use is not None:
+        return captured.call_cache_in_use
     if now.environment.routers == "python":
         return False
     try:

@@ -3,7 +3,7 @@
 A rank that picks another kernel rounds differently, and whatever relies on bitwise equal ranks breaks long
 after the choice. So the first rank that runs attention leaves a record of its inputs in the store of the
 default process group, and the others compare theirs with it. This is no collective: a rank that runs no
-attention keeps nobody waiting.
+attention keeps no other waiting.
 
 A record has to go with its group, but a store may live longer: torchrun's serves all groups of a job, and
 so does one that a program passes to `init_process_group` twice. Hence
@@ -54,14 +54,14 @@ class Inputs(NamedTuple):
     Attributes:
         table: digest of the measured table in force, or "no table".
         backends: those that load on that rank, with their versions.
-        asked: preferences and disabled backends from the environment and from settings files.
+        requested: preferences and disabled backends from the environment and from settings files.
         lock: digest of the lockfile, or "none".
         table_name: name of the table, or why there is none; not compared.
     """
 
     table: str
     backends: str
-    asked: str
+    requested: str
     lock: str
     table_name: str
 
@@ -138,13 +138,13 @@ if hasattr(os, "register_at_fork"):
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
     shared = {name: entry for name, entry in entries.items() if not entry.own}
     loading = environment(device, shared).backends
-    asked = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
-    asked += [f"not {name}" for name in sorted(policy.disabled)]
+    requested = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
+    requested += [f"not {name}" for name in sorted(policy.disabled)]
     table, table_name = _table(policy, device)
     return Inputs(
         table,
         ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
-        ", ".join(asked) or "nothing",
+        ", ".join(requested) or "nothing",
         "none" if policy.lock is None else f"contents {policy.lock.file.digest}",
         table_name,
     )
@@ -156,8 +156,8 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
     report = policy.tables.report(device)
     if report.in_force is None:
         return "no table", "; ".join(report.refused) or "the default order"
-    routers = ", compiled routers" if policy.tables.compiled else ""  # predictions depend on them
-    return f"contents {report.in_force.digest}{routers}", report.in_force.table.name
+    cached = ", compiled call cache" if policy.tables.compiled else ""  # predictions depend on it
+    return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
 
 
 def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
@@ -234,6 +234,6 @@ def _run_within(seconds: float, run: Callable[[], object]) -> None:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise RuntimeError(f"the process group's store doesn't answer within {seconds:g} s")
+        raise RuntimeError(f"the process group's store doesn't respond within {seconds:g} s")
     if errors:
         raise RuntimeError(errors[0])

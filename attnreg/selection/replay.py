@@ -36,17 +36,17 @@ def replayed(
     row, name = lock.expected(spec, direction)
     beginning = row.beginning(name)
     # Without a prediction: a table isn't a preference, so it can't contradict the lock.
-    asked = select(spec, direction, entries, policy, native)
-    if asked.refusal:
-        return asked
-    if asked.source in {preference.source for preference in policy.preferences}:
-        if not _same(asked.backend, row.backend):
-            if reasons := asked.rejected.get(row.backend):
-                raise _cant_run(beginning, reasons, spec, asked)
+    selected = select(spec, direction, entries, policy, native)
+    if selected.refusal:
+        return selected
+    if selected.source in {preference.source for preference in policy.preferences}:
+        if not _same(selected.backend, row.backend):
+            if reasons := selected.rejected.get(row.backend):
+                raise _cant_run(beginning, reasons, spec, selected)
             raise UnsupportedInputError(
-                f"{beginning}, but {asked.source} would have {asked.backend} run it: {spec}"
+                f"{beginning}, but {selected.source} would have {selected.backend} run it: {spec}"
             )
-        return replace(asked, source=name)
+        return replace(selected, source=name)
     locked = policy.with_first(Preference(name, (row.backend,), required=False))
     decision = select(spec, direction, entries, locked, native)
     if not _same(decision.backend, row.backend):

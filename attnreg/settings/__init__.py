@@ -1,4 +1,6 @@
 """Settings from outside the program: environment variables and TOML files, parsed strictly.
 
-May import: errors. Read `environment.py` first, then `config.py`.
+`environment` has the variables, `config` the keys of a file as a pydantic model (and is imported only where
+a file or a `Settings` is used), `toml_file` errors with file and line. What settings mean is in
+`selection/sources.py`. May import: errors. Read `environment.py` first.
 """

@@ -129,7 +129,7 @@ _TOKEN = re.compile(
         | ' [^']* '
       )
     | (?P<mark> [\[\]{}=,.\n] )
-    | (?P<bare> [^\s\[\]{}=,.\"'\#]+ )
+    | (?P<word> [^\s\[\]{}=,.\"'\#]+ )
     """,
     re.VERBOSE | re.DOTALL,
 )

@@ -1,8 +1,8 @@
 """Compiling by itself: in a process of low priority, once per cache folder, or before the first call.
 
-Whoever compiles holds the lock on one file, so that ranks which start together compile once. A failure is
-remembered there as well, until the source, torch or the compiler is another one. Nothing here is an error of
-a program that just runs attention: whatever goes wrong is a line of the log.
+The process that compiles holds the lock on one file, so that ranks which start together compile once. A
+failure is kept there as well, until the source, torch or the compiler is another one. A program that just
+runs attention gets no error from here: whatever goes wrong is logged.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def is_left_out() -> bool:
     try:
         return environment.read().routers == "python"
     except AttnregError:
-        return False  # what is wrong there is an error of the calls that it would govern
+        return False  # the calls that the settings apply to raise the error
 
 
 def status(library: Library) -> Status:

@@ -19,10 +19,10 @@ from attnreg.torchlib.locks import open_after_fork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["capture", "check_not_overridden", "compiled", "kernel"]
+__all__ = ["call_cache_in_use", "capture", "check_not_overridden", "kernel"]
 
-# Whether the routers that cover these kernels are compiled ones; None while no routers are installed.
-compiled: bool | None = None
+# Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
+call_cache_in_use: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}

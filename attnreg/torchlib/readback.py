@@ -2,8 +2,8 @@
 
 A result on a GPU is copied to pinned memory that torch never gets back. Torch's host allocator guards what it
 gets back by an event in the stream of each copy. Where that stream is captured by then, as in a CUDA graph
-whose warm-up read something back, the event is one of the capture's, and whatever next pins memory or begins
-a capture gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
+whose warm-up read something back, the event is one of the capture's, and the next call that pins memory or
+begins a capture gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PENDING = 2
 # How many numbers a result has, and for how many results memory is pinned at a time.
 NUMBERS, MANY = 2, 256
 
-# Pinned places that no read-back uses any more, the earliest first. The copy to one may still be under way.
+# Pinned memory that no read-back uses any more, the earliest first. The copy to one may still be under way.
 _free: deque[Tensor] = deque()
 
 
@@ -49,7 +49,7 @@ class AsyncReadback:
 
     # A default, as the module's own names may be gone where the interpreter ends.
     def __del__(self, free: deque[Tensor] = _free) -> None:
-        """Leave the pinned place to another read-back."""
+        """Give the pinned memory back for another read-back."""
         if self._pinned is not None:
             free.append(self._pinned)
 

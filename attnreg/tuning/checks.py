@@ -1,22 +1,25 @@
-"""The accuracy check of a backend, before its times are measured."""
+"""What rules a backend out of a measurement: wrong results or an exception."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from attnreg.contract.backend import Kernels
+from attnreg.errors import AttnregError
 from attnreg.measure import measure_taken
 from attnreg.tuning.kinds import kind_of
+from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
 
 if TYPE_CHECKING:
-    import torch
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.measure import Case, Error
 
-__all__ = ["Checks", "Verdict"]
+__all__ = ["Checks", "DeviceLostError", "TimeIsUpError", "Verdict", "check_alive", "failed", "no_memory"]
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -88,3 +91,46 @@ def _verdict(errors: list[tuple[str, Error]], case: Case) -> Verdict:
     wrong = [f"{name} of {case.name}: {error}" for name, error in errors if not error.passed]
     worst = max(error.kernel / error.allowed if error.allowed else 0.0 for _, error in errors)
     return Verdict(0.0 if wrong else worst, "; ".join(wrong))
+
+
+class DeviceLostError(AttnregError, RuntimeError):
+    """A kernel has left the GPU unusable to this process."""
+
+
+class TimeIsUpError(AttnregError, RuntimeError):
+    """The time was up before every backend had been measured."""
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out; the CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def failed(error: BaseException, device: torch.device) -> Measured:
+    """Return the row of a backend that raised.
+
+    Raises:
+        DeviceLostError: the GPU can't be used any more.
+    """
+    check_alive(device, error)
+    return Measured(failed=_summary(error))
+
+
+def check_alive(device: torch.device, error: BaseException) -> None:
+    """Check that the device is still usable after a backend has raised, and free its cached memory.
+
+    Raises:
+        DeviceLostError: it isn't.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as lost:
+        raise DeviceLostError(f"the GPU can't be used any more after {_summary(error)}") from lost
+    with suppress(Exception):
+        torch.cuda.empty_cache()
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

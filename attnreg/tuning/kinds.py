@@ -107,7 +107,7 @@ def size_of(spec: AttentionSpec) -> Size:
 
 
 def _extras(spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-    asked = {
+    options = {
         "alibi": spec.alibi,
         "bias": spec.bias,
         # Forwards are deterministic anyway.
@@ -115,14 +115,14 @@ def _extras(spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         "dropout": spec.dropout > 0.0,
         "seqused_k": spec.seqused_k,
     }
-    return tuple(sorted((*(name for name, on in asked.items() if on), *_paging(spec))))
+    return tuple(sorted((*(name for name, on in options.items() if on), *_paging(spec))))
 
 
 def _paging(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.page_size is None and spec.num_splits is None:
         return ()
-    asked = {"num_splits": spec.num_splits is not None, "page_size": spec.page_size is not None}
-    return tuple(name for name, on in asked.items() if on)
+    options = {"num_splits": spec.num_splits is not None, "page_size": spec.page_size is not None}
+    return tuple(name for name, on in options.items() if on)
 
 
 def family_of(kind: Kind) -> Kind:

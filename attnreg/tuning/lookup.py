@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnreg.tuning.kinds import Kind
     from attnreg.tuning.points import Point
 
-__all__ = ["LEAD", "Candidate", "Prediction", "Source", "predict", "reordered", "with_sources"]
+__all__ = ["MARGIN", "Candidate", "Prediction", "Source", "predict", "reordered", "with_sources"]
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
 CALLS_PER_SHAPE = 100_000
@@ -32,8 +32,8 @@ CALLS_PER_SHAPE = 100_000
 # `attnreg bench selection`, factors of 1.15 to 1.5 chose best.
 USUAL_HOST = 1.3
 
-# A smaller lead is chance, and isn't worth another kernel's rounding.
-LEAD = 0.02
+# A smaller difference is chance, and isn't worth another kernel's rounding.
+MARGIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def predict(
 ) -> Prediction | None:
     """Return the prediction for one direction of a call; None if no family of the table covers its kind.
 
-    `compiled` says whether compiled routers are in use: the host takes less with those.
+    `compiled` says whether the compiled call cache is in use: the host takes less time with it.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
     index = kinds.index_for(kind)
@@ -143,8 +143,8 @@ def predict(
 def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
-    All or none, because calling a kernel's function directly takes less, and compiled routers less than
-    Python's.
+    All or none, because calling a kernel's function directly takes less, and the compiled call
+    cache less than Python.
     """
     for routers in (True, False) if compiled else (False,):
         found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, routers)) for name in names}
@@ -212,10 +212,10 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     by_cost = sorted(costs, key=costs.__getitem__)
     best = min((costs[name] for name in costs if name in able), default=0.0)
     # Of those that are as fast as the best, chance aside, the first by default.
-    leader = next((name for name in costs if name in able and costs[name] <= best * (1 + LEAD)), None)
-    if leader is not None:
-        by_cost.remove(leader)
-        by_cost.insert(0, leader)
+    first = next((name for name in costs if name in able and costs[name] <= best * (1 + MARGIN)), None)
+    if first is not None:
+        by_cost.remove(first)
+        by_cost.insert(0, first)
     ordered = iter(by_cost)
     kept = [
         next(ordered) if name in costs else name for name in default if name in costs or name not in known

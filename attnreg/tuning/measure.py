@@ -12,7 +12,7 @@ import torch
 from attnreg.errors import AttnregError
 from attnreg.measure import Sample
 from attnreg.measure.timing import calls_for, shuffled
-from attnreg.tuning.failures import TimeIsUpError, failed
+from attnreg.tuning.checks import TimeIsUpError, failed
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies

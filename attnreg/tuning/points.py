@@ -104,7 +104,7 @@ class Front(NamedTuple):
         varlen: whether the call is one of `varlen_attn`, else of SDPA.
         direction: `"forward"` or `"backward"`.
         host_us: microseconds until the call returns, among other calls of one autograd graph.
-        compiled: whether the routers were compiled ones.
+        compiled: whether the compiled call cache was in use.
     """
 
     backend: str
@@ -130,7 +130,7 @@ class Front(NamedTuple):
             Malformed: the row isn't one of a host time.
         """
         table = _of(data, dict, "", "a host time")
-        table = {"compiled": False, **table}  # absent in tables from before there were compiled routers
+        table = {"compiled": False, **table}  # absent in tables that are older than the call cache
         if wrong := sorted(set(cls._fields).symmetric_difference(table)):
             raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in cls._fields else 'unknown key'}")
         return cls(

@@ -11,7 +11,7 @@ import torch
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.spec import Direction
 from attnreg.errors import ConfigError
-from attnreg.tuning.failures import TimeIsUpError, no_memory
+from attnreg.tuning.checks import TimeIsUpError, no_memory
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.machine import matched
 from attnreg.tuning.measure import measured

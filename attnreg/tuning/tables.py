@@ -77,7 +77,7 @@ class Tables:
     Args:
         named: the tables of the settings, the strongest first.
         entries: returns all backends; their versions have to be the measured ones.
-        compiled: whether compiled routers are in use.
+        compiled: whether the compiled call cache is in use.
     """
 
     def __init__(

@@ -22,10 +22,10 @@ GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 def unmeasurable(spec: AttentionSpec) -> str:
     """Return why a call can't be measured, or an empty string."""
-    asked = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
-    asked += ["dropout"] if spec.dropout > 0.0 else []
-    if asked:
-        return f"{' and '.join(asked)} can't be measured: the default order decides"
+    options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
+    options += ["dropout"] if spec.dropout > 0.0 else []
+    if options:
+        return f"{' and '.join(options)} can't be measured: the default order decides"
     tokens = (spec.tokens_q, spec.tokens_k)
     empty = not all((spec.max_q, spec.max_k, *tokens, spec.heads_q, spec.head_dim, spec.head_dim_v))
     return "there is nothing to compute" if empty else ""

@@ -20,7 +20,7 @@ from attnreg.dispatch import scope
 from attnreg.varlen.arguments import call_of
 from attnreg.varlen.plans import run_backward, run_forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["Transformable", "backward", "forward"]
 
 
 @torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
@@ -127,6 +127,49 @@ def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 forward.register_autograd(_gradient, setup_context=_save)
 
 
+class Transformable(torch.autograd.Function):
+    """The op under function transforms (`torch.func`), which can't differentiate custom ops.
+
+    Forward-mode AD isn't supported, and says so here; the op itself would drop the tangents.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the op does."""
+        return forward(*inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Save what the backward needs."""
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients."""
+        *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+        offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
+        grads = _TransformableBackward.apply(grad_out, *tensors, *offsets, ctx.backend)  # type: ignore[no-untyped-call]
+        return (*grads, *(None,) * 11)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(*inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("the backward of attnreg.varlen_attn is not differentiable")
+
+
 @register_flop_formula(torch.ops.attnreg._varlen_attn, get_raw=True)
 def _forward_flops(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any, **_: Any
@@ -156,7 +199,7 @@ def _scores(
     known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
     batch = len(cu_seq_q) - 1
     lengths_q, lengths_k = [max_q] * batch, [max_k] * batch
-    # While something traces, no length is at hand and each sequence counts as the longest.
+    # While something traces, lengths are unknown and each sequence counts as the longest.
     if all(type(x) is Tensor and not x.is_meta for x in known):
         lengths_q = cu_seq_q.diff().tolist()
         if seqused_k is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attnreg.contract.offsets import GRAPH_TREES
@@ -32,7 +33,7 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
 
 class AuxRequest(NamedTuple):
-    """What `varlen_attn` returns beside its output.
+    """What `varlen_attn` returns with its output.
 
     Attributes:
         lse: the log-sum-exp of the scaled scores, (H, T_q) float32, natural log; not differentiable.
@@ -99,7 +100,7 @@ def varlen_attn(
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
-        # What is known of offsets isn't to be relied on beside graph trees: see `offsets.needs_graph_memory`.
+        # With graph trees nothing that is known of offsets may be used: see `offsets.needs_graph_memory`.
         if (
             cache is not None
             and seqused_k is None
@@ -123,7 +124,8 @@ def varlen_attn(
     lse: Tensor
     arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
     if compiling or not _is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
-        out, lse, _ = custom_op.forward(
+        run: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
+        out, lse, _ = run(
             *arguments, list(bound), seqused_k, block_table, num_splits, backend or "",
             wants_gradient(query, key, value),
         )  # fmt: skip
@@ -138,12 +140,17 @@ def varlen_attn(
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _is_transformed():
         return False
     if torch._C._is_torch_function_mode_enabled() or torch._C._is_tracing():
         return False
     given = [x for x in tensors if x is not None]
     return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) for x in given)
+
+
+def _is_transformed() -> bool:
+    """Whether a function transform or forward-mode AD is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _returned(out: Tensor, lse: Tensor, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Planning and running the calls of `varlen_attn`, for each of its ways to autograd."""
+"""Planning and running the calls of `varlen_attn`: for its custom op, autograd and the call cache."""
 
 from __future__ import annotations
 

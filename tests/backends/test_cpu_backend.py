@@ -31,7 +31,7 @@ def kernels():
 
 GROUPINGS = {
     "neighbours of equal length": (48,) * 5,
-    "neighbours of equal length, apart": (48, 48, 17, 48, 48),
+    "neighbours of equal length, separated": (48, 48, 17, 48, 48),
     "near lengths": (33, 34, 47, 48, 49),
     "one long among short": (3, 5, 700, 2, 4),
     "longest first": (300, 200, 100, 1),

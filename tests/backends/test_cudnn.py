@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from support import fake_cudnn, short_ways
+from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
 
@@ -295,7 +295,7 @@ def repeated(kernels):
     """Run a packed call; return its arguments, its results and the forward's launcher."""
     *inputs, call = ragged([3, 9, 30])
     expected = kernels.forward(*inputs, call)
-    given = *inputs, *short_ways.ends_of(call)
+    given = *inputs, *launchers.cu_seqlens_of(call)
     return given, expected, kernels.specialize("forward", tuple(inputs), call)
 
 
@@ -307,11 +307,11 @@ def test_a_repeated_packed_call_is_the_same_on_other_offsets(request, kernels, m
     given = ragged([3, 9, 30], lens_k)
     other = ragged([20, 2, 20], lens_k and [20, 20, 11])[-1]._replace(max_q=30, max_k=30)
     call = given[-1]
-    forward, backwards = short_ways.assert_same(kernels, tensors(given, 1), tensors(given, 2), call, other)
+    forward, backwards = launchers.assert_same(kernels, tensors(given, 1), tensors(given, 2), call, other)
     assert len(backwards) == 2
     built = len(module.graphs)
     query, key, value, _ = tensors(given, 3)
-    _, lse = forward(query, key, value, *short_ways.ends_of(call))
+    _, lse = forward(query, key, value, *launchers.cu_seqlens_of(call))
     assert (lse.t() if shared else lse).is_contiguous(), "it stays as cuDNN has written it"
     assert len(module.graphs) == built
 
@@ -319,7 +319,7 @@ def test_a_repeated_packed_call_is_the_same_on_other_offsets(request, kernels, m
 def test_a_repeated_dense_call_is_the_same(kernels):
     torch.manual_seed(0)
     given = [torch.randn(2, 6, heads, 16).bfloat16() for heads in (4, 2, 2, 4)]
-    short_ways.assert_same(kernels, given, [torch.randn_like(x) for x in given], Call(0.25, 6, 6))
+    launchers.assert_same(kernels, given, [torch.randn_like(x) for x in given], Call(0.25, 6, 6))
 
 
 def test_there_is_no_launcher_without_a_plan_or_for_what_has_to_be_copied(kernels):

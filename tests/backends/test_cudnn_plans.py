@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from support import fake_cudnn, short_ways
+from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 
 from attnreg import UnsupportedInputError
@@ -139,7 +139,7 @@ def test_the_lse_of_an_exact_plan_is_contiguous_and_never_copied(
     strides = [tokens, 1, 1] if is_exact else [1, heads, 1]
     assert [graph.described(Slot.STATS).stride[1:] for graph in (forward, backward)] == [strides] * 2
     launcher = kernels.specialize("forward", tuple(inputs), call)
-    got, as_written = launcher(*inputs, *short_ways.ends_of(call))
+    got, as_written = launcher(*inputs, *launchers.cu_seqlens_of(call))
     assert torch.equal(got, out)
     assert torch.equal(as_written, lse)
     assert as_written.is_contiguous() is is_exact
@@ -267,7 +267,7 @@ def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):
     assert [problem.scale for problem in kernels.forward.args[0]._plans] == [0.2, 0.3]
 
 
-def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_asked_about_once(
+def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_planned_once(
     kernels, module, monkeypatch
 ):
     def declined(self):

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from support import fake_fa2, short_ways
+from support import fake_fa2, launchers
 from support.fake_fa2 import SCHEMAS
 from support.packages import gpu_spec, on_cpu
 
@@ -228,7 +228,7 @@ def test_a_repeated_call_is_the_same_by_the_kernel_alone(torchs, varlen, window)
     case = Case(name="repeated", dims=(16, 16), heads=(4, 2), window=window, varlen=varlen, **lens)
     *first, call = inputs(case)
     *second, other = inputs(case, seed=1)
-    short_ways.assert_same(on_cpu(fa2.BACKEND).load(), first, second, call, other)
+    launchers.assert_same(on_cpu(fa2.BACKEND).load(), first, second, call, other)
     # The launcher gives the kernel what the adapter has given it.
     given = [{what: x for what, x in one.items() if type(x) is not torch.Tensor} for _, one in torchs.calls]
     assert [name for name, _ in torchs.calls] == ["forward", "backward"] + ["forward"] * 2 + ["backward"] * 5

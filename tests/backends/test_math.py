@@ -213,15 +213,15 @@ def test_rows_past_the_last_sequence_are_zero_and_their_nan_stays_there():
     assert_same((out[:-2], lse[:, :-2], *(grad[:-2] for grad in grads)), clean)
 
 
-def test_seqused_k_equals_shorter_keys():
+def test_seqused_k_equals_fewer_keys():
     used = torch.tensor([2, 0, 6], dtype=torch.int32)
     lens_q, lens_k = (5, 2, 3), (4, 3, 6)
     q, k, v, grad_out, call = varlen(lens_q, lens_k, window=(2, 1), seqused_k=used)
     kept = torch.tensor([0, 1, 7, 8, 9, 10, 11, 12])
     short = call._replace(seqused_k=None, cu_seqlens_k=offsets((2, 0, 6)))
     out, lse, grad_q, grad_k, grad_v = run(q, k, v, grad_out, call)
-    shorter = run(q, k[kept], v[kept], grad_out, short)
-    assert_same((out, lse, grad_q, grad_k[kept], grad_v[kept]), shorter)
+    fewer = run(q, k[kept], v[kept], grad_out, short)
+    assert_same((out, lse, grad_q, grad_k[kept], grad_v[kept]), fewer)
     unused = torch.ones(13, dtype=torch.bool).index_fill(0, kept, False)
     assert (grad_k[unused] == 0).all()
     assert (grad_v[unused] == 0).all()

@@ -180,7 +180,7 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "told"),
+    ("given", "code", "message"),
     [
         (("varlen", "--backend", "mth"), 2, "did you mean 'math'?"),
         (("varlen", "--backend", "FA2"), 1, "--backend: FA2 runs on cuda only"),
@@ -192,9 +192,9 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
         (("speed",), 2, "speed"),
     ],
 )
-def test_bad_input_is_answered_before_anything_is_measured(bench, given, code, told):
+def test_bad_input_is_an_error_before_anything_is_measured(bench, given, code, message):
     ended = bench(*given)
-    assert ended.exit_code == code and told in ended.stderr.replace("\n", " ")
+    assert ended.exit_code == code and message in ended.stderr.replace("\n", " ")
 
 
 def test_without_matplotlib_a_plot_is_refused_in_one_sentence(bench, monkeypatch, tmp_path):
@@ -226,7 +226,7 @@ def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
     file.write_text("import torch")
     ended = bench("overhead", "--quick", "--rounds", "1", "--out", str(file))
     assert ended.exit_code == 2
-    assert "is there, and nothing that this command writes: give another file" in " ".join(
+    assert "exists, and isn't a file that this command writes: give another file" in " ".join(
         ended.output.split()
     )
     assert file.read_text() == "import torch"

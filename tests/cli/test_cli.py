@@ -22,7 +22,7 @@ BENCH = APP["bench"].commands
 COMMANDS = [(name,) for name in APP] + [("bench", name) for name in BENCH]
 
 
-def test_help_answers_without_importing_torch_or_anything_else_that_is_slow():
+def test_help_imports_neither_torch_nor_anything_else_that_is_slow():
     code = """
 import sys
 from attnreg.cli import main

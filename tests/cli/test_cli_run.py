@@ -148,7 +148,7 @@ def test_a_program_sees_what_python_would_have_shown_it(here, run, program, tmp_
     assert paths_here[0] == paths[0]
 
 
-def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, fake, tmp_path):
+def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, fake, tmp_path, monkeypatch):
     _registry.add(fake("other").backend, "here")
     here("site.toml", "strict = false\n")
     here(
@@ -160,6 +160,7 @@ def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, f
             subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
         """,
     )
+    monkeypatch.delenv("ATTNREG_BUILD")
     for options, expected in (
         (
             "--backend math --backend other --config site.toml --strict",

@@ -118,7 +118,7 @@ def test_a_call_is_varlen_if_it_has_offsets():
     assert Call(1.0, 4, 4, cu_seqlens_q=offsets, block_table=offsets[None]).varlen
 
 
-def test_a_call_asks_for_nothing_beyond_its_scale_and_lengths_unless_told():
+def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
     assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False)
 
 
@@ -126,9 +126,9 @@ def test_a_call_asks_for_nothing_beyond_its_scale_and_lengths_unless_told():
 def test_a_call_survives_copying_and_pickling_with_its_tensors(copied):
     offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
     call = Call(0.5, 3, 3, (4, 0), offsets, offsets, dropout=0.25, rng_state=torch.tensor([7, 8]))
-    again = copied(call)
-    assert isinstance(again, Call)
-    assert again.cu_seqlens_q.tolist() == [0, 3, 4]
-    assert again.rng_state.tolist() == [7, 8]
+    other = copied(call)
+    assert isinstance(other, Call)
+    assert other.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert other.rng_state.tolist() == [7, 8]
     tensors = {"cu_seqlens_q": None, "cu_seqlens_k": None, "rng_state": None}
-    assert again._replace(**tensors) == call._replace(**tensors)
+    assert other._replace(**tensors) == call._replace(**tensors)

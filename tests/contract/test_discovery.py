@@ -221,7 +221,7 @@ def test_a_broken_file_of_the_folder_is_kept_with_its_cause_too(folder):
     assert entry.unavailable() == "failed to load: ZeroDivisionError: division by zero"
 
 
-def test_a_broken_plugin_is_told_of_at_info_not_in_the_way(plugin, caplog):
+def test_a_broken_plugin_is_logged_at_info_and_hinders_no_other(plugin, caplog):
     origin = plugin("broken", "raise ImportError('no')")
     with caplog.at_level("INFO", "attnreg"):
         attnreg.list_backends()
@@ -276,7 +276,7 @@ def test_a_plugin_cannot_take_the_name_of_a_backend_that_comes_with_attnreg(plug
     ]
 
 
-def test_nothing_is_discovered_before_somebody_asks(monkeypatch):
+def test_nothing_is_discovered_before_it_is_needed(monkeypatch):
     def never():
         raise AssertionError("discovered")
 

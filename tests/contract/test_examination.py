@@ -1,4 +1,4 @@
-"""A backend that doesn't return what the contract says is an error that says so, at its first call."""
+"""A backend that doesn't return what the contract says is an error at its first call."""
 
 from __future__ import annotations
 

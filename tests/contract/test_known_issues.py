@@ -42,8 +42,8 @@ def toml(*rows):
     for row in rows:
         lines.append("[[issue]]")
         for key, value in row.items():
-            bare = (isinstance(value, str) and value[:1] in ("{", "[")) or not isinstance(value, str)
-            lines.append(f"{key} = {value if bare else repr(value)}")
+            as_is = (isinstance(value, str) and value[:1] in ("{", "[")) or not isinstance(value, str)
+            lines.append(f"{key} = {value if as_is else repr(value)}")
     return "\n".join(lines)
 
 
@@ -84,7 +84,7 @@ def only(rows, **row):
     ("directions", "affected"),
     [("forward", {"forward"}), ("backward", {"backward"}), ("both", {"forward", "backward"})],
 )
-def test_a_row_speaks_of_its_directions(rows, directions, affected):
+def test_a_row_applies_to_its_directions(rows, directions, affected):
     issue = only(rows, directions=directions)
     assert {one for one in ("forward", "backward") if issue.affects(spec(), one)} == affected
 
@@ -93,7 +93,7 @@ def test_a_row_speaks_of_its_directions(rows, directions, affected):
     ("device", "affected"),
     [("sm_80", False), ("sm_89", True), ("sm_90", True), ("sm_100", False), ("cuda", True), ("cpu", True)],
 )
-def test_a_row_speaks_of_its_compute_capabilities_and_of_a_device_that_tells_none(rows, device, affected):
+def test_a_row_applies_to_its_compute_capabilities_and_to_a_device_without_one(rows, device, affected):
     issue = only(rows, compute_capability='["8.9", "9.0"]')
     assert issue.affects(spec(device), "forward") is affected
 
@@ -136,7 +136,7 @@ def test_a_row_speaks_of_its_compute_capabilities_and_of_a_device_that_tells_non
         ("{ num_splits = 0 }", False),
     ],
 )
-def test_a_row_speaks_of_the_calls_that_pass_all_its_tests(rows, where, affected):
+def test_a_row_applies_to_the_calls_that_pass_all_its_tests(rows, where, affected):
     issue = only(rows, where=where)
     assert issue.affects(spec(window=(4, 0)), "forward") is affected
 
@@ -158,11 +158,11 @@ def test_a_row_speaks_of_the_calls_that_pass_all_its_tests(rows, where, affected
         ("==9.14.0", "a build of my own", True),
     ],
 )
-def test_a_row_speaks_of_its_versions_and_of_one_that_cannot_be_told(rows, versions, version, affected):
+def test_a_row_applies_to_its_versions_and_to_an_unknown_one(rows, versions, version, affected):
     assert only(rows, versions=versions).affects_version(version) is affected
 
 
-def test_on_a_machine_that_is_only_asked_about_a_version_that_cannot_be_told_is_taken_for_a_good_one(rows):
+def test_on_a_simulated_machine_no_row_applies_to_an_unknown_version(rows):
     issue = only(rows, versions="==9.14.0")
     assert not issue.affects_version("", simulated=True)
     assert issue.affects_version("9.14.0", simulated=True)
@@ -192,7 +192,7 @@ def test_what_cannot_run_a_call_anyway_has_no_further_reason(shipped, fake):
     )
 
 
-def test_the_version_is_asked_only_where_it_matters(shipped, fake):
+def test_the_version_is_read_only_where_a_row_needs_it(shipped, fake):
     shipped(ROW | {"versions": "<2", "where": "{ max_q = 8 }"}, ROW | {"where": "{ max_q = 9 }"})
     asked = []
 
@@ -210,7 +210,7 @@ def fail():
     raise ImportError("no version")
 
 
-def test_a_version_that_raises_is_one_that_cannot_be_told(shipped, fake):
+def test_a_version_that_raises_is_an_unknown_one(shipped, fake):
     shipped(ROW | {"versions": "<2"})
     entry = Entry("mine", "a test", fake("mine", devices=("cuda",), version=fail).backend)
     assert entry.reasons(spec(), "forward") == ()
@@ -223,9 +223,9 @@ def test_explain_shows_reason_and_link_and_another_backend_runs_the_call(shipped
     entries = {one.backend.name: Entry(one.backend.name, "a test", one.backend) for one in (mine, other)}
     monkeypatch.setattr(_registry, "_entries", entries)
     _registry.changed()
-    told = attnreg.explain(spec(varlen=True, max_q=1))
-    assert told.backend == "other"
-    assert "  mine   it is wrong; see https://example.org/1\n" in str(told)
+    explanation = attnreg.explain(spec(varlen=True, max_q=1))
+    assert explanation.backend == "other"
+    assert "  mine   it is wrong; see https://example.org/1\n" in str(explanation)
     assert attnreg.explain(spec(varlen=True, max_q=2)).backend == "mine"
 
 
@@ -310,7 +310,7 @@ def test_verification_does_not_run_what_is_known_to_be_wrong(shipped, fake):
         ),
     ],
 )
-def test_a_malformed_row_is_told_by_file_row_and_field_and_spoils_no_other(rows, changes, message):
+def test_an_error_names_file_row_and_field_of_a_malformed_row_and_the_others_hold(rows, changes, message):
     issues, problems = rows(ROW, ROW | changes, ROW)
     assert len(issues) == 2
     assert len(problems) == 1
@@ -366,7 +366,7 @@ def test_every_row_that_is_shipped_is_well_formed():
     assert issues
 
 
-def test_every_row_that_is_shipped_speaks_of_a_backend_that_there_is():
+def test_every_row_that_is_shipped_names_an_existing_backend():
     known = {entry.name for entry in _registry.entries().values()} | {one.name for one in ROUTED.values()}
     assert {issue.backend for issue in shipped_rows()} <= known
 
@@ -415,5 +415,5 @@ def test_importing_and_listing_read_no_row():
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_the_file_lies_beside_the_module_that_reads_it():
+def test_the_file_is_in_the_folder_of_the_module_that_reads_it():
     assert Path(attnreg.__file__).parent / "contract" / "known_issues.toml" == known_issues.FILE

@@ -26,7 +26,7 @@ SPEC = attnreg.AttentionSpec(
 
 
 def counted(outcome):
-    """Return a function that does what it is told and a list that grows with every call of it."""
+    """Return a function that does as it was set up to, and a list that grows with every call of it."""
     calls = []
 
     def called(*_):

@@ -71,9 +71,7 @@ def test_what_names_no_device_is_refused_with_the_names_that_do(text):
         (Device.parse("sm_100"), "sm_100", ("sm_100", "cuda"), "cuda (simulated sm_100)"),
     ],
 )
-def test_a_device_tells_its_architecture_the_settings_keys_that_govern_it_and_its_name(
-    device, arch, keys, text
-):
+def test_a_device_has_its_architecture_its_settings_keys_and_its_name(device, arch, keys, text):
     assert (device.arch, device.keys, str(device)) == (arch, keys, text)
 
 
@@ -202,7 +200,7 @@ def test_any_probability_is_a_dropout(dropout):
         ),
     ],
 )
-def test_the_input_line_tells_the_shapes_the_dtype_and_what_was_asked(asked, line):
+def test_the_input_line_has_the_shapes_the_dtype_and_the_options(asked, line):
     assert str(AttentionSpec(**DENSE, **asked)) == line
 
 

@@ -1,53 +1,56 @@
 """Fixtures of the call cache's tests: what is planned in Python, and ops and plans of the tests' own."""
 
+import contextlib
 import functools
 import warnings
 
 import pytest
 import torch
+from support import plan_counts
 
 import attnreg
 from attnreg import aten
-from attnreg.aten import routing
 from attnreg.aten.routing import Layout
 from attnreg.dispatch import call_cache, counters
 from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
-from attnreg.varlen import plans
 
 
 @pytest.fixture
 def installed(compiled_routers):
-    """Install compiled routers for a test."""
+    """Install the routers for a test, with the compiled call cache."""
     aten.restore()
     aten.ensure()
-    assert captured.compiled
+    assert captured.call_cache_in_use
     yield compiled_routers
     aten.restore()
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
+
+
+@pytest.fixture
+def compiled(compiled_routers):
+    """Have the compiled front of `varlen_attn` serve the calls of a test."""
+    assert compiled_routers.load() is not None
+    return compiled_routers
+
+
+@pytest.fixture(params=["compiled", "python"])
+def front(compiled, request):
+    """Have calls come by the compiled front, or by the one in Python."""
+    with call_cache.paused() if request.param == "python" else contextlib.nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def pair():
+    """Return the offsets of sequences of 2 and 4 tokens."""
+    return torch.tensor([0, 2, 6], dtype=torch.int32)
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """Return how many plans in Python a function's calls took, forwards and backwards, dense and packed."""
-    made = []
-
-    def counting(original, run):
-        made.append(run)
-        return original(run)
-
-    for module in (routing, plans):
-        wrapped = functools.partial(counting, module.retry_on_decline)
-        monkeypatch.setattr(module, "retry_on_decline", wrapped)
-
-    def planned(call):
-        made.clear()
-        call()
-        count = len(made)
-        made.clear()
-        return count
-
-    return planned
+    return plan_counts.counting(monkeypatch)
 
 
 class Plan:

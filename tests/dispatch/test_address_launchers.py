@@ -22,11 +22,6 @@ from attnreg.errors import RegistrationError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def pair():
-    return torch.tensor([0, 2, 6], dtype=torch.int32)
-
-
 class Packed:
     """Calls `varlen_attn`'s front with a kernel on addresses for its forwards."""
 
@@ -114,7 +109,7 @@ def test_what_is_derived_goes_with_the_offsets_that_it_was_derived_of(packed):
     assert vector() is None
 
 
-def test_what_nobody_keeps_is_derived_anew(packed, pair):
+def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
     packed.kernel.keeps = False
     for _ in range(4):
         packed(pair)

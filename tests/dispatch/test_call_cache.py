@@ -64,8 +64,8 @@ def test_a_repeated_call_takes_no_python_is_right_and_is_counted(installed, plan
 
 
 def test_strides_of_results_are_those_of_torchs_own_kernel(installed, planned):
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv()]
-    for inputs in (qkv(grad=True), turned):
+    bshd = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv()]
+    for inputs in (qkv(grad=True), bshd):
         native = attend_and_back(inputs)
         with attnreg.register_backend("math"):
             repeat(lambda: attend_and_back(inputs))  # noqa: B023
@@ -80,7 +80,7 @@ def offset_by_one(inputs):
     return [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in inputs]
 
 
-def turned(inputs):
+def in_bshd_memory(inputs):
     return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
 
 
@@ -110,7 +110,7 @@ DIFFERENT = {
     "length of the keys": lambda: attend([qkv()[0], *qkv(length=9)[1:]]),
     "heads": lambda: attend(qkv(heads=2)),
     "dtype": lambda: attend(qkv(dtype=torch.bfloat16)),
-    "strides": lambda: attend(turned(qkv())),
+    "strides": lambda: attend(in_bshd_memory(qkv())),
     "alignment": lambda: attend(offset_by_one(qkv())),
     "causal": lambda: attend(qkv(), is_causal=True),
     "scale": lambda: attend(qkv(), scale=0.5),
@@ -330,16 +330,16 @@ def test_threads_that_call_while_registrations_change_lose_no_call(installed, ra
     assert sum(forward for forward, _ in ran().values()) == 4 * calls
 
 
-# ---- switched off, taken out and put in again
+# ---- paused, removed, and installed a second time
 
 
 def test_while_paused_every_call_is_planned(installed, planned):
     attnreg.register_backend("cpu")
     repeat(lambda: attend(qkv()))
     with call_cache.paused():
-        assert not captured.compiled
+        assert not captured.call_cache_in_use
         assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
-    assert captured.compiled
+    assert captured.call_cache_in_use
     attend(qkv())
     assert planned(lambda: attend(qkv())) == 0
 
@@ -349,14 +349,14 @@ def test_routers_that_are_put_in_during_a_pause_are_compiled_and_paused(installe
     with call_cache.paused():
         with call_cache.paused():
             pass
-        assert not captured.compiled
+        assert not captured.call_cache_in_use
         aten.restore()
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
     with call_cache.paused():
         aten.ensure()
-        assert captured.compiled is False
+        assert captured.call_cache_in_use is False
         assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
-    assert captured.compiled
+    assert captured.call_cache_in_use
     attend(qkv())
     assert planned(lambda: attend(qkv())) == 0
 
@@ -367,7 +367,7 @@ def test_a_pause_leaves_routers_in_python_what_they_are(installed, planned, monk
     aten.ensure()
     with call_cache.paused():
         pass
-    assert captured.compiled is False
+    assert captured.call_cache_in_use is False
     with attnreg.register_backend("cpu"):
         assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
 
@@ -377,7 +377,7 @@ def test_uninstalling_leaves_torchs_kernels_and_installing_brings_routers_back(i
     wanted = attend(inputs)
     attnreg.register_backend("math")
     attnreg.uninstall()
-    assert captured.compiled is None
+    assert captured.call_cache_in_use is None
     assert torch.equal(attend(inputs), wanted)
     assert ran() == {}
     attnreg.install()
@@ -392,7 +392,7 @@ def test_the_variable_decides_whether_calls_are_kept(installed, planned, monkeyp
     aten.restore()
     monkeypatch.setattr(call_cache, "_wanted", lambda: wanted)
     with attnreg.register_backend("cpu"):
-        assert captured.compiled is compiled
+        assert captured.call_cache_in_use is compiled
         assert (call_cache.load() is not None) is compiled
         repeat(lambda: attend(qkv()))
         assert planned(lambda: attend(qkv())) == (0 if compiled else 1)

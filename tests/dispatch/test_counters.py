@@ -145,7 +145,7 @@ def test_a_fallback_of_the_default_order_is_logged_once_at_info(fake, packed, ca
     assert line[1].endswith(" does: dtype must be float16, got float32")
 
 
-def test_a_fallback_told_at_info_is_told_at_warning_once_somebody_asks_for_the_backend(fake, packed, caplog):
+def test_a_fallback_logged_at_info_is_logged_at_warning_once_the_backend_is_preferred(fake, packed, caplog):
     attnreg._registry.add(fake("first", dtypes=("float16",), priority=1000).backend, "a test")
     with caplog.at_level(logging.DEBUG, "attnreg"):
         attnreg.varlen_attn(*packed((3,), grad=False))
@@ -235,7 +235,7 @@ def test_reasons_that_hold_ever_new_numbers_fill_a_bounded_number_of_rows(router
     assert len(caplog.records) == 21
 
 
-def test_a_thousand_reasons_have_rows_of_their_own_and_are_found_again_when_the_table_is_full():
+def test_a_thousand_reasons_have_rows_of_their_own_which_are_found_when_the_table_is_full():
     first = [counters.fallback_counter("a", str(n)) for n in range(1000)]
     assert all(counters.not_yet_logged(counter, logging.INFO) for counter in first)
     further = [counters.fallback_counter(name, "new") for name in ("a", "b", "c")]

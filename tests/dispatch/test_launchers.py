@@ -151,11 +151,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def pair():
-    return torch.tensor([0, 2, 6], dtype=torch.int32)
-
-
 def assert_equal(results, expected):
     for got, wanted in zip(results, expected, strict=True):
         assert torch.equal(got, wanted)
@@ -247,7 +242,7 @@ def test_one_that_returns_none_and_gets_no_successor_leaves_every_call_to_the_pl
     assert [op.planned(q, k, v)[0] for _ in range(3)] == [True] * 3
 
 
-def test_a_plan_is_asked_for_a_better_launcher_ever_more_rarely(op):
+def test_a_better_launcher_is_looked_for_ever_more_rarely(op):
     op.forward, op.options = forward_function, {"is_final": False}
     inputs = tensors()
     asked = [number for number in range(100) if op.planned(*inputs)[0]]

@@ -47,13 +47,13 @@ attnreg.register_backend(sys.argv[1])
 q = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
 packed = torch.randn(256, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-ends = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
-attnreg.varlen_attn(packed, packed, packed, ends, ends, 128, 128).sum().backward()
+offsets = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
+attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 128, 128).sum().backward()
 print(attnreg.stats().calls[sys.argv[1]])
 """
 
 
-def test_a_program_ends_without_a_word(named):
+def test_a_program_ends_in_silence(named):
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, named], capture_output=True, text=True, check=False
     )
@@ -202,14 +202,14 @@ def passed_over(reason):
 
 
 @FRONTS
-@pytest.mark.parametrize(("asked", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, front, asked, reason, ran):
-    given = gpu.packed(**asked)
+@pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, front, options, reason, ran):
+    given = gpu.packed(**options)
     with attnreg.register_backend(named):
         got = gpu.run(front, given)
-    told = passed_over(reason)
+    refusing = passed_over(reason)
     assert ran() == {"math": (1, 1)}
-    assert (named in told) == (named != "math")
+    assert (named in refusing) == (named != "math")
     gpu.assert_near(got, gpu.expected(given)[0])
 
 
@@ -218,15 +218,15 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
     with attnreg.register_backend(named), sdpa_kernel(FLASH):
         out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25)
         grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-    told = passed_over("dropout_p must be 0, got 0.25")
+    refusing = passed_over("dropout_p must be 0, got 0.25")
     assert ran() == {"math" if named == "math" else "FA2": (1, 1)}
-    assert told == {named}.intersection({"FA4", "cuDNN"})
+    assert refusing == {named}.intersection({"FA4", "cuDNN"})
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
 @pytest.mark.parametrize("chosen", [FLASH, CUDNN], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_step_after_step_runs_the_same_on_calls_that_are_known(routers, chosen, dropout, ran):
+def test_step_after_step_runs_the_same_backend(routers, chosen, dropout, ran):
     attnreg.selection.policy.activate(True)  # torch's own kernels, through the routers
     inputs = gpu.heads_first(length=256)
     with torch_chooses(chosen):
@@ -243,9 +243,9 @@ def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
     with attnreg.register_backend(named), sdpa_kernel(CUDNN):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
         grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-    told = passed_over("attn_bias must be None, got a tensor")
+    refusing = passed_over("attn_bias must be None, got a tensor")
     assert ran() == {"math" if named == "math" else "cuDNN": (1, 1)}
-    assert (named in told) == (named in ("FA2", "FA4"))
+    assert (named in refusing) == (named in ("FA2", "FA4"))
     leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
     right, _ = truth.dense(*leaves, bias=mask.cpu().double())
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())

@@ -12,14 +12,14 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 
 
-def pins():
+def pinned_versions():
     """Return the pinned version of each package."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(one.name): next(iter(one.specifier)) for one in pinned}
 
 
-def asked():
+def requirements():
     """Return what the package, its plots, its build and its development ask for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     return [
@@ -34,12 +34,12 @@ def asked():
 
 
 def test_every_pin_is_one_exact_version():
-    assert [name for name, pin in pins().items() if pin.operator != "=="] == []
+    assert [name for name, version in pinned_versions().items() if version.operator != "=="] == []
 
 
-def test_everything_asked_for_is_pinned_to_a_version_that_will_do():
-    pinned = pins()
-    for one in asked():
+def test_every_requirement_is_pinned_to_a_version_that_it_allows():
+    pinned = pinned_versions()
+    for one in requirements():
         name = canonicalize_name(one.name)
         assert name in pinned, f"{one} has no line in constraints.txt"
         assert one.specifier.contains(pinned[name].version, prereleases=True), (
@@ -48,7 +48,7 @@ def test_everything_asked_for_is_pinned_to_a_version_that_will_do():
 
 
 def test_what_the_pinned_packages_need_is_pinned_too():
-    pinned = pins()
+    pinned = pinned_versions()
     installed = {canonicalize_name(one.name): one.requires or () for one in distributions()}
     # A torch that is built for GPUs pins the libraries that come with it.
     for name in pinned.keys() & installed.keys() - {"torch"}:

@@ -170,18 +170,18 @@ def test_no_name_is_offered_that_is_not_public():
     assert set(attnreg.__all__) <= set(dir(attnreg))
 
 
-def test_type_checkers_are_told_the_same_names_from_the_same_modules():
+def test_type_checkers_see_the_same_names_from_the_same_modules():
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     block = next(
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    told = {
+    declared = {
         alias.name: node.module.removeprefix("attnreg.")
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert told == attnreg._HOME
+    assert declared == attnreg._HOME
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error_as_anywhere():

@@ -47,7 +47,7 @@ def everything():
             _registry.registrations(),
             policy.sources(),
             policy._active,
-            aten._library,
+            aten._remove,
             attnreg.list_backends(),
         )
 

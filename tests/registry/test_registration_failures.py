@@ -159,11 +159,11 @@ def no_routers(monkeypatch):
     aten.restore()
     register, calls = aten._register, []
 
-    def fails(library, op, key, function):
+    def fails(library, op, key, function, layout):
         calls.append(op)
         if len(calls) == 3:
             raise RuntimeError(f"no {key} kernel can be registered for {op}")
-        register(library, op, key, function)
+        register(library, op, key, function, layout)
 
     monkeypatch.setattr(aten, "_register", fails)
     return calls
@@ -225,12 +225,12 @@ def test_routers_that_fail_to_install_leave_install_undone(no_routers, everythin
 
 def test_settings_that_cannot_be_read_are_an_error_before_anything_changes(fake, monkeypatch):
     monkeypatch.setenv("ATTNREG_STRICT", "maybe")
-    before = (_registry._registrations, aten._library)
+    before = (_registry._registrations, aten._remove)
     for _ in range(2):
         with pytest.raises(ConfigError) as error:
             attnreg.register_backend(fake("mine").backend)
         assert str(error.value) == (
             "ATTNREG_STRICT: got 'maybe', expected one of 1, true, yes, on, 0, false, no, off"
         )
-    assert (_registry._registrations, aten._library) == before
+    assert (_registry._registrations, aten._remove) == before
     assert "mine" not in attnreg.list_backends()

@@ -59,12 +59,12 @@ def test_a_registration_governs_the_devices_that_its_backend_serves(fake):
         (iter(("cuda", "cpu")), ("cuda", "cpu")),
     ],
 )
-def test_devices_say_where_it_leads(devices, governed):
+def test_devices_say_where_it_is_preferred(devices, governed):
     attnreg.register_backend("math", devices=devices)
     assert [r.devices for r in _registry.registrations()] == [governed]
 
 
-def test_a_backend_leads_on_no_other_devices_than_it_was_registered_for(fake, known, sdpa):
+def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, known, sdpa):
     known(fake("mine", devices=("cpu", "cuda")).backend)
     with attnreg.register_backend("mine", devices="cuda"):
         assert sdpa() == "cpu"  # torch's own kernel, counted as what it is: something is registered
@@ -91,7 +91,7 @@ def test_a_backend_leads_on_no_other_devices_than_it_was_registered_for(fake, kn
         ("gpu 0", InvalidInputError, "device: got 'gpu 0', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
     ],
 )
-def test_devices_that_it_cannot_lead_are_refused_and_nothing_changes(
+def test_devices_that_it_cannot_serve_are_refused_and_nothing_changes(
     fake, known, devices, kind, message, everything
 ):
     known(fake("mine", devices=("cpu", "xpu")).backend)
@@ -116,7 +116,7 @@ def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, 
 # Several registrations
 
 
-def test_of_several_registrations_the_newest_leads_and_removal_returns_to_the_one_before(fake, sdpa):
+def test_of_several_registrations_the_newest_comes_first_and_removal_returns_to_the_one_before(fake, sdpa):
     first = attnreg.register_backend(fake("first").backend)
     second = attnreg.register_backend(fake("second").backend)
     third = attnreg.register_backend(fake("third").backend)
@@ -129,7 +129,7 @@ def test_of_several_registrations_the_newest_leads_and_removal_returns_to_the_on
     assert sdpa() == "torch"
 
 
-def test_removing_an_older_registration_leaves_the_newest_leading(fake, sdpa):
+def test_removing_an_older_registration_leaves_the_newest_first(fake, sdpa):
     first = attnreg.register_backend(fake("first").backend)
     second = attnreg.register_backend(fake("second").backend)
     first.remove()
@@ -142,9 +142,9 @@ def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles
     mine = fake("mine").backend
     first = attnreg.register_backend(mine)
     attnreg.register_backend("math")
-    again = attnreg.register_backend(mine)
+    second = attnreg.register_backend(mine)
     assert sdpa() == "mine"
-    again.remove()
+    second.remove()
     assert sdpa() == "math"
     first.remove()
     assert sdpa() == "math"
@@ -207,7 +207,7 @@ def test_a_handle_ends_its_registration_with_the_block_also_when_the_block_fails
     assert sdpa() == "torch"
 
 
-def test_a_handle_tells_its_backend_and_whether_it_still_holds():
+def test_a_handle_has_its_backend_and_whether_it_is_in_force():
     handle = attnreg.register_backend("MATH")
     assert handle.backend == "math"
     assert repr(handle) == "<attnreg.Handle 'math', registered>"
@@ -261,7 +261,7 @@ def test_uninstalling_keeps_the_registrations_for_the_next_install(fake, sdpa):
     assert sdpa() == "mine"
 
 
-def test_removing_the_last_registration_leaves_the_routers_in_and_out_of_the_way(fake, sdpa):
+def test_removing_the_last_registration_leaves_the_routers_installed_but_inactive(fake, sdpa):
     attnreg.register_backend(fake("mine").backend).remove()
     assert aten.installed()
     assert not policy.is_active()
@@ -277,9 +277,7 @@ def test_a_thousand_registrations_leave_nothing_behind(fake, sdpa):
     assert sdpa() == "torch"
 
 
-def test_a_backend_dropped_between_its_loading_and_its_registration_is_taken_in_again(
-    fake, monkeypatch, sdpa
-):
+def test_a_backend_dropped_between_its_loading_and_its_registration_is_added_anew(fake, monkeypatch, sdpa):
     mine = fake("mine").backend
     other = attnreg.register_backend(mine)
     # As another thread would do while this one installs the routers.

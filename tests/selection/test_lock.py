@@ -1,4 +1,4 @@
-"""Promises of a lockfile: what was decided comes out again, or the call fails and says what differs."""
+"""Promises of a lockfile: decisions are the locked ones, or the call fails and says what differs."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ def trace(tmp_path):
 
 @pytest.fixture
 def lock(trace, tmp_path):
-    """Lock the two calls while somebody asks for the second; nobody does any more afterwards."""
+    """Lock the two calls while "second" is registered; afterwards it isn't."""
     file = tmp_path / "lock.json"
     with attnreg.register_backend("second"):
         result = call("lock", "--from", trace, "--out", file)
@@ -220,7 +220,7 @@ def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeyp
     assert ran() == {"second": (2, 0)}
 
 
-# Every way of differing
+# Everything that may differ
 
 
 def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add_it(replaying, ran):

@@ -211,7 +211,7 @@ def test_a_file_is_read_once_and_again_by_reload_only(monkeypatch, write, tmp_pa
     assert decided() == ("two", "attnreg.toml:2")
 
 
-def test_no_file_is_read_that_nobody_named(write, tmp_path, monkeypatch):
+def test_no_file_is_read_that_was_not_named(write, tmp_path, monkeypatch):
     write('devices.cpu.order = ["one"]')
     monkeypatch.chdir(tmp_path)
     attnreg.reload()
@@ -313,5 +313,5 @@ def test_the_log_level_of_a_file_of_the_environment_holds_from_its_first_reading
 
 
 def test_wrong_settings_leave_the_log_level(level):
-    refusal(ConfigError, attnreg.configure, {"log_level": "debug", "disabled": ["nobody"]})
+    refusal(ConfigError, attnreg.configure, {"log_level": "debug", "disabled": ["unknown"]})
     assert level() == logging.NOTSET

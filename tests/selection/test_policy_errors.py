@@ -140,7 +140,7 @@ def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import(
     assert ran() == {"env": (1, 0)}
 
 
-def test_an_error_that_is_raised_again_keeps_nothing_of_the_times_before(monkeypatch, packed):
+def test_an_error_that_is_raised_once_more_keeps_no_earlier_traceback(monkeypatch, packed):
     monkeypatch.setenv("ATTNREG_STRICT", "2")
     for call in (sdpa, lambda: attnreg.register_backend("math")):
         depths = []
@@ -266,7 +266,7 @@ def test_a_backend_asked_for_here_that_cannot_load_is_an_error_at_every_call_wit
         attnreg.configure({"devices": {"cpu": {"order": ["new"]}}})
     inputs = packed((3, 4))
     if through == "ATTNREG_BACKEND" and cause is ImportError:
-        sdpa()  # "one" runs it, so that nobody has tried to load "new"
+        sdpa()  # "one" runs it, so that "new" hasn't been loaded
         assert ran() == {"one": (1, 0)}
         with pytest.raises(BackendUnavailableError):
             new.kernels()

@@ -20,7 +20,7 @@ from attnreg.tuning.machine import environment
 
 CPU = Device("cpu")
 
-# Runs what it is sent, a line each, and answers with a line.
+# Runs what it is sent, a line each, and replies with a line.
 RANK = """
 import datetime, logging, sys
 import torch
@@ -76,7 +76,7 @@ def start(script, *arguments, **variables):
 
 
 class Job:
-    """Two ranks; `job("attend()")` has both run it at the same time and returns their answers."""
+    """Two ranks; `job("attend()")` has both run it at the same time and returns their replies."""
 
     def __init__(self, port, **variables):
         self.ranks = [start(RANK, str(number), str(port), **variables) for number in (0, 1)]
@@ -154,17 +154,17 @@ def settings(tmp_path, monkeypatch):
     return use
 
 
-def differing(answers):
-    return sum(answer.startswith("RanksDifferError: rank ") for answer in answers)
+def differing(replies):
+    return sum(reply.startswith("RanksDifferError: rank ") for reply in replies)
 
 
 def test_groups_follow_each_other_in_one_process_and_each_compares_its_ranks(job, settings):
     for name, differ in (("alike", 0), ("own{}", 1), ("alike", 0)):
         assert job(*(settings(name.format(number)) for number in (0, 1))) == ["configured"] * 2
         assert job("join()") == ["joined"] * 2
-        answers = job("attend()")
-        assert differing(answers) == differ, answers
-        assert answers.count("ran math") == 2 - differ
+        replies = job("attend()")
+        assert differing(replies) == differ, replies
+        assert replies.count("ran math") == 2 - differ
         assert job("leave()") == ["left"] * 2
 
 
@@ -202,7 +202,7 @@ def test_a_stalled_host_of_the_store_holds_a_call_up_no_longer_than_the_groups_t
         host.send_signal(signal.SIGCONT)
         for process in job.ranks:
             process.kill()
-            assert "the process group's store doesn't answer within 2 s" in process.communicate()[1]
+            assert "the process group's store doesn't respond within 2 s" in process.communicate()[1]
     finally:
         host.kill()
         host.communicate()

@@ -89,16 +89,16 @@ def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_an
     rank(1)
     with pytest.raises(RanksDifferError) as error:
         agree(chosen_by(point(math=2.0), name="b.json"))
-    told = str(error.value)
+    message = str(error.value)
     assert re.fullmatch(
         r"rank 1 on \S+ doesn't choose kernels as rank 0 on \S+ does: "
         r"table b\.json \(contents \w{12}\), there a\.json \(contents \w{12}\): ranks that choose "
         r"differently don't agree bitwise; give all of them the same table, lock, packages and settings",
-        told,
+        message,
     )
 
 
-def test_the_error_comes_again_at_every_call(rank):
+def test_the_error_is_raised_at_every_call(rank):
     rank(0)
     agree(chosen_by(point(math=1.0)))
     rank(1)
@@ -107,7 +107,7 @@ def test_the_error_comes_again_at_every_call(rank):
             agree(chosen_by(point(math=2.0)))
 
 
-def test_a_table_against_none_is_a_difference_and_the_reason_is_told(rank):
+def test_a_table_against_none_is_a_difference_and_the_error_has_the_reason(rank):
     rank(0)
     agree(chosen_by(point(math=1.0)))
     rank(1)
@@ -139,7 +139,7 @@ def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(ra
         agree(chosen_by(disabled=("cpu",)))
 
 
-def test_ranks_with_the_same_lock_agree_wherever_it_lies_and_in_whatever_order(rank):
+def test_ranks_with_the_same_lock_agree_whatever_its_path_and_order(rank):
     lock = locked("cpu", "math")
     rank(0)
     agree(chosen_by(lock=lock))
@@ -201,7 +201,7 @@ def test_a_store_that_cannot_compare_is_logged_and_keeps_no_call_from_running(ra
     assert "this job's ranks can't compare what their choices of kernels depend on: " in caplog.text
 
 
-def test_a_store_that_does_not_answer_is_logged_and_holds_a_call_up_for_a_bounded_time(
+def test_a_store_that_does_not_respond_is_logged_and_delays_a_call_for_a_bounded_time(
     rank, monkeypatch, caplog
 ):
     store, wakes = rank(0), threading.Event()
@@ -210,16 +210,16 @@ def test_a_store_that_does_not_answer_is_logged_and_holds_a_call_up_for_a_bounde
     agree(chosen_by())
     agree(chosen_by())  # asks no second time
     wakes.set()
-    assert caplog.text.count("the process group's store doesn't answer within 0.05 s") == 1
+    assert caplog.text.count("the process group's store doesn't respond within 0.05 s") == 1
 
 
 def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compared(rank, monkeypatch):
     store = rank(0)
     agree(chosen_by())
-    again = Store(store)  # the next group's: the keys are still there
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: again)
+    next_store = Store(store)  # the next group's: the keys are still there
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: next_store)
     agree(chosen_by(disabled=("cpu",)))
-    assert json.loads(again["attnreg/cpu"])["inputs"][2] == "not cpu"
+    assert json.loads(next_store["attnreg/cpu"])["inputs"][2] == "not cpu"
     rank(1)
     with pytest.raises(RanksDifferError, match="does: asked nothing, there not cpu"):
         agree(chosen_by())

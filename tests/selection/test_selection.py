@@ -59,7 +59,7 @@ def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(known):
     )
 
 
-def test_what_was_asked_for_comes_first_in_its_order_the_strongest_first_then_the_rest(known):
+def test_preferred_backends_come_first_in_their_order_the_strongest_source_first_then_the_others(known):
     entries = known(a={}, b={}, c={}, d={}, e={"priority": 9})
     decision = select(SPEC, "forward", entries, policy(prefers("D", "b"), prefers("c", "d")))
     assert decision.order == ("d", "b", "c", "e", "a")
@@ -67,13 +67,13 @@ def test_what_was_asked_for_comes_first_in_its_order_the_strongest_first_then_th
     assert decision.asked_for == ("d", "b", "c")
 
 
-def test_the_source_is_that_of_the_strongest_who_asked_for_the_backend(known):
+def test_the_source_is_the_strongest_that_names_the_backend(known):
     entries = known(a={"causal": False}, b={})
     decision = select(CAUSAL, "forward", entries, policy(prefers("a"), prefers("b"), prefers("a", "b")))
     assert (decision.backend, decision.source) == ("b", "asks for b")
 
 
-def test_a_name_is_meant_in_any_case_and_told_as_the_backend_writes_it(known):
+def test_names_are_compared_without_case_and_shown_as_the_backend_writes_them(known):
     decision = select(SPEC, "forward", known(FA4={}, cuDNN={}), policy(prefers("CUDNN", "fa4")))
     assert (decision.backend, decision.order, decision.asked_for) == (
         "cuDNN",
@@ -113,7 +113,7 @@ def test_a_backend_that_left_the_registry_is_no_longer_preferred(known):
     assert (decision.backend, decision.order, decision.asked_for) == ("a", ("a",), ("a",))
 
 
-def test_torchs_own_kernel_leads_the_default_order_only(known):
+def test_torchs_own_kernel_comes_first_in_the_default_order_only(known):
     entries = known(native={"priority": -5}, other={"priority": 5}, third={})
     assert select(SPEC, "forward", entries, Policy(), "NATIVE").order == ("native", "other", "third")
     led = select(SPEC, "forward", entries, policy(prefers("third")), "native")
@@ -121,7 +121,7 @@ def test_torchs_own_kernel_leads_the_default_order_only(known):
     assert select(SPEC, "forward", entries, Policy()).order == ("other", "third", "native")
 
 
-def test_a_policy_led_by_one_more_preference_keeps_the_rest(known):
+def test_a_policy_with_one_more_preference_keeps_the_others(known):
     before = policy(prefers("a"), disabled={"b": "x"}, strict="y")
     led = before.with_first(prefers("c"))
     assert led == Policy((prefers("c"), prefers("a")), {"b": "x"}, "y")
@@ -154,7 +154,7 @@ def test_what_cannot_run_a_call_gives_way_to_the_next_with_every_reason_kept(kno
     )
 
 
-def test_none_that_can_run_it_is_a_decision_for_nobody_with_the_reasons_of_all(known):
+def test_without_an_able_backend_the_decision_names_none_and_has_the_reasons_of_all(known):
     entries = known(a={"causal": False}, b={"causal": False, "dtypes": ("float16",)})
     decision = select(CAUSAL, "forward", entries, Policy())
     assert (decision.backend, decision.source, decision.refusal) == (None, "", "")
@@ -169,7 +169,7 @@ def test_without_any_backend_there_is_no_decision_for_anyone():
     assert select(SPEC, "forward", {}, policy(prefers("a"))) == Decision("forward", None, "", {})
 
 
-def test_a_new_gpu_that_nobody_knew_of_is_too_new_for_those_with_a_limit_and_runs_on_the_one_without(known):
+def test_an_unknown_new_gpu_is_too_new_for_backends_with_a_limit_and_runs_on_the_one_without(known):
     entries = known(
         FA4={"devices": ("cuda",), "compute_capability": ((9, 0), (10, 3)), "priority": 10},
         FA2={"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "priority": 5},
@@ -281,14 +281,14 @@ def test_in_strict_mode_any_backend_that_the_strongest_named_will_do(known):
     assert (decision.backend, decision.passed_over, decision.refusal) == ("b", ("a",), "")
 
 
-def test_strict_mode_says_nothing_where_nobody_asked_for_anything(known):
+def test_strict_mode_has_no_effect_without_a_preference(known):
     entries = known(a={"causal": False}, b={"devices": ("cpu", "cuda")})
     assert select(CAUSAL, "forward", entries, policy(strict="ATTNREG_STRICT")).backend == "b"
     elsewhere = policy(prefers("a", devices=("cuda",)), strict="ATTNREG_STRICT")
     assert select(CAUSAL, "forward", entries, elsewhere).backend == "b"
 
 
-def test_in_strict_mode_a_call_that_nobody_can_run_names_the_strict_source_too(known):
+def test_in_strict_mode_the_error_of_a_call_that_no_backend_can_run_names_the_strict_source_too(known):
     decision = select(CAUSAL, "forward", known(a={"causal": False}), policy(prefers("a"), strict="x.toml:1"))
     assert decision.refusal == "asks for a can't serve this call, and x.toml:1 makes that an error"
 

@@ -85,9 +85,15 @@ def unreadable(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize(
-    "use", [load, lambda file: kept(file, HERE), traces.read, traces.check_writable], ids=str
-)
+USES = {
+    "settings": load,
+    "table": lambda file: kept(file, HERE),
+    "workload": traces.read,
+    "recording": traces.check_writable,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_named_file_in_such_a_folder_is_an_error_with_its_path(unreadable, use):
     with pytest.raises(ConfigError, match=f"^{unreadable / 'file.json'}: can't be (read|written)"):
         use(unreadable / "file.json")

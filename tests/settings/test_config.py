@@ -270,7 +270,7 @@ def test_a_tuned_table_is_looked_for_beside_the_file_that_names_it(write, tmp_pa
     assert settings_from({"tuned": "tuned/a.json"}).tuned == Path("tuned/a.json")
 
 
-def test_a_loaded_setting_tells_its_line(write):
+def test_a_loaded_setting_has_its_line(write):
     loaded = load(write(GOOD))
     assert loaded.source == write(GOOD)
     assert loaded.describe() == "attnreg.toml"

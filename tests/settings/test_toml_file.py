@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_absolute_path(tmp_path, 
 
 
 def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
-    # Raised by hand: an administrator, whom tests may run as, can read every file.
+    # Raised by a fake: an administrator, whom tests may run as, can read every file.
     def denied(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -206,7 +206,7 @@ def test_a_relative_path_is_reported_as_an_absolute_one(tmp_path, monkeypatch):
     assert refusal("attnreg.toml").startswith(f"{tmp_path / 'attnreg.toml'}: can't be read")
 
 
-def test_a_tilde_is_the_home_folder_and_that_of_nobody_is_refused(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_folder_and_refused_without_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "attnreg.toml").touch()
     assert read("~/attnreg.toml")[1].path == tmp_path / "attnreg.toml"

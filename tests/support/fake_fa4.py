@@ -105,7 +105,7 @@ class AuxData(NamedTuple):
 
 
 class Baked(NamedTuple):
-    """A tensor that the host has turned into numbers: its address, or what it holds."""
+    """What the host has read of a tensor: its address, or what it holds."""
 
     address: int = 0
     numbers: tuple = ()
@@ -411,7 +411,22 @@ def forget(monkeypatch):
     monkeypatch.setattr(compiled_kinds, "have_run", set())
 
 
-# Calls
+def count_recorded(package):
+    """Return a list that grows by one with each call that is recorded."""
+    recorded = []
+
+    def look():
+        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
+        if type(cache).__name__ == "_RecordingCache":
+            recorded.append(True)
+
+    package.pause = look
+    return recorded
+
+
+# Which directions enter the package's Python.
+BOTH, NEITHER = ["forward", "backward"], []
+PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
 
 
 def offered(case):

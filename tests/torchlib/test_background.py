@@ -1,4 +1,4 @@
-"""Promises of compiling by itself: once, out of the way, and never an error of the program."""
+"""Promises of compiling by itself: once, in the background, and never an error of the program."""
 
 import json
 import logging
@@ -27,6 +27,7 @@ def cache(monkeypatch, tmp_path):
     """Return a cache folder where nothing is compiled, for a process that has served no call yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTNREG_BUILD")
+    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
     monkeypatch.setattr(background, "_considered", False)
     monkeypatch.setattr(background, "_waited", False)
     building.target.cache_clear()
@@ -133,7 +134,7 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     variables = environment(ATTNREG_BUILD="", PYTHONPATH=str(Path(building.__file__).parents[2]))
     began = time.monotonic()
-    # The pipes are at their end when the program is: nobody else holds them.
+    # The pipes end with the program: no other process holds them.
     first = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, env=variables, capture_output=True, text=True
     )  # fmt: skip
@@ -185,7 +186,7 @@ def test_several_processes_that_start_together_compile_once(cache, fake):
     )
 
 
-def test_the_process_is_nobodys_child_and_holds_the_lock_until_it_ends(cache, fake, log):
+def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, fake, log):
     fake.does("sleep 0.5", "exit 1")
     background._start()
     process = locks.holder(background._lock_path())
@@ -268,7 +269,7 @@ def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
     assert is_built() and fake.runs() == []
 
 
-def test_now_tells_of_a_failure_and_does_not_try_again(cache, fake, monkeypatch, log):
+def test_now_logs_a_failure_and_does_not_retry(cache, fake, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     for _ in range(2):
         with pytest.raises(BuildError, match="the call cache isn't compiled"):
@@ -350,8 +351,8 @@ def test_a_problem_changes_nothing_and_is_one_line(cache, fake, monkeypatch, log
         monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
     if problem == "another user's":
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-        (cache / "routers").mkdir(parents=True, mode=0o770)
-        (cache / "routers").chmod(0o770)
+        (cache / "call_cache").mkdir(parents=True, mode=0o770)
+        (cache / "call_cache").chmod(0o770)
     if problem == "no folder":
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     if problem == "no home":
@@ -383,7 +384,7 @@ def refuse(error):
     raise error
 
 
-def test_an_error_that_nobody_expects_is_no_error_of_the_call(cache, monkeypatch, log):
+def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):
     monkeypatch.setattr(background, "_missing", lambda: refuse(ZeroDivisionError("unexpected")))
     building.ensure_built()
     assert log == ["attnreg runs without its compiled part: unexpected"]
@@ -427,7 +428,7 @@ def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
         assert locks.holder(tmp_path / "lock") == ""
 
 
-def test_a_lock_that_cannot_be_looked_at_is_held_by_nobody(tmp_path):
+def test_a_lock_that_cannot_be_opened_counts_as_free(tmp_path):
     assert locks.holder(tmp_path / "none") == ""
     assert locks.holder(Path(os.devnull) / "none") == ""
 

@@ -106,14 +106,14 @@ def test_a_missing_compiler_is_named(cache, monkeypatch):
     assert "there is no C++ compiler, looked for c++ or g++ or clang++" in build().output
 
 
-def test_a_compiler_that_fails_is_quoted_and_asked_again(cache, compile_with):
+def test_a_compiler_that_fails_is_quoted_and_run_anew(cache, compile_with):
     for line in ("first", "second"):
         script = compile_with(f"echo {line} >&2; echo more >&2", "exit 1")
         result = build("--json")
         assert result.exit_code == 1
         assert f"{script} says\n{line}\nmore" in json.loads(result.stdout)["error"]["message"]
     assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{compiler.SCRATCH}*"))
-    # What has failed isn't tried again by --missing, which says so in a line for each.
+    # What has failed isn't retried by --missing, which logs a line for each.
     compile_with("echo it is tried again >&2", "exit 1")
     os.utime(script, ns=(0, 0))
     build()
@@ -310,7 +310,7 @@ def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_setting
 
     monkeypatch.setattr(Path, "stat", refuse)
     monkeypatch.setattr(Path, "exists", refuse)
-    with pytest.raises(ConfigError, match="can't be written, expected a file in a folder that is there"):
+    with pytest.raises(ConfigError, match="can't be written, expected a file in an existing folder"):
         traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
 
 

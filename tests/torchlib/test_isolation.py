@@ -163,7 +163,7 @@ def test_a_broken_plugin_keeps_no_tensor_of_the_call_that_discovered_it():
 
 
 def test_settings_that_cannot_be_read_keep_no_tensor_of_the_call(monkeypatch):
-    monkeypatch.setenv("ATTNREG_BACKEND", "nobody's")
+    monkeypatch.setenv("ATTNREG_BACKEND", "unknown")
 
     def called():
         for look in (policy.sources, policy.sources, lambda: state().policy, lambda: state().policy):

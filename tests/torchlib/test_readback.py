@@ -1,4 +1,4 @@
-"""Promises of asynchronous read-backs; here a copy from the device ends when the test says so."""
+"""Promises of asynchronous read-backs; here a copy from the device ends when the test ends it."""
 
 import functools
 import gc
@@ -100,7 +100,7 @@ def test_half_a_result_is_not_read(first):
     assert sorted(pending.read()) == [0, 1]
 
 
-def test_a_pinned_place_is_used_again_once_its_copy_has_ended(blocks):
+def test_pinned_memory_is_reused_once_its_copy_has_ended(blocks):
     places = set()
     for number in range(3 * MANY):
         pending = AsyncReadback(on_device(number % 2))
@@ -112,7 +112,7 @@ def test_a_pinned_place_is_used_again_once_its_copy_has_ended(blocks):
     assert len(blocks) == 1
 
 
-def test_a_pinned_place_is_not_used_while_a_copy_to_it_is_under_way(blocks):
+def test_pinned_memory_is_not_reused_while_a_copy_to_it_is_pending(blocks):
     for _ in range(MANY):
         AsyncReadback(on_device(1))  # dropped at once
     assert len(blocks) == 1
@@ -131,7 +131,7 @@ def test_a_pinned_place_is_not_used_while_a_copy_to_it_is_under_way(blocks):
     assert len({one._numbers.data_ptr() for one in kept}) == 2 * MANY
 
 
-def test_a_pinned_place_is_used_again_after_a_copy_that_failed(blocks):
+def test_pinned_memory_is_reused_after_a_copy_that_failed(blocks):
     for _ in range(2 * MANY):
         with pytest.raises(torch.OutOfMemoryError):
             AsyncReadback(on_device(1, kind=FullDeviceTensor))
@@ -169,5 +169,5 @@ def test_pinned_places_are_on_the_host_whatever_the_default_device_is():
     assert pending.read() == [1, 0]
 
 
-def test_no_result_has_the_number_of_a_copy_under_way():
+def test_no_result_has_the_number_of_a_pending_copy():
     assert PENDING not in AsyncReadback(torch.tensor([0, 3])).read()

@@ -17,7 +17,7 @@ from attnreg.contract.spec import Device
 from attnreg.selection import policy
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
-from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.checks import DeviceLostError
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import Environment, load
 
@@ -72,7 +72,7 @@ def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeyp
     assert point["backends"].keys() == measured  # what is disabled isn't run, whatever else is wrong
 
 
-def test_tune_takes_no_backend_from_settings_that_nobody_has(tune, backends, monkeypatch, tmp_path):
+def test_tune_takes_no_unknown_backend_from_settings(tune, backends, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text('disabled = ["fats"]\n')
     monkeypatch.setenv("ATTNREG_CONFIG", "settings.toml")
     monkeypatch.setattr(policy, "_sources", None)
@@ -93,7 +93,7 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     made = session(entry("a"), entry("b"))
-    measure_fronts(made)  # a CPU has no host beside it
+    measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0),)
     measure_fronts(made)
@@ -109,12 +109,12 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
     ]
 
 
-def test_where_routers_are_compiled_tune_asks_again_of_what_was_measured_without(
+def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
     session, entry, monkeypatch, routers
 ):
     asked_of = []
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
-    monkeypatch.setattr(captured, "compiled", True)
+    monkeypatch.setattr(captured, "call_cache_in_use", True)
     made = session(entry("a"), entry("b"))
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
@@ -148,7 +148,7 @@ def test_tune_prints_times_troubles_and_where_the_table_is(tune, backends):
     text = " ".join(result.output.split())
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
-    assert "Never chosen for these" in text
+    assert "never chosen for these" in text
     assert "measured 2 points; 0 of 1 calls are left" in text
     assert max(map(len, result.output.splitlines())) <= 80
 
@@ -160,8 +160,8 @@ def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
     assert measured(*SHAPE)["measured"] == 2
     more = measured(*SHAPE, "--q", "2,16,4,64")
     assert (more["measured"], more["table_points"]) == (2, 4)
-    again = measured(*SHAPE, "--fresh")
-    assert (again["measured"], again["table_points"]) == (2, 2)
+    anew = measured(*SHAPE, "--fresh")
+    assert (anew["measured"], anew["table_points"]) == (2, 2)
 
 
 def test_tune_leaves_the_old_table_until_it_has_something_new(tune, backends, entry, tmp_path):
@@ -231,9 +231,9 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
         (
             "--grid quick --dtype fp16 --causal",
-            "--dtype and --causal: describes a call of --q, and there is none",
+            "--dtype and --causal: got it without --q, the call that it describes",
         ),
-        ("--window 16,0", "--window: describes a call of --q, and there is none"),
+        ("--window 16,0", "--window: got it without --q, the call that it describes"),
         ("--out no/such/folder.json", "--out: "),
         ("--backend maht", "no backend is named 'maht'"),
     ],
@@ -269,17 +269,17 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     traces.merge(tmp_path / "trace.jsonl", {(gpu, "forward"): 3})
     result = tune("--from", "trace.jsonl")
     assert result.exit_code == 2
-    assert "--from: got calls on cuda, expected some on cpu, which --device sets" in result.stderr
+    assert "--from: got calls on cuda, expected some on cpu, the device of --device" in result.stderr
     traces.merge(tmp_path / "trace.jsonl", {(SMALL, "forward"): 1})
     result = tune("--from", "trace.jsonl", "--backend", "slow", "--json")
     assert json.loads(result.stdout)["calls"] == 1
-    assert "--from: 1 calls on cuda are left out: this is cpu" in caplog.text
+    assert "--from: left out 1 call on cuda, as the device is cpu" in caplog.text
 
 
 def test_tune_that_has_no_time_says_so(tune, backends):
     result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
     assert result.exit_code == 1
-    assert "the time was spent before a single call was measured: give it more" in result.stderr
+    assert "the time was spent before any call was measured; give --budget more time" in result.stderr
 
 
 def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):

@@ -8,7 +8,7 @@ from support.tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, LEAD, USUAL_HOST, predict, reordered
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, reordered
 from attnreg.tuning.points import Front, Measured
 
 CAUSAL = {"window": (-1, 0)}
@@ -50,7 +50,7 @@ def test_what_a_new_shape_costs_first_is_shared_by_its_calls_but_not_in_a_graph(
     assert costs(points, asked(capturing=True)) == {"a": 10.0}
 
 
-def test_forward_and_backward_are_looked_up_apart():
+def test_forward_and_backward_are_looked_up_separately():
     points = [point(a=1.0), point(asked(), "backward", a=9.0)]
     assert costs(points, asked(), "backward") == {"a": 9.0}
 
@@ -319,12 +319,12 @@ def test_the_fastest_comes_first_and_the_others_by_their_times():
     assert ordered(["a", "b", "c"], a=30.0, b=20.0, c=10.0) == ["c", "b", "a"]
 
 
-def test_a_lead_under_two_percent_does_not_overturn_the_default_order():
-    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) + 0.01) == ["a", "b"]
-    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + LEAD) - 0.1) == ["b", "a"]
+def test_a_difference_under_two_percent_does_not_change_the_default_order():
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + MARGIN) + 0.01) == ["a", "b"]
+    assert ordered(["a", "b"], a=100.0, b=100.0 / (1 + MARGIN) - 0.1) == ["b", "a"]
 
 
-def test_of_several_within_two_percent_of_the_best_the_first_by_default_leads():
+def test_of_several_within_two_percent_of_the_best_the_first_by_default_comes_first():
     assert ordered(["a", "b", "c"], a=110.0, b=100.0, c=99.0) == ["b", "c", "a"]
 
 

@@ -9,10 +9,9 @@ from support.tuned import CPU, SPEC, asked, off_by, raising
 
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
-from attnreg.tuning import failures
+from attnreg.tuning import checks
 from attnreg.tuning import measure as measuring
-from attnreg.tuning.checks import Checks
-from attnreg.tuning.failures import DeviceLostError
+from attnreg.tuning.checks import Checks, DeviceLostError
 from attnreg.tuning.grids import coarse_to_fine, grid
 from attnreg.tuning.kinds import size_of
 from attnreg.tuning.measure import measured
@@ -51,8 +50,8 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
     assert wrong.backends["off"].gpu_us is None
     assert wrong.backends["right"].gpu_us
     # A wrong forward may be wrong in its LSE, and a backward that undoes that is wrong for all others.
-    told = other.backends["off"]
-    assert told.wrong.startswith("its forward is: out of bfloat16") if forward else told.gpu_us
+    times = other.backends["off"]
+    assert times.wrong.startswith("its forward is: out of bfloat16") if forward else times.gpu_us
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
@@ -168,7 +167,7 @@ def test_a_gpu_that_is_lost_stops_everything(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(DeviceLostError, match="the GPU can't be used any more after RuntimeError: boom"):
-        failures.failed(RuntimeError("boom"), torch.device("cuda"))
+        checks.failed(RuntimeError("boom"), torch.device("cuda"))
 
 
 # The inputs and the clock
@@ -231,7 +230,7 @@ def test_the_grids_of_a_gpu_cover_what_models_ask():
     assert {spec.dtype for spec in full} == {"bfloat16"}
 
 
-def test_the_coarse_comes_first_and_every_kind_has_its_turn():
+def test_coarse_sizes_come_first_and_no_kind_is_left_out():
     assert list(coarse_to_fine([[1, 2, 3, 4, 5], ["a", "b"], []])) == [3, "b", 1, "a", 5, 2, 4]
     first = grid("full", Device("cuda", (9, 0)))[:20]
     assert {spec.varlen for spec in first} == {True, False}
@@ -254,9 +253,9 @@ def test_what_a_table_has_is_not_measured_again_but_a_new_backend_is(session, en
     made = session(entry("a"))
     list(made.run([BOTH], 1e9))
     known = {point.place: point for point in kept(made.out, HERE).points}
-    again = session(entry("a"), points=dict(known))
-    assert again.todo(BOTH) == ()
-    assert (list(again.run([BOTH], 1e9)), again.fresh) == ([BOTH], [])
+    later = session(entry("a"), points=dict(known))
+    assert later.todo(BOTH) == ()
+    assert (list(later.run([BOTH], 1e9)), later.fresh) == ([BOTH], [])
     more = session(entry("a"), entry("b"), points=known)
     assert more.todo(BOTH) == ("forward", "backward")
 
@@ -265,12 +264,12 @@ def test_what_failed_is_tried_once_more_by_every_run(session, entry):
     bad = entry("tired", change=raising(RuntimeError("out of memory")))
     made = session(bad, entry("a"))
     list(made.run([SMALL], 1e9))
-    assert made.todo(SMALL) == ()  # it had its turn
+    assert made.todo(SMALL) == ()  # it was measured
     (point,) = kept(made.out, HERE).points
     assert point.backends["tired"].failed
-    again = session(entry("tired", 2.0), entry("a"), points={point.place: point})
-    assert again.todo(SMALL) == ("forward",)
-    list(again.run([SMALL], 1e9))
+    later = session(entry("tired", 2.0), entry("a"), points={point.place: point})
+    assert later.todo(SMALL) == ("forward",)
+    list(later.run([SMALL], 1e9))
     (found,) = kept(made.out, HERE).points
     assert found.backends["tired"].gpu_us == pytest.approx(2000.0)
 
@@ -333,12 +332,12 @@ def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry,
     assert (made.fresh, made.points) == ([], {})
 
 
-def test_a_call_that_nobody_can_run_is_skipped_with_what_speaks_against_each(session, entry):
+def test_a_call_that_no_backend_can_run_is_skipped_with_the_reasons_of_each(session, entry):
     made = session(entry("a", dtypes=("float32",)), entry("b", dtypes=("float16",)))
     assert list(made.run([SMALL], 1e9)) == [SMALL]
-    ((spec, told),) = made.skipped
+    ((spec, reason),) = made.skipped
     assert spec == SMALL
-    assert told == "a: dtype must be float32, got bfloat16; b: dtype must be float16, got bfloat16"
+    assert reason == "a: dtype must be float32, got bfloat16; b: dtype must be float16, got bfloat16"
 
 
 def test_what_cannot_be_measured_is_skipped_with_the_reason(session, entry, monkeypatch):
@@ -364,9 +363,9 @@ def test_what_a_cpu_has_no_memory_for_is_skipped_and_the_rest_measured(session, 
 
     monkeypatch.setattr(measuring, "copies", full)
     assert list(made.run([asked(16), SMALL], 1e9)) == [asked(16), SMALL]
-    ((spec, told),) = made.skipped
+    ((spec, reason),) = made.skipped
     assert spec == asked(16)
-    assert re.match("its inputs need more memory than there is: .*can't allocate memory", told)
+    assert re.match("its inputs need more memory than there is: .*can't allocate memory", reason)
     assert [point.size for point in made.fresh] == [size_of(SMALL)]
 
 

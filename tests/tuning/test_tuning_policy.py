@@ -1,4 +1,4 @@
-"""Promises of `policy = "measured"`: a table decides where nobody else does, and says so."""
+"""Promises of `policy = "measured"`: a table decides where nothing is preferred, and is the source."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ TABLE = "measured table here.json (attnreg.toml:1)"
 # Who is stronger
 
 
-def test_where_nothing_is_asked_for_the_table_decides_and_is_named(here, routers):
+def test_without_a_preference_the_table_decides_and_is_named(here, routers):
     assert decided() == ("first", "default order for cpu")
     attnreg.configure(here(first=30.0, second=10.0))
     assert decided() == ("second", TABLE)
@@ -81,7 +81,7 @@ def test_what_really_runs_is_what_the_table_says(here, routers, ran):
     assert ran() == {"second": (1, 1)}
 
 
-def test_forward_and_backward_are_chosen_apart(here, routers, ran):
+def test_forward_and_backward_are_chosen_separately(here, routers, ran):
     spec = asked()
     attnreg.configure(
         here(
@@ -94,7 +94,7 @@ def test_forward_and_backward_are_chosen_apart(here, routers, ran):
     assert ran() == {"second": (1, 0), "third": (0, 1)}
 
 
-def test_everything_that_was_asked_for_is_stronger_than_a_table(here, routers, monkeypatch):
+def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
     times = {"first": 30.0, "second": 10.0, "third": 20.0}
     attnreg.configure(here(**times, settings='[devices.cpu]\norder = ["third"]\n'))
     assert decided() == ("third", "attnreg.toml:3")
@@ -107,13 +107,13 @@ def test_everything_that_was_asked_for_is_stronger_than_a_table(here, routers, m
             assert decided()[0] == "third"
 
 
-def test_what_those_asked_for_cannot_run_the_table_decides(here, routers, known, fake):
+def test_a_table_decides_what_preferred_backends_cannot_run(here, routers, known, fake):
     known["picky"] = Entry("picky", "a test", fake("picky", dtypes=("float64",)).backend)
     attnreg.configure(here(first=30.0, second=10.0, settings='[devices.cpu]\norder = ["picky"]\n'))
     assert decided() == ("second", TABLE)
 
 
-def test_a_wrong_backend_is_not_chosen_unless_it_is_asked_for(here, routers):
+def test_a_wrong_backend_is_not_chosen_unless_it_is_preferred(here, routers):
     attnreg.configure(here(first=Measured(wrong="out is off"), second=50.0))
     assert decided() == ("second", TABLE)
     with attnreg.use_backend("first"):
@@ -144,13 +144,13 @@ def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known
     now = state()
     native = Native("third")
     decision = planning.decide(
-        asked(), "forward", planning.standing_in(native, known), now.policy, native.name
+        asked(), "forward", planning.entries_with_native(native, known), now.policy, native.name
     )
     assert (decision.backend, decision.source) == ("second", TABLE)
     near = here(first=30.0, second=11.9, third=12.0)
     attnreg.configure(near)
     decision = planning.decide(
-        asked(), "forward", planning.standing_in(native, known), state().policy, native.name
+        asked(), "forward", planning.entries_with_native(native, known), state().policy, native.name
     )
     assert decision.backend == "third"
 
@@ -164,11 +164,11 @@ def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, 
     found = attnreg.explain(asked())
     assert (found.backend, found.source) == ("first", "default order for cpu")
     assert found.forward.predicted is None
-    told = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
-    assert told in found.notes
+    reason = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
+    assert reason in found.notes
     attnreg.explain(asked())
     assert [record.message for record in caplog.records] == [
-        f"{told}; the default order decides until `attnreg tune` has run here"
+        f"{reason}; the default order decides until `attnreg tune` has run here"
     ]
 
 
@@ -181,9 +181,9 @@ def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_p
     attnreg.reload()
     attnreg.configure(here(first=30.0, second=10.0))
     assert attnreg.explain(asked()).backend == "second"
-    (told,) = [record.message for record in caplog.records]
-    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in told
-    assert told.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
+    (message,) = [record.message for record in caplog.records]
+    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in message
+    assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
 
 
 def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
@@ -199,19 +199,19 @@ def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, capl
     assert found.notes == (f"{TABLE} was measured on a GPU: it doesn't apply to cpu",)
 
 
-def test_a_call_of_a_kind_that_a_table_in_force_lacks_is_told_of(here):
+def test_explain_notes_that_a_table_lacks_a_kind(here):
     attnreg.configure(here(first=30.0, second=10.0))
     found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
     assert (found.backend, found.source) == ("first", "default order for cpu")
     assert found.forward.predicted is None
-    told = [note for note in found.notes if "has nothing of this kind" in note]
-    assert [note.rpartition(", ")[2] for note in told] == ["forward", "backward"]
-    assert told[0].startswith(f"{TABLE} has nothing of this kind: ")
-    assert "head dim 24, 1:1 heads, window" in told[0]
+    notes = [note for note in found.notes if "has nothing of this kind" in note]
+    assert [note.rpartition(", ")[2] for note in notes] == ["forward", "backward"]
+    assert notes[0].startswith(f"{TABLE} has nothing of this kind: ")
+    assert "head dim 24, 1:1 heads, window" in notes[0]
     assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
 
 
-def test_a_table_for_a_gpu_is_not_told_of_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
+def test_a_table_for_a_gpu_is_not_mentioned_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
     here(device=GPU, first=30.0, second=10.0)
     (tmp_path / "here.json").rename(tmp_path / "gpu.json")
     (tmp_path / "gpu.toml").write_text('tuned = "gpu.json"')
@@ -243,7 +243,7 @@ def test_a_table_that_cannot_be_read_is_an_error_that_changes_nothing(here, tmp_
     assert decided()[0] == "second"
 
 
-def test_the_table_that_ships_for_a_gpu_is_used_there_without_being_asked_for(monkeypatch, tmp_path, known):
+def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(monkeypatch, tmp_path, known):
     spec = dataclasses.replace(asked(), device=GPU)
     found = dataclasses.replace(
         table(point(spec, first=9.0, second=4.0)), environment=environment(GPU, known)
@@ -254,7 +254,7 @@ def test_the_table_that_ships_for_a_gpu_is_used_there_without_being_asked_for(mo
     _registry.changed()
     decision = planning.decide(spec, "forward", known, state().policy)
     assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
-    assert not state().active  # it serves nobody who hasn't asked for anything
+    assert not state().active  # without settings it serves no call
     assert attnreg.explain(asked()).source == "default order for cpu"
     tables._shipped.cache_clear()
 
@@ -322,8 +322,8 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 
 def test_explain_calls_no_other_call_the_same(here):
     attnreg.configure(here(point(first=30.0)))
-    told = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
-    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in told
+    text = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
+    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in text
 
 
 def test_explain_says_from_how_far_away_a_prediction_comes(here):

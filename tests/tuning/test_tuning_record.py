@@ -77,7 +77,7 @@ def test_counts_are_added_to_those_of_the_file_and_recordings_may_nest(tmp_path)
     assert (counts(outer), counts(inner)) == ({8: (4, 0)}, {8: (2, 0)})
 
 
-def test_a_call_that_is_known_pays_one_addition_more(tmp_path):
+def test_recording_adds_one_addition_to_a_repeated_call(tmp_path):
     attnreg.register_backend("math")
     sdpa()
     plans = {len(plan.counters) for plan in state().plans.values()}
@@ -184,7 +184,7 @@ for _ in range(3):
 """
 
 
-def test_a_program_that_nobody_touched_is_recorded_by_the_variable_and_processes_add_up(tmp_path):
+def test_an_unchanged_program_is_recorded_by_the_variable_and_processes_add_up(tmp_path):
     file = tmp_path / "trace.jsonl"
     environ = os.environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"}
     running = [
@@ -222,7 +222,7 @@ def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(
     assert counts(file) == {8: (2, 0), 24: (1, 0)}
 
 
-def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_told_once(
+def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_logged_once(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(trace, "MOST_SPECS", 2)

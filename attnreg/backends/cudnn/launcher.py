@@ -1,4 +1,4 @@
-"""Launchers for repeated calls: the plan is at hand, and so are sizes and strides of the results.
+"""Launchers for repeated calls: they hold the plan, and sizes and strides of the results.
 
 Describing a call and looking its plan up costs the host as much as the kernel takes on short sequences. A
 launcher leaves the LSE as cuDNN writes it, maybe with the token first.

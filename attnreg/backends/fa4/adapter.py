@@ -177,7 +177,7 @@ def _run(
         )
     try:
         with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
-            if description is not None and replays.came_before(description) and not new and not capturing:
+            if description is not None and replays.seen(description) and not new and not capturing:
                 results = replays.run(description, package_call)
             else:
                 results = package_call()

@@ -1,4 +1,4 @@
-"""What FA4 can run: its capabilities as data, and the limits that no field can express."""
+"""What FA4 can run: its capabilities as data, and the limits that no field can hold."""
 
 from __future__ import annotations
 

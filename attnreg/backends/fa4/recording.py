@@ -136,7 +136,7 @@ def record(call: PackageCall) -> tuple[tuple[Tensor, ...], Recorded | str]:
 
 
 def all_distinct(tensors: Iterable[Tensor]) -> bool:
-    """Whether each tensor can be told from the others by its address, shape, strides and dtype."""
+    """Whether each tensor differs from the others in its address, shape, strides and dtype."""
     places = [_place(x) for x in tensors]
     return len(set(places)) == len(places)
 

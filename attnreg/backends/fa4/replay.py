@@ -95,8 +95,8 @@ class Replays:
         recorded = entry.recorded
         return recorded.recipe if entry.proven and recorded is not None else None
 
-    def came_before(self, description: Description) -> bool:
-        """Whether a call of this description came before, of a release that may be replayed at all."""
+    def seen(self, description: Description) -> bool:
+        """Whether such a call has run before, of a release that may be replayed; notes that it has now."""
         if description in self._entries:
             return True
         if self._proven_release:
@@ -106,7 +106,7 @@ class Replays:
         return False
 
     def run(self, description: Description, call: PackageCall) -> tuple[Tensor, ...]:
-        """Run a call of a kind that has run before; record it or prove its recipe in passing."""
+        """Run a call of a kind that has run before; record it, or prove its recipe as well."""
         entry = self._entries[description]
         if entry.closed or entry.proven:
             return call()  # proven: the device has reported since the caller looked

@@ -19,7 +19,7 @@
 
 namespace attnreg {
 
-using Key = c10::SmallVector<int64_t, 160>;  // empty where a call can't be told from others
+using Key = c10::SmallVector<int64_t, 160>;  // empty for a call that has no key
 using Arguments = at::ArrayRef<c10::IValue>;
 using Tensors = c10::SmallVector<at::Tensor, 12>;
 

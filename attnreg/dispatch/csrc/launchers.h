@@ -36,7 +36,7 @@ struct Allocation {
   at::ScalarType dtype;
 };
 
-struct Derived {  // what was derived of a pair of offsets; whoever derived it decides how long it lives
+struct Derived {  // what was derived of a pair of offsets; Python owns the tensors
   Weak queries, keys;
   Version queries_version, keys_version;
   c10::Stream stream;
@@ -80,7 +80,7 @@ inline void launch(const OpLauncher& launcher, const Tensors& given, c10::Dispat
   }
 }
 
-// What was derived of the offsets the last time, if they are as they were and somebody has kept it.
+// What was derived of the offsets the last time, if neither has changed and its tensors are still alive.
 inline std::optional<Tensors> kept_derived(
     const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const auto& last = launcher.derived;

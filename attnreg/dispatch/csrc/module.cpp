@@ -3,8 +3,8 @@
 // A router written in Python takes the interpreter's lock and turns every argument into an object, which costs the
 // host more than the decision. Here a call is described by everything but the values of its tensors (`key.h`). If it
 // is kept (`cache.h`), its launcher runs it (`launchers.h`): one of torch's own kernels, a kernel on addresses, or a
-// function of Python's. If not, the plan in Python runs it, and returns with the results what is to be kept, or
-// nothing. Whatever changes in settings, registrations or tables drops all of it.
+// function of Python's. If not, the plan in Python runs it, and returns with the results what is to be kept
+// (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
 // node of its own (`varlen.h`). Below are the functions that Python calls, always holding the interpreter's lock.
@@ -114,7 +114,7 @@ PyMethodDef functions[] = {
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
     {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
-    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where it has to take another way to autograd."},
+    {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -4,6 +4,7 @@
 
 #include <torch/library.h>
 
+#include "described.h"
 #include "layouts.h"
 
 namespace attnreg {
@@ -38,22 +39,12 @@ class Router final : public c10::OperatorKernel {
   }
 
  private:
-  // Whether a forward's choice will be wanted. The flash op of SDPA is given tensors that were transposed below
-  // autograd, which no longer say whether they need a gradient.
-  bool may_have_backward(Arguments arguments) const {
-    return c10::GradMode::is_enabled() && (!layout_.lse_bsh || needs_gradient(arguments));
-  }
-
-  bool needs_gradient(Arguments arguments) const {
-    const auto operands = arguments.slice(layout_.query, 3);
-    return std::any_of(operands.begin(), operands.end(), [](const auto& one) { return one.toTensor().requires_grad(); });
-  }
-
   bool run_kept(
       const Entry& entry, int64_t choice, Arguments arguments, const c10::OperatorHandle& op,
       c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     const auto device = arguments[layout_.query].toTensor().device();
-    const int64_t token = choice != 0 && may_have_backward(arguments) ? layout_.token_result : -1;
+    // Also where no gradient is recorded: what AOTAutograd has compiled calls the backward's op itself.
+    const int64_t token = choice != 0 ? layout_.token_result : -1;
     if (entry.is_native()) {
       native_->callBoxed(op, keys, stack);
       if (token >= 0) {

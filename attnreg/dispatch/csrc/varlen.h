@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -17,7 +16,8 @@
 #include <mutex>
 #include <type_traits>
 
-#include "cache.h"
+#include "described.h"
+#include "varlen_call.h"
 
 namespace attnreg {
 
@@ -38,22 +38,6 @@ auto make_node(Given&&... given) {
     return c10::make_intrusive<Node>(std::forward<Given>(given)...);
   }
 }
-
-struct VarlenCall {  // the arguments of `varlen_attn` beside its tensors
-  int64_t max_q, max_k;
-  bool causal;
-  int64_t left, right;
-  std::optional<double> scale;
-  bool gqa;
-  int64_t choice;
-
-  void append_to(std::vector<c10::IValue>& arguments) const {
-    arguments.insert(arguments.end(), {max_q, max_k, causal, left, right, c10::IValue(), gqa});
-    if (scale) {
-      arguments[arguments.size() - 2] = *scale;
-    }
-  }
-};
 
 inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors) {
   std::vector<c10::IValue> arguments(tensors.begin(), tensors.end());
@@ -85,7 +69,7 @@ inline bool run_varlen(const Key& key, const LookedUp& found, Tensors& tensors, 
   return true;
 }
 
-// The backward of a call. It holds what the forward had; torch checks that nobody has written to that since.
+// The backward of a call. It holds what the forward had; torch checks that it hasn't been written to since.
 struct VarlenBackward final : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
   VarlenCall call{};
@@ -165,7 +149,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     return {THPVariable_Unpack(one), THPVariable_Unpack(two), THPVariable_Unpack(three)};
   }
 
-  // Gradients of gradients aren't computed: an error for whoever asks for them, as with torch's own kernels.
+  // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.
   static void refuse_second(const Tensors& tensors, torch::autograd::variable_list& results) {
     if (std::none_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.requires_grad(); })) {
       return;
@@ -178,56 +162,11 @@ struct VarlenBackward final : public torch::autograd::Node {
   }
 };
 
-// Whether a tensor is nothing but memory on a device: no wrapper, no view that is conjugate or negative.
-inline bool is_plain(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  static const uint64_t keys = c10::DispatchKeySet(
-      {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
-       DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA}).raw_repr();
-  return (tensor.key_set().raw_repr() & ~keys) == 0 && !tensor._fw_grad(0).defined();
-}
-
 // Whether something wants to see ops that this front doesn't call.
 inline bool is_observed() {
   return at::impl::torch_function_mode_enabled() || c10::impl::dispatch_mode_enabled() ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
-}
-
-inline bool read_int(PyObject* number, int64_t& into) {
-  if (!PyLong_CheckExact(number)) {
-    return false;
-  }
-  into = PyLong_AsLongLong(number);
-  return !(into == -1 && PyErr_Occurred());
-}
-
-// Read the arguments; false where they aren't as most are.
-inline bool read_varlen(PyObject* const* arguments, Tensors& tensors, VarlenCall& call) {
-  for (size_t i = 0; i < 5; i++) {
-    if (!THPVariable_CheckExact(arguments[i]) || !is_plain(THPVariable_Unpack(arguments[i]))) {
-      return false;
-    }
-    tensors.push_back(THPVariable_Unpack(arguments[i]));
-  }
-  PyObject *const *rest = arguments + 5, *window = rest[3], *scale = rest[4];
-  if (!read_int(rest[0], call.max_q) || !read_int(rest[1], call.max_k) || !PyBool_Check(rest[2]) ||
-      !PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2 ||
-      !read_int(PyTuple_GET_ITEM(window, 0), call.left) || !read_int(PyTuple_GET_ITEM(window, 1), call.right) ||
-      !(scale == Py_None || PyFloat_CheckExact(scale)) || !PyBool_Check(rest[5]) || !read_int(rest[6], call.choice)) {
-    return false;
-  }
-  call.causal = rest[2] == Py_True;
-  call.gqa = rest[5] == Py_True;
-  if (scale != Py_None) {
-    call.scale = PyFloat_AS_DOUBLE(scale);
-  }
-  const auto device = tensors[0].device().type();
-  if (at::autocast::is_autocast_enabled(device)) {
-    const auto wanted = at::autocast::get_autocast_dtype(device);
-    return tensors[0].scalar_type() == wanted && tensors[1].scalar_type() == wanted && tensors[2].scalar_type() == wanted;
-  }
-  return true;
 }
 
 inline void record(const Tensors& tensors, const VarlenCall& call, bool known, Tensors& results) {
@@ -260,7 +199,7 @@ inline Tensors planned_forward(
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where it has to take another way to autograd.
+// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;

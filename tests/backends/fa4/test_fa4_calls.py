@@ -4,14 +4,12 @@ A fake package stands in for flash-attn-4 (`fake_fa4`), so that values can be co
 """
 
 import contextlib
-import functools
 import threading
 import types
 
 import pytest
 import torch
-from support import fake_fa4
-from support.fake_fa4 import Package, both, call_of, dense, forget, offered
+from support.fake_fa4 import Package, both, call_of, dense, offered
 from support.truth import attention as true_attention
 from support.truth import varlen as true_varlen
 
@@ -21,28 +19,6 @@ from attnreg.backends.fa4 import package as fa4_package
 from attnreg.measure import QUICK, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib.layout import aligned
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    return functools.partial(fake_fa4.install, monkeypatch)
-
-
-@pytest.fixture
-def package(install):
-    return install()
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
-
 
 # Values
 
@@ -172,7 +148,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
 # What the package is called with
 
 
-@pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "packed", "one key head"])
+@pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "fused qkv", "one key head"])
 @pytest.mark.parametrize("copies_itself", [True, False])
 def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, copies_itself):
     package = install() if copies_itself else install(maybe_contiguous=lambda x: x)
@@ -192,7 +168,7 @@ def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, co
         assert all(map(aligned, given.values()))
         assert torch.equal(given["backward", "out"], out)
         # What needs no copy isn't copied.
-        kept = layout in ("packed", "one key head")
+        kept = layout in ("fused qkv", "one key head")
         assert (given["forward", "v"] is value) is kept
 
 

@@ -4,69 +4,29 @@ The fake package computes in its kernels only (`fake_fa4`), so a launch that is 
 tensor, shows in the values. A recipe is proven at the third call of its description.
 """
 
-import functools
 import itertools
 import logging
 import sys
-import types
 
 import pytest
 import torch
 from support import fake_fa4
-from support.fake_fa4 import both, call_of, dense, entered, entered_by_round, forget, packed
+from support.fake_fa4 import (
+    BOTH,
+    NEITHER,
+    PROVEN_SOON,
+    both,
+    call_of,
+    count_recorded,
+    dense,
+    entered,
+    entered_by_round,
+    packed,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnreg.backends.fa4 import BACKEND, recording, replay, unused_rows
-from attnreg.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import BACKEND, recording, replay
 from attnreg.torchlib.readback import PENDING, AsyncReadback
-
-# Which directions enter the package's Python.
-BOTH, NEITHER = ["forward", "backward"], []
-PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    return fake_fa4.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
-
-
-@pytest.fixture
-def rounds(kernels, package):
-    """Run calls of one description; returns which directions entered the package's Python, by round."""
-    return functools.partial(entered_by_round, kernels, package)
-
-
-@pytest.fixture
-def no_unused_rows(monkeypatch):
-    """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
-    found = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(unused_rows, "facts", lambda *arguments: found)
-    return found
-
-
-def count_recorded(package):
-    """Return a list that grows by one with each call that is recorded."""
-    recorded = []
-
-    def look():
-        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
-        if isinstance(cache, recording._RecordingCache):
-            recorded.append(True)
-
-    package.pause = look
-    return recorded
-
 
 # Releases
 
@@ -290,7 +250,7 @@ def test_sequences_of_one_token_have_no_other_lengths_and_prove_nothing(kernels,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_memory_that_still_holds_the_right_values_does_not_pass_for_a_launch(monkeypatch, dtype):
     right = torch.arange(1, 4).to(dtype)
-    # As a caching allocator does: memory that is freed comes again, with what was in it.
+    # As a caching allocator does: memory that is freed is reused, with what was in it.
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: right.clone())
     allocations = tuple((slot, (3,), (1,), dtype) for slot in (1, 2))
     recipe = recording.Recipe(right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]))

@@ -1,10 +1,7 @@
 """Promises of the FA4 backend: which calls it refuses, and in CUDA graphs until their kind is compiled."""
 
-import functools
-
 import pytest
-from support import fake_fa4
-from support.fake_fa4 import call_of, dense, forget, offered
+from support.fake_fa4 import call_of, dense, offered
 
 from attnreg import AttentionSpec, Device, UnsupportedInputError
 from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
@@ -12,27 +9,6 @@ from attnreg.backends.fa4 import package as fa4_package
 from attnreg.contract.discovery import Entry
 from attnreg.measure import QUICK
 from attnreg.measure.inputs import inputs
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    return functools.partial(fake_fa4.install, monkeypatch)
-
-
-@pytest.fixture
-def package(install):
-    return install()
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
 
 
 def spec(**fields):

@@ -8,31 +8,11 @@ import types
 import pytest
 import torch
 from support import fake_fa4
-from support.fake_fa4 import AuxData, call_of, dense, entered_by_round, forget
+from support.fake_fa4 import BOTH, NEITHER, AuxData, call_of, dense, entered_by_round
 
-from attnreg.backends.fa4 import BACKEND, recording
-from attnreg.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import recording
 from attnreg.backends.fa4.package import PackageCall
 from attnreg.backends.fa4.recording import record
-
-# Which directions enter the package's Python.
-BOTH, NEITHER = ["forward", "backward"], []
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    return fake_fa4.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
 
 
 def interface():
@@ -92,7 +72,7 @@ def test_a_call_that_no_recipe_can_hold_is_recorded_once_and_goes_through_the_pa
     assert caplog.messages == [f"FA4 calls the package's Python for each forward like this one: {why}"]
 
 
-def test_tuples_are_given_again_as_they_were_with_the_tensors_of_the_call(kernels, package):
+def test_tuples_are_replayed_with_the_tensors_of_the_call(kernels, package):
     constants = ("word", (), (1, (2.5, None)), AuxData(scalars=(True,)))
     launch_one_more(package, *constants, lambda out: AuxData((out, (3, out))))
     for seed in range(5):
@@ -142,7 +122,7 @@ def test_a_call_without_results_or_launches_of_its_own_has_no_recipe(package, re
         (lambda x: x.new_zeros(2, 2), True),
     ],
 )
-def test_allocations_are_made_again_as_they_were(package, allocate, zeroed):
+def test_allocations_are_repeated_with_the_same_arguments(package, allocate, zeroed):
     given, before = torch.ones(2, 6), allocate(torch.ones(2, 6))
     cache = interface()._bwd_preprocess
     cache.compile_cache[()] = lambda *tensors: None

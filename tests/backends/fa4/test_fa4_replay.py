@@ -4,68 +4,27 @@ The fake package computes in its kernels only (`fake_fa4`), so a launch that is 
 tensor, shows in the values. A recipe is proven at the third call of its description.
 """
 
-import functools
-import sys
 import threading
-import types
 
 import pytest
 import torch
-from support import fake_fa4, short_ways, truth
-from support.fake_fa4 import both, call_of, dense, entered, entered_by_round, forget, packed, true_results
+from support import launchers, truth
+from support.fake_fa4 import (
+    BOTH,
+    NEITHER,
+    PROVEN_SOON,
+    both,
+    call_of,
+    count_recorded,
+    dense,
+    entered,
+    packed,
+    true_results,
+)
 
 from attnreg import Call
-from attnreg.backends.fa4 import BACKEND, adapter, recording, replay, unused_rows
-from attnreg.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import adapter, recording, replay
 from attnreg.backends.fa4.recording import describe
-
-# Which directions enter the package's Python.
-BOTH, NEITHER = ["forward", "backward"], []
-PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    return fake_fa4.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(package):
-    return BACKEND.load()
-
-
-@pytest.fixture
-def rounds(kernels, package):
-    """Run calls of one description; returns which directions entered the package's Python, by round."""
-    return functools.partial(entered_by_round, kernels, package)
-
-
-@pytest.fixture
-def no_unused_rows(monkeypatch):
-    """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
-    found = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(unused_rows, "facts", lambda *arguments: found)
-    return found
-
-
-def count_recorded(package):
-    """Return a list that grows by one with each call that is recorded."""
-    recorded = []
-
-    def look():
-        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
-        if isinstance(cache, recording._RecordingCache):
-            recorded.append(True)
-
-    package.pause = look
-    return recorded
-
 
 # Which calls are replayed
 
@@ -110,7 +69,7 @@ def test_packed_batches_of_one_shape_are_replayed_whatever_their_offsets(
     found = [entered(kernels, package, *packed(lengths[n:] + lengths[:n], seed=n)) for n in range(4)]
     assert found == PROVEN_SOON
     assert ("_compute_tile_cumsum" in package.launched) is (len(lengths) > 256)
-    # Two tensors of offsets: the recording tells them apart.
+    # Two tensors of offsets: the recording distinguishes them.
     lengths_k = lengths[::-1]
     shifted = [(lengths[n:] + lengths[:n], lengths_k[n:] + lengths_k[:n]) for n in range(4)]
     found = [entered(kernels, package, *packed(*each, seed=7)) for each in shifted]
@@ -311,10 +270,10 @@ def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     replays = replay.Replays(True)
     for number in range(20):
-        assert not replays.came_before((number,))
-        assert replays.came_before((number,))
+        assert not replays.seen((number,))
+        assert replays.seen((number,))
         assert len(replays._entries) <= 3
-    assert not replays.came_before((0,))
+    assert not replays.seen((0,))
     # Two directions at a time are replayed all the same.
     for length in (10, 20, 30, 10):
         assert rounds(5, len_q=length)[-1] == NEITHER
@@ -361,7 +320,7 @@ def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_ro
     *first, call = given(3)
     *second, other = given(4)
     package.calls.clear()
-    _, backwards = short_ways.assert_same(kernels, first, second, call, other)
+    _, backwards = launchers.assert_same(kernels, first, second, call, other)
     assert len(backwards) == 2
     assert package.calls == []
 

@@ -28,7 +28,7 @@ def nothing_compiled(monkeypatch):
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """Give the compile cache a folder of the test's own, and unset what would govern it."""
+    """Give the compile cache a folder of the test's own, and unset the variables that would override it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (SWITCH, FOLDER):
         monkeypatch.setenv(name, "")  # so that what loading sets is undone
@@ -39,11 +39,6 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def install(monkeypatch, cache):
     return functools.partial(fake_fa4.install, monkeypatch)
-
-
-@pytest.fixture
-def package(install):
-    return install()
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+// The arguments of `varlen_attn`, read from Python.
+
+#pragma once
+
+#include <ATen/autocast_mode.h>
+
+#include <optional>
+#include <vector>
+
+#include "key.h"
+#include "python.h"
+
+namespace attnreg {
+
+struct VarlenCall {  // the arguments of `varlen_attn`, tensors aside
+  int64_t max_q, max_k;
+  bool causal;
+  int64_t left, right;
+  std::optional<double> scale;
+  bool gqa;
+  int64_t choice;
+
+  void append_to(std::vector<c10::IValue>& arguments) const {
+    arguments.insert(arguments.end(), {max_q, max_k, causal, left, right, c10::IValue(), gqa});
+    if (scale) {
+      arguments[arguments.size() - 2] = *scale;
+    }
+  }
+};
+
+// Whether a tensor is nothing but memory on a device: no wrapper, no view that is conjugate or negative.
+inline bool is_plain(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  static const uint64_t keys = c10::DispatchKeySet(
+      {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
+       DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA}).raw_repr();
+  return (tensor.key_set().raw_repr() & ~keys) == 0 && !tensor._fw_grad(0).defined();
+}
+
+inline bool read_int(PyObject* number, int64_t& into) {
+  if (!PyLong_CheckExact(number)) {
+    return false;
+  }
+  into = PyLong_AsLongLong(number);
+  return !(into == -1 && PyErr_Occurred());
+}
+
+// Read the arguments; false where they aren't as most are.
+inline bool read_varlen(PyObject* const* arguments, Tensors& tensors, VarlenCall& call) {
+  for (size_t i = 0; i < 5; i++) {
+    if (!THPVariable_CheckExact(arguments[i]) || !is_plain(THPVariable_Unpack(arguments[i]))) {
+      return false;
+    }
+    tensors.push_back(THPVariable_Unpack(arguments[i]));
+  }
+  PyObject *const *rest = arguments + 5, *window = rest[3], *scale = rest[4];
+  if (!read_int(rest[0], call.max_q) || !read_int(rest[1], call.max_k) || !PyBool_Check(rest[2]) ||
+      !PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2 ||
+      !read_int(PyTuple_GET_ITEM(window, 0), call.left) || !read_int(PyTuple_GET_ITEM(window, 1), call.right) ||
+      !(scale == Py_None || PyFloat_CheckExact(scale)) || !PyBool_Check(rest[5]) || !read_int(rest[6], call.choice)) {
+    return false;
+  }
+  call.causal = rest[2] == Py_True;
+  call.gqa = rest[5] == Py_True;
+  if (scale != Py_None) {
+    call.scale = PyFloat_AS_DOUBLE(scale);
+  }
+  const auto device = tensors[0].device().type();
+  if (at::autocast::is_autocast_enabled(device)) {
+    const auto wanted = at::autocast::get_autocast_dtype(device);
+    return tensors[0].scalar_type() == wanted && tensors[1].scalar_type() == wanted && tensors[2].scalar_type() == wanted;
+  }
+  return true;
+}
+
+}  // namespace attnreg

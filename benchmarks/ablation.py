@@ -1,0 +1,156 @@
+"""What each mechanism of the fast path saves the host: one is switched off at a time.
+
+    python benchmarks/ablation.py [--tokens N] [--rounds N] [--json FILE]
+
+A call of `F.scaled_dot_product_attention` and one of `varlen_attn`: 2 sequences of 128 tokens, 8 heads of 64,
+in bfloat16 led by FA2, FA4 and cuDNN on a GPU, else in float32 led by `cpu` on one thread, where `--tokens 8`
+leaves little but the host's work. Forward without and with gradient, and forward + backward: wall time of a
+few calls without waiting for the device. All rows are of one process and take turns; the first two are the
+same, and what they differ by is noise. `docs/fast-path.md` says what each mechanism is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry
+from attnreg.bench.report import save, show, show_machine
+from attnreg.contract import offsets
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.dispatch import call_cache
+from attnreg.measure.timing import interleaved, timer_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    Context = Callable[[], AbstractContextManager[Any]]
+
+CALLS, WARM_UP = 30, 24
+ALL_ON = "all on"
+
+
+def replaced(where: object, name: str, value: object) -> Context:
+    """Return a context in which an attribute has another value."""
+    return functools.partial(mock.patch.object, where, name, value)
+
+
+def described_as_function(*kinds: type) -> Context:
+    """Have launchers of these kinds called as functions of Python."""
+    original = call_cache.described
+
+    def described(kept: Any) -> Any:
+        if isinstance(kept, call_cache.Kept) and isinstance(kept.launcher, kinds):
+            kept = kept._replace(launcher=kept.launcher.__call__)
+        return original(kept)
+
+    return replaced(call_cache, "described", described)
+
+
+def mechanisms(gpu: bool) -> dict[str, Context]:
+    """Return the rows: a name and the context in which a mechanism is off."""
+    found: dict[str, Context] = {
+        ALL_ON: contextlib.nullcontext,
+        f"{ALL_ON}, once more": contextlib.nullcontext,
+        "call cache": call_cache.paused,
+        "launchers of backends": replaced(call_cache, "_specialized", lambda *_: None),
+        "launchers in C++": described_as_function(OpLauncher, AddressLauncher),
+    }
+    if gpu:
+        found["torch's op in C++"] = described_as_function(OpLauncher)
+        found["kernels on addresses in C++"] = described_as_function(AddressLauncher)
+        found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
+        with contextlib.suppress(ImportError):
+            replay = importlib.import_module("attnreg.backends.fa4.replay")
+            found["FA4's replay"] = replaced(replay.Replays, "find", lambda *_: None)
+    return found
+
+
+def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return the calls that are timed."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = [torch.randn(2 * tokens, 8, 64, device=device, dtype=dtype) for _ in range(4)]
+    dense = [x.view(2, tokens, 8, 64).transpose(1, 2) for x in rows]
+    cu_seqlens = torch.tensor([0, tokens, 2 * tokens], device=device, dtype=torch.int32)
+
+    def varlen(*inputs: Tensor) -> Any:
+        return attnreg.varlen_attn(*inputs, cu_seqlens, cu_seqlens, tokens, tokens)
+
+    def steps(name: str, front: Callable[..., Any], tensors: list[Tensor]) -> dict[str, Callable[[], object]]:
+        *plain, grad = tensors
+        inputs = [x.clone().requires_grad_() for x in plain]
+        return {
+            f"{name}, no grad": lambda: front(*plain),
+            f"{name}, grad": lambda: front(*inputs),
+            f"{name}, + backward": lambda: torch.autograd.grad(front(*inputs), inputs, grad),
+        }
+
+    return steps("SDPA", F.scaled_dot_product_attention, dense) | steps("varlen", varlen, rows)
+
+
+@contextlib.contextmanager
+def off(switch: Context) -> Iterator[None]:
+    """Have a mechanism off, and what calls are kept as dropped before and after."""
+    with switch():
+        _registry.changed()
+        yield
+    _registry.changed()
+
+
+def measured(call: Callable[[], object], context: Context, device: torch.device) -> float:
+    """Return the microseconds of the host that one call takes in a context."""
+    with off(context):
+        for number in range(WARM_UP):
+            call()
+            if number % 4 == 3 and device.type == "cuda":
+                torch.cuda.synchronize(device)  # read-backs that launchers wait for have arrived
+                time.sleep(0.001)
+        return timer_for(device).host(call, CALLS) * 1e6
+
+
+def main() -> None:
+    """Time every call with each mechanism off, and print a table for each backend."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    show_machine()
+    results: dict[str, Any] = {}
+    for backend in ("FA2", "FA4", "cuDNN") if device.type == "cuda" else ("cpu",):
+        with attnreg.register_backend(backend):
+            calls, rows = calls_of(options.tokens, device), mechanisms(device.type == "cuda")
+            table: dict[str, dict[str, float]] = {row: {} for row in rows}
+            for name, call in calls.items():
+                sides = {
+                    row: functools.partial(measured, call, switch, device) for row, switch in rows.items()
+                }
+                for row, taken in interleaved(sides, options.rounds).items():
+                    table[row][name] = statistics.median(taken)
+        results[backend] = table
+        shown = [(row, *(f"{taken[name]:.1f}" for name in calls)) for row, taken in table.items()]
+        show(f"{backend}: host time per call with one mechanism off, µs; median", ("off", *calls), shown)
+    save(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A fake package in place of flash-attn-4, of which nothing has been compiled."""
+
+import functools
+import types
+
+import pytest
+from support import fake_fa4
+
+from attnreg.backends.fa4 import BACKEND, unused_rows
+from attnreg.backends.fa4 import package as fa4_package
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setenv(fa4_package.SWITCH, "0")  # no disk cache
+    fake_fa4.forget(monkeypatch)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    return functools.partial(fake_fa4.install, monkeypatch)
+
+
+@pytest.fixture
+def package(install):
+    return install()
+
+
+@pytest.fixture
+def kernels(package):
+    return BACKEND.load()
+
+
+@pytest.fixture
+def rounds(kernels, package):
+    """Run calls of one description; returns which directions entered the package's Python, by round."""
+    return functools.partial(fake_fa4.entered_by_round, kernels, package)
+
+
+@pytest.fixture
+def no_unused_rows(monkeypatch):
+    """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
+    found = types.SimpleNamespace(no_unused_rows=True)
+    monkeypatch.setattr(unused_rows, "facts", lambda *arguments: found)
+    return found

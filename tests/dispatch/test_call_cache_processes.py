@@ -1,0 +1,99 @@
+"""Promises of the call cache in processes that fork, that end, and that aren't told to use it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import os, sys, torch, attnreg
+import torch.nn.functional as F
+from pathlib import Path
+from attnreg.torchlib import building, captured
+building.built = lambda: Path(sys.argv[1])
+torch.set_num_threads(1)
+q = torch.randn(1, 2, 8, 16)
+packed, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+
+def attend():
+    F.scaled_dot_product_attention(q, q, q)
+
+def attend_packed():
+    return attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 4, 4)
+
+def both(times=3):
+    for _ in range(times):
+        attend()
+        attend_packed()
+"""
+
+FORKED = """
+attnreg.register_backend("cpu")
+both()
+assert captured.call_cache_in_use
+child = os.fork()
+both(2)
+assert attnreg.stats().calls["cpu"]["forward"] == 10, attnreg.stats()
+with attnreg.register_backend("math"):
+    both(2)
+assert attnreg.stats().calls["math"]["forward"] == 4, attnreg.stats()
+with attnreg.use_backend("math"):
+    both()
+if not child:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("both")
+"""
+
+# What is registered first runs last.
+LAST = """
+import atexit
+
+def last():
+    ones = torch.ones(1, 1, 3, 8)
+    print(F.scaled_dot_product_attention(ones, ones, ones).sum(), attend_packed().isfinite().all())
+
+atexit.register(last)
+"""
+AT_THE_END = """
+attnreg.register_backend("cpu")
+both()
+with attnreg.use_backend("math"):
+    both()
+leaf = packed.requires_grad_()
+kept = attend_packed()  # a node of autograd's that outlives everything
+print(captured.call_cache_in_use)
+"""
+
+
+def run(script, *arguments, **variables):
+    kept = {"ATTNREG_BUILD", *(name for name in os.environ if not name.startswith("ATTNREG_"))}
+    environ = {name: value for name, value in os.environ.items() if name in kept}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", BEGIN + script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+    )
+
+
+def test_a_forked_process_goes_on_with_it_and_both_count_their_own(built_routers):
+    result = run(FORKED, built_routers)
+    assert (result.stdout, result.returncode) == ("both\n", 0), result.stderr
+
+
+def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
+    result = run(LAST + AT_THE_END, built_routers)
+    assert result.stdout.splitlines() == ["True", "tensor(24.) tensor(True)"], result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("variable", "compiled"), [("python", "False"), ("", "True")])
+def test_the_variable_decides_which_routers_there_are(built_routers, variable, compiled):
+    script = (
+        "attnreg.register_backend('cpu'); both()\nprint(captured.call_cache_in_use, attnreg.stats().calls)"
+    )
+    result = run(script, built_routers, ATTNREG_ROUTERS=variable)
+    assert result.stdout == f"{compiled} {{'cpu': {{'forward': 6, 'backward': 0}}}}\n", result.stderr

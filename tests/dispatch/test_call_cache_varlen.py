@@ -1,0 +1,392 @@
+"""Promises of the call cache for `varlen_attn`: which calls it runs, and that nothing else changes."""
+
+import inspect
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import pytest
+import torch
+from support.varlen_calls import LENGTHS, assert_right, attend
+from test_launchers import PACKED, forward_function, lse_of, tensors
+
+import attnreg
+from attnreg.contract.backend import Call
+from attnreg.dispatch import scope
+from attnreg.dispatch.state import state
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.varlen import plans
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
+
+# ---- repeated calls
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"window": (-1, 0)},
+    "window and scale": {"window": (1, 0), "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_repeated_call_takes_no_plan_is_right_and_is_counted(compiled, packed, planned, ran, name, options):
+    counts = []
+    with attnreg.register_backend(name):
+        for seed in range(4):
+            inputs = packed((5, 1, 8), seed=seed)
+            counts.append(planned(lambda: assert_right(inputs, **options)))  # noqa: B023
+            assert ran() == {name: (1, 1)}
+    assert counts == [2, 2, 0, 0]  # the first results are checked against the contract
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_and_shared_key_heads_are_right_from_the_call_cache(compiled, packed, planned, dtype):
+    for seed in range(4):
+        inputs = packed((5, 1, 8), (7, 2, 8), heads=4, heads_k=2, dtype=dtype, seed=seed)
+        count = planned(lambda: assert_right(inputs, enable_gqa=True, dtype=dtype))  # noqa: B023
+    assert count == 0
+
+
+def test_several_threads_get_their_own_results(compiled, packed):
+    def work(seed):
+        for number in range(20):
+            assert_right(packed((5, 1, 8), seed=100 * seed + number), window=(-1, 0))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [True] * 4
+
+
+# ---- what makes another call
+
+
+def strided(inputs):
+    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]] + [*inputs[3:]]
+
+
+def offset_by_one(inputs):
+    moved = [torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for x in inputs[:3]]
+    return [*moved, *inputs[3:]]
+
+
+def deterministic(call):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def in_scope(call):
+    with attnreg.use_backend("math", "cpu"):
+        return call()
+
+
+def paged(inputs):
+    pages = torch.zeros(2, 4, 4, 16)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    used = torch.tensor(LENGTHS, dtype=torch.int32)
+    return attend((inputs[0], pages, pages, inputs[3], None, 4, 4), seqused_k=used, block_table=table)
+
+
+# For each field of `Call` a call that differs in it; None where `varlen_attn` has no such argument.
+FIELDS = {
+    "scale": lambda given: attend(given, scale=0.5),
+    "max_q": lambda given: attend((*given[:5], 5, 4)),
+    "max_k": lambda given: attend((*given[:5], 4, 5)),
+    "window": lambda given: attend(given, window=(1, -1)),
+    "cu_seqlens_q": lambda given: attend((*given[:3], *[torch.tensor([0, 2, 4, 6]).int()] * 2, 4, 4)),
+    "cu_seqlens_k": lambda given: attend((*given[:4], given[3].clone(), 4, 4)),
+    "seqused_k": lambda given: attend(given, seqused_k=torch.tensor(LENGTHS, dtype=torch.int32)),
+    "block_table": paged,
+    "attn_bias": None,
+    "alibi_slopes": None,
+    "dropout": None,
+    "rng_state": None,
+    "num_splits": lambda given: attend(given, num_splits=2),
+    "deterministic": lambda given: deterministic(lambda: attend(given)),
+}
+FURTHER = {
+    "causal": lambda given: attend(given, is_causal=True),
+    "shape": lambda given: attend((*[x[:5] for x in given[:3]], *[torch.tensor([0, 2, 5]).int()] * 2, 4, 4)),
+    "dtype": lambda given: attend((*[x.bfloat16() for x in given[:3]], *given[3:])),
+    "strides": lambda given: attend(strided(given)),
+    "alignment": lambda given: attend(offset_by_one(given)),
+    "a gradient": lambda given: attend([x.clone().requires_grad_() for x in given[:3]] + [*given[3:]]),
+    "no grad mode": lambda given: torch.no_grad()(attend)(given),
+    "enable_gqa": lambda given: attend(given, enable_gqa=True),
+    "choice": lambda given: in_scope(lambda: attend(given)),
+    "backend": lambda given: attend(given, backend="math"),
+}
+
+
+def test_each_field_of_a_call_has_a_test_here():
+    assert FIELDS.keys() == set(Call._fields)
+    lacking = {name for name, differs in FIELDS.items() if differs is None}
+    assert not lacking & set(inspect.signature(attnreg.varlen_attn).parameters)
+
+
+@pytest.mark.parametrize("name", [name for name in {**FIELDS, **FURTHER} if {**FIELDS, **FURTHER}[name]])
+def test_a_call_that_differs_is_planned(compiled, packed, planned, name):
+    given = packed(LENGTHS, grad=False)
+    given = (*given[:4], given[3], *given[5:])  # one tensor of offsets for both
+    differs = {**FIELDS, **FURTHER}[name]
+    for _ in range(3):
+        attend(given)
+    assert planned(lambda: attend(given)) == 0
+    assert planned(lambda: differs(given)) == 1
+    assert planned(lambda: attend(given)) == 0
+
+
+def test_a_scale_of_zero_is_not_no_scale(packed_plan, pair):
+    inputs = tensors(PACKED)
+    packed_plan.forward = forward_function
+    for scale in (None, 0.0, -0.0, 1.0):
+        assert packed_plan.planned(*inputs, pair, pair, scale=scale)[0]
+        assert packed_plan.given[4] == scale
+    assert not packed_plan.planned(*inputs, pair, pair, scale=0.0)[0]
+
+
+# ---- offsets
+
+
+def test_on_a_cpu_offsets_are_read_each_time(compiled, packed, planned, ran):
+    memory = numpy.array([0, 2, 6], dtype=numpy.int32)
+    offsets = torch.from_numpy(memory)
+    query, key, value, *_ = packed(LENGTHS)
+    inputs = query, key, value, offsets, offsets, 6, 6
+    for name in ("cpu", "math"):
+        with attnreg.register_backend(name):
+            memory[1] = 2
+            for _ in range(3):
+                assert_right(inputs)
+            memory[1] = 5  # which leaves no trace in the tensor
+            assert planned(lambda: assert_right(inputs)) == 0
+            memory[1] = 7
+            with pytest.raises(InvalidInputError, match="no decrease"):
+                attend(inputs)
+    assert ran() == {"cpu": (4, 4), "math": (4, 4)}
+
+
+def test_a_packed_call_on_a_cpu_gets_no_launcher_of_its_backend(compiled, packed, fake):
+    """A launcher is promised that every row sees a key, and nobody knows."""
+    mine, inputs = fake("mine"), packed((2, 0, 4))
+    kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *_: pytest.fail("asked for a launcher"))
+    with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):
+        for _ in range(4):
+            assert_right(inputs)
+
+
+def test_offsets_that_are_not_known_are_planned_once(packed_plan, pair):
+    inputs = tensors(PACKED)
+    packed_plan.forward = forward_function
+    assert packed_plan.planned(*inputs, pair, pair)[0]
+    others = torch.tensor([0, 3, 6], dtype=torch.int32)
+    assert [packed_plan.planned(*inputs, others, others)[0] for _ in range(3)] == [True, False, False]
+    others[1] = 0  # a sequence without a token
+    packed_plan.knows_offsets = False
+    packed_plan.keeps = False
+    assert [packed_plan.planned(*inputs, others, others)[0] for _ in range(2)] == [True, True]
+    assert not packed_plan.planned(*inputs, pair, pair)[0]
+
+
+def test_offsets_at_the_address_of_others_are_not_taken_for_them(packed_plan):
+    packed_plan.forward = forward_function
+    inputs = tensors(PACKED)
+    for _ in range(200):  # of which sixty-four are kept
+        offsets = torch.tensor([0, 3, 6], dtype=torch.int32)
+        assert packed_plan.planned(*inputs, offsets, offsets)[0]
+        del offsets
+
+
+def test_offsets_of_inference_mode_are_never_known(packed_plan):
+    packed_plan.forward = forward_function
+    with torch.inference_mode():
+        offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    assert [packed_plan.planned(*tensors(PACKED), offsets, offsets)[0] for _ in range(3)] == [True] * 3
+
+
+def test_a_backward_needs_no_look_at_offsets_that_its_forward_knew(packed_plan, pair):
+    """Sixty-four newer pairs have taken the place of its own meanwhile."""
+    packed_plan.forward = forward_function
+    packed_plan.backward = lambda grad, *_: (grad * 7, grad * 8, grad * 9)
+    query, key, value = tensors(PACKED)
+    query.requires_grad_()
+    for _ in range(3):
+        out = packed_plan.planned(query, key, value, pair, pair)[1][0]
+        packed_plan.planned_back(out, [query])
+    out = packed_plan.planned(query, key, value, pair, pair)[1][0]
+    others = [torch.tensor([0, 3, 6], dtype=torch.int32) for _ in range(65)]
+    for one in others:
+        packed_plan.planned(query.detach(), key, value, one, one)
+    was_planned, (grad,) = packed_plan.planned_back(out, [query])
+    assert not was_planned
+    assert torch.equal(grad, torch.full_like(grad, 7))
+    assert packed_plan.planned(query, key, value, pair, pair)[0]
+
+
+class OnGpu:
+    """Stands for a tensor of a GPU."""
+
+    is_cuda, shape = True, PACKED
+
+
+@pytest.mark.parametrize(
+    ("of_a_graph", "every_row", "kept"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_on_a_gpu_a_call_is_kept_where_every_row_is_known_to_see_a_key(
+    compiled, monkeypatch, pair, of_a_graph, every_row, kept
+):
+    asked = []
+    monkeypatch.setattr(plans, "needs_graph_memory", lambda _: of_a_graph)
+    monkeypatch.setattr(plans, "stream_of", lambda _: 0)
+    facts = types.SimpleNamespace(every_row_sees_a_key=every_row)
+    monkeypatch.setattr(plans, "facts_of", lambda *given: asked.append(given) or facts)
+    monkeypatch.setattr(plans, "kept_for", lambda plan, tensors, call, offsets: offsets)
+    found = plans._kept("plan", (), OnGpu(), OnGpu(), Call(1.0, 4, 4, (-1, -1), pair, pair))
+    assert found == ((pair, pair, 6, 6) if kept else None)
+    assert asked == ([] if of_a_graph else [(pair, pair, 6, 6, 0)])
+
+
+# ---- what drops everything
+
+
+def test_a_change_drops_packed_calls(packed_plan, pair):
+    query, key, value = tensors(PACKED)
+    query.requires_grad_()
+    packed_plan.forward, packed_plan.backward = forward_function, lambda grad, *_: (grad, grad, grad)
+
+    def step():
+        was_planned, (out, _) = packed_plan.planned(query, key, value, pair, pair)
+        return was_planned, packed_plan.planned_back(out, [query])[0]
+
+    assert [step() for _ in range(3)][-1] == (False, False)
+    packed_plan.module.drop()
+    assert [step() for _ in range(3)] == [(True, True), (False, False), (False, False)]
+    packed_plan.meanwhile = packed_plan.module.drop
+    packed_plan.module.drop()
+    assert [step() for _ in range(2)] == [(True, True), (True, True)]
+
+
+def test_scopes_and_registrations_and_settings_hold_at_once(compiled, packed, ran):
+    inputs = packed(LENGTHS)
+    for _ in range(4):
+        assert_right(inputs)
+    assert ran() == {"cpu": (4, 4)}
+    with attnreg.use_backend("math"):
+        assert_right(inputs)
+    assert_right(inputs, backend="math")
+    with attnreg.register_backend("math"):
+        assert_right(inputs)
+    assert ran() == {"math": (3, 3)}
+    assert_right(inputs)
+    attnreg.configure({"disabled": ["cpu"]})
+    assert_right(inputs)
+    assert ran() == {"cpu": (1, 1), "math": (1, 1)}
+
+
+def test_scoped_calls_are_kept_and_their_backward_gets_the_choice(compiled, packed, planned, ran):
+    inputs = packed(LENGTHS)
+    outs = []
+    for _ in range(3):
+        assert_right(inputs)
+        assert_right(inputs, backend="math")
+    ran()
+    with attnreg.use_backend("math"):
+        for _ in range(3):
+            assert_right(inputs)
+        assert planned(lambda: outs.append(attend(inputs))) == 0
+    (out,) = outs
+    thread = threading.Thread(target=out.backward, args=(torch.ones_like(out),))
+    assert planned(lambda: (thread.start(), thread.join())) == 0
+    assert ran() == {"math": (4, 4)}
+    assert planned(lambda: assert_right(inputs)) == 0
+    assert ran() == {"cpu": (1, 1)}
+
+
+def test_a_scope_is_not_of_other_threads(compiled, packed, ran):
+    inputs = packed(LENGTHS)
+    for _ in range(3):
+        with attnreg.use_backend("math"), ThreadPoolExecutor(1) as pool:
+            assert_right(inputs)
+            pool.submit(assert_right, inputs).result()
+            assert scope.current() is not None
+    assert ran() == {"math": (3, 3), "cpu": (3, 3)}
+
+
+# ---- errors and counts
+
+
+def test_errors_are_the_callers_and_nothing_is_counted(packed_plan, pair):
+    def fails(*_):
+        raise LookupError("of a kernel")
+
+    query, key, value = tensors(PACKED)
+    query.requires_grad_()
+    packed_plan.backward = fails
+    out = packed_plan.planned(query, key, value, pair, pair)[1][0]
+    packed_plan.planned_back(out, [query])
+    out = packed_plan.planned(query, key, value, pair, pair)[1][0]
+    raised = []
+
+    def backward():
+        try:
+            torch.autograd.grad(out, query, torch.ones_like(out))
+        except LookupError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert raised == ["of a kernel"]
+    packed_plan.forward = fails
+    packed_plan.module.drop()
+    packed_plan.planned(query, key, value, pair, pair)
+    with pytest.raises(LookupError, match="of a kernel"):
+        packed_plan.planned(query, key, value, pair, pair)
+    packed_plan.meanwhile = fails
+    packed_plan.module.drop()
+    with pytest.raises(LookupError, match="of a kernel"):
+        packed_plan.planned(query, key, value, pair, pair)
+    assert packed_plan.counted() == 0
+
+
+def test_wrong_input_and_refusals_are_the_same_errors_before_and_after_a_kept_call(compiled, packed, fake):
+    *good, cu_q, cu_k, max_q, max_k = packed(LENGTHS)
+    for _ in range(3):
+        with pytest.raises(InvalidInputError, match="heads"):
+            attend((good[0][:, :3], *good[1:], cu_q, cu_k, max_q, max_k))
+        with pytest.raises(InvalidInputError, match="window_size"):
+            attend((*good, cu_q, cu_k, max_q, max_k), window=(-2, 0))
+        with (
+            attnreg.register_backend(fake("mine", window=False).backend),
+            pytest.raises(UnsupportedInputError, match="mine"),
+        ):
+            attend((*good, cu_q, cu_k, max_q, max_k), window=(1, 0), backend="mine")
+        assert_right((*good, cu_q, cu_k, max_q, max_k))
+
+
+def test_a_recording_counts_repeated_calls(compiled, packed, tmp_path):
+    inputs = packed(LENGTHS)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        for _ in range(4):
+            assert_right(inputs)
+    assert '"forward":4,"backward":4' in (tmp_path / "trace.jsonl").read_text()
+    attnreg.uninstall()
+
+
+def test_an_lse_of_any_strides_comes_out_contiguous(packed_plan, pair):
+    packed_plan.forward = lambda q, *_: (q, lse_of(q).t().contiguous().t())
+    inputs = tensors(PACKED)
+    for _ in range(3):
+        _, lse = attnreg.varlen_attn(*inputs, pair, pair, 4, 4, return_aux=attnreg.AuxRequest(lse=True))
+        assert lse.is_contiguous()
+        assert torch.equal(lse, lse_of(inputs[0]))
+
+
+def test_plans_are_few_whatever_the_call_cache_keeps(compiled, packed):
+    for number in range(20):
+        attend(packed(LENGTHS, grad=False), scale=float(number + 1))
+    assert len(state().plans) == 1

@@ -1,0 +1,273 @@
+"""Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import truth
+
+import attnreg
+from attnreg.dispatch import scope
+from attnreg.selection.decision import Preference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def choice_of(*names):
+    return scope.make_choice(Preference(f"a test of {names}", names))
+
+
+def qkv(grad=True, dtype=torch.float32, length=8):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, length, 16, generator=generator).to(dtype).requires_grad_(grad) for _ in "qkv"]
+
+
+def gradients(out, inputs):
+    return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+# ---- choices and tokens
+
+
+def test_there_is_one_choice_of_each_content_and_its_number_finds_it():
+    one, same, other = choice_of("cpu"), choice_of("cpu"), choice_of("math")
+    assert one is same
+    assert one is not other
+    assert scope.by_number(one.number) is one
+    assert scope.by_number(other.number) is other
+    assert scope.by_number(0) is None
+    assert scope.make_choice(one.preference, "no gradient").number not in (one.number, other.number)
+
+
+def test_threads_that_make_the_same_choice_get_one():
+    names = [f"backend {number}" for number in range(50)]
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: [choice_of(name) for name in names], range(8)))
+    for column in zip(*made, strict=True):
+        assert len(set(map(id, column))) == 1
+
+
+TENSORS = {
+    "contiguous": torch.randn(2, 3, 8),
+    "transposed": torch.randn(2, 8, 3).transpose(1, 2),
+    "scalar": torch.randn(()),
+    "empty": torch.randn(0, 3),
+    "integers": torch.arange(4),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor):
+    for choice in (choice_of("cpu"), choice_of("math")):
+        token = scope.with_token(tensor, choice)
+        assert scope.read_token(token) is choice
+        assert torch.equal(token, tensor)
+        assert (token.dtype, token.stride()) == (tensor.dtype, tensor.stride())
+        assert token.data_ptr() % 16 == 0
+    assert scope.read_token(tensor) is None
+
+
+def test_a_scalar_carries_a_choice_or_none():
+    for choice in (None, choice_of("cpu"), choice_of("math")):
+        token = scope.choice_token(choice, torch.ones(3))
+        assert (token.shape, token.dtype, token.device) == ((), torch.uint64, torch.device("cpu"))
+        assert scope.read_token(token) is choice
+        assert scope.read_token(token.detach()) is choice
+
+
+def test_no_slice_of_an_ordinary_tensor_is_taken_for_a_token():
+    choice_of("cpu")
+    whole = torch.randn(100)
+    for start in range(100):
+        for stop in range(start, 101):
+            taken = scope.read_token(whole[start:stop])
+            assert taken is None or stop == 100 - scope.GUARD
+    assert scope.read_token(torch.empty(1000)[4 * 200 :][:1]) is None
+
+
+def test_a_copy_of_a_token_carries_nothing():
+    token = scope.with_token(torch.randn(2, 3), choice_of("cpu"))
+    assert scope.read_token(token.clone()) is None
+
+
+def test_a_choice_holds_in_its_thread_until_it_is_left():
+    choice, seen = choice_of("cpu"), []
+    token = scope.enter(choice)
+    thread = threading.Thread(target=lambda: seen.append(scope.current()))
+    thread.start()
+    thread.join()
+    assert (scope.current(), seen) == (choice, [None])
+    scope.leave(token)
+    assert scope.current() is None
+
+
+def test_who_watches_is_called_before_a_choice_of_backends_can_hold(monkeypatch):
+    monkeypatch.setattr(scope, "_choices", [])
+    monkeypatch.setattr(scope, "_by_content", {})
+    monkeypatch.setattr(scope, "_waiting", [])
+    called = []
+    scope.on_first_choice(called.append)
+    scope.make_choice(None, "no gradient")  # which is of one call's backward, and of no scope
+    assert called == []
+    choice_of("cpu")
+    assert called == [scope.variable]
+    choice_of("math")
+    assert called == [scope.variable]
+    scope.on_first_choice(called.append)
+    assert called == [scope.variable] * 2
+
+
+# ---- dense calls, planned and repeated
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["math", "cpu"])
+def test_a_scoped_call_is_kept_and_its_backward_gets_the_choice(installed, planned, ran, name, dtype):
+    other = {"math": "cpu", "cpu": "math"}[name]
+    inputs = qkv(dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    right, _ = truth.dense(*exact)
+    wanted = gradients(right, exact)
+
+    def step():
+        with attnreg.use_backend(name):
+            out = F.scaled_dot_product_attention(*inputs)
+        for got, one in zip((out, *gradients(out, inputs)), (right, *wanted), strict=True):
+            truth.assert_near(got, one)
+        assert ran() == {name: (1, 1)}
+
+    with attnreg.register_backend(other):
+        for _ in range(3):
+            step()
+            gradients(F.scaled_dot_product_attention(*inputs), inputs)
+            assert ran() == {other: (1, 1)}
+        assert planned(step) == 0
+
+
+def test_strides_and_values_are_those_of_a_call_without_a_scope(installed):
+    inputs = qkv()
+    plain = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+    for name in ("math", "cpu"):
+        for _ in range(4):
+            with attnreg.use_backend(name):
+                results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+            for got, wanted in zip(results, plain, strict=True):
+                assert got.stride() == wanted.stride()
+                torch.testing.assert_close(got, wanted)
+
+
+def test_a_scope_is_obeyed_by_no_other_thread(installed, ran):
+    inputs = qkv(grad=False)
+    attnreg.register_backend("cpu")
+    for _ in range(3):
+        F.scaled_dot_product_attention(*inputs)
+        with attnreg.use_backend("math"):
+            F.scaled_dot_product_attention(*inputs)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(F.scaled_dot_product_attention, *inputs).result()
+    assert ran() == {"cpu": (6, 0), "math": (3, 0)}
+
+
+def test_a_backward_in_another_thread_and_after_other_scopes_gets_its_own_choice(installed, ran):
+    inputs = qkv()
+    attnreg.register_backend("cpu")
+    for _ in range(4):
+        outs = []
+        for name in ("math", "cpu"):
+            with attnreg.use_backend(name):
+                outs.append(F.scaled_dot_product_attention(*inputs))
+        ran()
+        with attnreg.use_backend("cpu"), ThreadPoolExecutor(1) as pool:
+            pool.submit(gradients, outs[0], inputs).result()
+            assert ran() == {"math": (0, 1)}
+        with attnreg.use_backend("math"):
+            gradients(outs[1], inputs)
+            assert ran() == {"cpu": (0, 1)}
+
+
+def test_where_hooks_copied_what_was_saved_the_backward_is_decided_without_the_choice(installed, ran):
+    """All that a dense backward gets of its forward are those tensors."""
+    inputs = qkv()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = gradients(truth.dense(*exact)[0], exact)
+    for _ in range(4):
+        with attnreg.use_backend("math"), torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            out = F.scaled_dot_product_attention(*inputs)
+        for got, one in zip(gradients(out, inputs), wanted, strict=True):
+            truth.assert_near(got, one)
+    assert ran() == {"math": (4, 0)}  # torch's own kernel ran the backwards, as nothing is registered
+
+
+def test_an_lse_that_begins_inside_a_storage_is_not_taken_for_a_token(installed, ran):
+    """There the LSE carries the choice, by where it begins; and addresses come back."""
+    attnreg.register_backend("cpu")
+    q, k, v = qkv(grad=False)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    out, lse = forward(q, k, v)
+    ran()
+    for _ in range(50):
+        inside = torch.empty(lse.numel() + 64).as_strided(lse.shape, lse.stride(), 16).copy_(lse)
+        backward(out, q, k, v, out, inside, 0.0, False)
+        del inside
+        with attnreg.use_backend("math"):
+            results = forward(q, k, v)
+        backward(results[0], q, k, v, *results, 0.0, False)
+        del results
+    assert ran() == {"cpu": (0, 50), "math": (50, 50)}
+
+
+def test_the_call_cache_and_python_read_each_others_tokens(op):
+    """Of torch's own kernel, of a launcher and of a plan; `op` has the token as its fourth result."""
+    inputs = [torch.randn(2, 6, 2, 8) for _ in "qkv"]
+    choice = choice_of("math")
+    entered = scope.enter(choice)
+    try:
+        for launcher in (None, lambda q, k, v: (q, q.sum(-1).transpose(1, 2))):
+            op.module.drop()
+            op.forward = launcher
+            op.planned(*inputs)
+            was_planned, (*_, token, _) = op.planned(*inputs)
+            assert not was_planned
+            assert scope.read_token(token) is choice
+    finally:
+        scope.leave(entered)
+    op.planned(*inputs)
+    was_planned, (*_, none, _) = op.planned(*inputs)
+    assert not was_planned
+    assert scope.read_token(none) is None
+    given = [torch.randn(2, 6, 2, 8) for _ in range(5)] + [torch.zeros(2, 2, 6)]
+    op.backward = lambda grad, *_: (grad, grad, grad)
+    for one in (token, none, scope.choice_token(choice, inputs[0]), token):
+        op.planned_back(*given, one)
+    assert [op.planned_back(*given, one)[0] for one in (token, none)] == [False, False]
+    assert op.planned_back(*given, scope.choice_token(choice_of("cpu"), inputs[0]))[0]
+
+
+def test_an_exclusive_choice_refuses_instead_of_falling_back(installed, fake):
+    q, k, v = qkv(grad=False)
+    with attnreg.register_backend(fake("mine", dtypes=("bfloat16",)).backend):
+        for _ in range(3):
+            entered = scope.enter(scope.exclusive("mine"))
+            try:
+                with pytest.raises(attnreg.UnsupportedInputError, match="mine"):
+                    F.scaled_dot_product_attention(q, k, v)
+            finally:
+                scope.leave(entered)
+            F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["math", "cpu"])
+def test_what_is_compiled_passes_the_choice_of_a_repeated_call_on(installed, ran, name):
+    """AOTAutograd runs the forward where no gradient is recorded, and the backward's op itself."""
+    inputs = qkv()
+    attnreg.register_backend({"math": "cpu", "cpu": "math"}[name])
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
+    for _ in range(5):
+        with attnreg.use_backend(name):
+            out = compiled(*inputs)
+        gradients(out, inputs)
+        assert ran() == {name: (1, 1)}

@@ -1,0 +1,219 @@
+"""Promises of `varlen_attn` towards autograd, with the node in C++ and with the function in Python."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from support import truth
+from support.varlen_calls import LENGTHS, assert_right, attend
+from torch.utils.checkpoint import checkpoint
+
+import attnreg
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees", "front")
+
+
+@pytest.fixture
+def inputs(packed):
+    """Return inputs of a call that is kept, where calls are."""
+    made = packed(LENGTHS)
+    for _ in range(3):
+        assert_right(made)
+    return made
+
+
+def gradients(out, inputs, **options):
+    return torch.autograd.grad(out, inputs[:3], torch.ones_like(out), **options)
+
+
+def test_a_kept_graph_gives_the_same_gradients_again_and_a_released_one_is_an_error(inputs, ran):
+    out = attend(inputs)
+    ran()
+    first, again = gradients(out, inputs, retain_graph=True), gradients(out, inputs)
+    assert ran() == {"cpu": (0, 2)}
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        gradients(out, inputs)
+
+
+@pytest.mark.parametrize("place", range(5), ids=["query", "key", "value", "offsets", "output"])
+def test_what_is_written_to_between_forward_and_backward_is_an_error(inputs, place):
+    values = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs[:4]]
+    out = attend((*values, values[3], *inputs[5:]))
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        with torch.no_grad():
+            (*values, out)[place].add_(0)
+        gradients(out, values)
+
+
+def test_a_double_backward_is_an_error_for_those_who_ask_for_it(inputs):
+    weight = torch.ones((), requires_grad=True)
+    out = attend((inputs[0] * weight, *inputs[1:]))
+    (grad,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"not implemented|once_differentiable"):
+        grad.backward()
+    out = attend(inputs)
+    grads = gradients(out, inputs, create_graph=True)
+    for one, other in zip(grads, gradients(attend(inputs), inputs), strict=True):
+        assert torch.equal(one.detach(), other)
+
+
+def test_gradients_flow_further_into_what_made_the_inputs(inputs):
+    leaf = torch.randn(3, requires_grad=True)
+    query, key, value = (x.detach() * factor for x, factor in zip(inputs[:3], leaf, strict=True))
+    attend((query, key, value, *inputs[3:])).square().sum().backward()
+    factors = leaf.detach().double().requires_grad_()
+    exact = [x.detach().double() * factor for x, factor in zip(inputs[:3], factors, strict=True)]
+    truth.varlen(*exact, *inputs[3:5])[0].square().sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), factors.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needing", [(0,), (1,), (2,), (0, 2)])
+def test_only_inputs_that_need_a_gradient_get_one(inputs, needing):
+    leaves = [x.detach().clone().requires_grad_(n in needing) for n, x in enumerate(inputs[:3])]
+    wanted = gradients(attend(inputs), inputs)
+    for _ in range(3):
+        for leaf in leaves:
+            leaf.grad = None
+        attend((*leaves, *inputs[3:])).sum().backward()
+        for number, (leaf, one) in enumerate(zip(leaves, wanted, strict=True)):
+            assert (leaf.grad is not None) == (number in needing)
+            if leaf.grad is not None:
+                torch.testing.assert_close(leaf.grad, one)
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted(inputs):
+    with torch.no_grad():
+        assert attend(inputs).grad_fn is None
+    assert attend([x.detach() for x in inputs[:5]] + [*inputs[5:]]).grad_fn is None
+    _, lse = attend(inputs, return_aux=attnreg.AuxRequest(lse=True))
+    assert not lse.requires_grad
+
+
+def test_a_gradient_of_nothing_is_nothing(inputs):
+    out = attend(inputs)
+    other = torch.ones(3, requires_grad=True)
+    grads = torch.autograd.grad(other.sum() + 0 * out.detach().sum(), inputs[:3], allow_unused=True)
+    assert grads == (None,) * 3
+
+    class Drop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    (grad,) = torch.autograd.grad(Drop.apply(out).sum(), inputs[:1], allow_unused=True)
+    assert grad is None or not grad.any()
+
+
+def test_hooks_that_copy_what_is_saved_change_nothing(inputs, ran):
+    wanted = gradients(attend(inputs), inputs)
+    for name in ("math", None):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            if name is None:
+                out = attend(inputs)
+            else:
+                with attnreg.use_backend(name):
+                    out = attend(inputs)
+        ran()
+        grads = gradients(out, inputs)
+        assert ran() == {name or "cpu": (0, 1)}
+        for one, other in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+    with torch.autograd.graph.save_on_cpu():
+        for one, other in zip(gradients(attend(inputs), inputs), wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_hooks_that_are_forbidden_or_fail_are_the_callers_errors(inputs):
+    def fails(_):
+        raise LookupError("of a hook")
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(fails, fails), pytest.raises(LookupError, match="of a hook"):
+        attend(inputs)
+    with hooks(lambda x: x, fails):
+        out = attend(inputs)
+    with pytest.raises(LookupError, match="of a hook"):
+        gradients(out, inputs)
+    assert_right(inputs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_runs_the_forward_again_on_the_backend_of_the_call(inputs, ran, reentrant):
+    wanted = gradients(attend(inputs), inputs)
+    ran()
+    for _ in range(3):
+        out = checkpoint(
+            lambda q: attend((q, *inputs[1:]), backend="math"), inputs[0], use_reentrant=reentrant
+        )
+        leaves = inputs[:3]
+        for leaf in leaves:
+            leaf.grad = None
+        out.backward(torch.ones_like(out))
+        torch.testing.assert_close(leaves[0].grad, wanted[0])
+        assert ran() == {"math": (2, 1)}
+
+
+def test_a_backward_in_another_thread_and_several_at_once_are_right(inputs):
+    wanted = gradients(attend(inputs), inputs)
+    outs = [attend(inputs) for _ in range(8)]
+    found = [None] * len(outs)
+
+    def work(number):
+        found[number] = gradients(outs[number], inputs)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(outs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for grads in found:
+        for one, other in zip(grads, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_a_graph_saved_goes_with_it(packed):
+    def step(keep_graph):
+        inputs = packed(LENGTHS)
+        held = [weakref.ref(x) for x in inputs[:5]]
+        out = attend(inputs)
+        if not keep_graph:
+            gradients(out, inputs)
+        return held, out
+
+    for _ in range(4):
+        held, out = step(keep_graph=False)
+        gc.collect()
+        assert [x() is None for x in held[3:]] == [True] * 2  # released by the backward
+        held, out = step(keep_graph=True)
+        gc.collect()
+        assert held[0]() is not None
+        del out
+        gc.collect()
+        assert [x() for x in held] == [None] * 5
+
+
+def test_inference_tensors_cannot_be_saved_which_torch_says(inputs):
+    with torch.inference_mode():
+        query, key, value = (x.detach().clone() for x in inputs[:3])
+    leaf = inputs[0]
+    torch.testing.assert_close(attend((query, key, value, *inputs[3:])), attend(inputs).detach())
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        attend((leaf, key, value, *inputs[3:]))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_and_the_profiler_name_the_call(inputs):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert_right(inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        attend(inputs).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert any("arlenAtt" in name for name in names), names

@@ -1,0 +1,77 @@
+"""Promises about the source: how long a file may be, how many modules lie outside of rooms, plain words."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The most lines of a file, by where it is.
+LIMITS = {
+    "attnreg/**/*.py": 300,
+    "attnreg/**/*.h": 300,
+    "attnreg/**/*.cpp": 300,
+    "tests/**/*.py": 500,
+    "docs/*.md": 200,
+    "README.md": 200,
+}
+# Files that are longer, and how long they may be: only ever less, until they keep the limit.
+LONGER = {
+    "docs/benchmarks.md": 269,
+    "tests/aten/test_cuda_ops.py": 1420,
+    "tests/aten/test_install.py": 645,
+    "tests/aten/test_sdpa_cpu.py": 509,
+    "tests/test_explanation.py": 517,
+    "tests/varlen/test_varlen.py": 959,
+    "tests/varlen/test_varlen_compile.py": 655,
+}
+
+MODULES_OUTSIDE_OF_ROOMS = 9
+
+# Names of mechanisms that are gone. The plan, the call cache and launchers have taken their place.
+FORMER_NAMES = (
+    "known_as", "shorter_way", "short_way", "short_ways", "long_way", "LazyAgain", "OpCall", "AddressCall",
+    "DeviceAnswer", "take_stamp", "read_stamp", "heads_first", "ends_q", "ends_k", "came_before",
+)  # fmt: skip
+
+
+def lines_of(file):
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("pattern", LIMITS)
+def test_no_file_is_longer_than_its_limit(pattern):
+    lengths = {file.relative_to(ROOT).as_posix(): lines_of(file) for file in ROOT.glob(pattern)}
+    assert lengths
+    too_long = {file: n for file, n in lengths.items() if n > LONGER.get(file, LIMITS[pattern])}
+    assert too_long == {}
+    short_enough = [file for file in LONGER if lengths.get(file, LIMITS[pattern] + 1) <= LIMITS[pattern]]
+    assert short_enough == [], "these keep the limit: take them out of LONGER"
+
+
+def test_every_exception_is_a_file():
+    assert [file for file in LONGER if not (ROOT / file).is_file()] == []
+
+
+def test_modules_are_in_rooms():
+    outside = sorted(file.name for file in (ROOT / "attnreg").glob("*.py"))
+    assert len(outside) <= MODULES_OUTSIDE_OF_ROOMS, outside
+
+
+def test_the_names_of_former_mechanisms_do_not_come_back():
+    wanted = re.compile(rf"(?<![a-z0-9])({'|'.join(FORMER_NAMES)})(?![a-z0-9])", re.IGNORECASE)
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    for folder in ("attnreg", "tests", "benchmarks", "examples", "configs"):
+        files += [
+            file
+            for file in (ROOT / folder).rglob("*")
+            if file.suffix in {".py", ".h", ".cpp", ".md", ".toml"} and file != Path(__file__)
+        ]
+    found = {
+        f"{file.relative_to(ROOT)}:{number}": line.strip()
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if wanted.search(line)
+    }
+    assert found == {}
