@@ -14,14 +14,11 @@ from support.packed_calls import (
     integers,
     offsets,
     random_like,
-    run_and_compare,
     total,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
-from attnreg.varlen import plans
 
 # ---- arguments and results
 
@@ -82,26 +79,6 @@ def test_a_call_takes_the_way_to_autograd_that_these_tests_name(front, packed, f
     assert type(out.grad_fn).__name__ == nodes[front]
 
 
-class Seen(TorchDispatchMode):
-    """Keep the names of the attention ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "attn" in str(func) or "attention" in str(func):
-            self.names.append(str(func))
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("options", [{}, {"seqused_k": integers(3, 4)}], ids=["plain", "seqused_k"])
-def test_a_dispatch_mode_sees_the_custom_op(front, packed, options):
-    with Seen() as seen:
-        attnreg.varlen_attn(*packed((3, 4)), **options)
-    assert seen.names == ["attnreg._varlen_attn.default"]
-
-
 # ---- autocast, inference and checkpoints
 
 
@@ -117,22 +94,6 @@ def test_autocast_casts_as_it_does_for_scaled_dot_product_attention(front, packe
     truth.assert_near(out, truth.varlen(*given[:5])[0])
     out.float().sum().backward()
     assert given[0].grad.dtype == torch.float32
-
-
-def test_under_autocast_the_call_cache_serves_inputs_in_its_dtype(
-    compiled_routers, no_graph_trees, packed, ran, monkeypatch
-):
-    planned, run = [], plans.retry_on_decline
-    monkeypatch.setattr(plans, "retry_on_decline", lambda call: planned.append(call) or run(call))
-    given = packed(LENGTHS_Q, LENGTHS_K, dtype=torch.bfloat16)
-    counts = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(4):
-            run_and_compare(given)
-            counts.append(len(planned))
-            planned.clear()
-    assert counts == [2, 2, 0, 0]  # the first results are checked against the contract
-    assert ran() == {"cpu": (4, 4)}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
