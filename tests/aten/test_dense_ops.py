@@ -197,20 +197,6 @@ def test_with_nothing_registered_every_argument_reaches_torchs_kernel_untouched(
 
 
 @pytest.mark.parametrize("kind", SDPA)
-def test_installed_torchs_own_kernel_is_the_default_and_counted_by_name(route, ran, kind):
-    kernels = native_kernels()
-    route(kernels)
-    attnreg.selection.policy.activate(True)
-    inputs = qkv()
-    for times in (1, 2):
-        assert_call_right(kind, call(kind, inputs, causal=True), inputs, window=CAUSAL)
-        assert ran() == {NATIVE[kind]: (1, 1)}
-        assert len(kernels[FORWARD[kind]].calls) == times
-    assert_call_right(kind, call(kind, inputs, scale=0.3), inputs, scale=0.3)
-    assert ran() == {NATIVE[kind]: (1, 1)}
-
-
-@pytest.mark.parametrize("kind", SDPA)
 def test_a_backend_that_cannot_run_the_call_gives_way_to_torchs_own(route, ran, fake, kind):
     route(native_kernels())
     inputs = qkv()

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import truth
-from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, qkv, same, table, tables
+from support.dense import qkv
+from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, same, table, tables
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -46,7 +46,7 @@ def everything_of(kind, inputs, **options):
 
 
 def assert_alike(results, others, exact=True):
-    """Check that results are equal; of a random state, which nobody reads, only how it lies."""
+    """Check that results are equal; of a random state only size, dtype and strides."""
     for one, other in zip(results, others, strict=True):
         assert type(one) is type(other)
         if not isinstance(one, torch.Tensor):
@@ -69,8 +69,9 @@ def test_a_repeated_call_is_right_and_planned_again_only_in_python(
     for op in both:
         serve = routes[op].serve
         routes[op] = routes[op]._replace(serve=lambda *x, serve=serve, op=op: planned.append(op) or serve(*x))
-    route(native_kernels())
-    attnreg.install()
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.install()  # torch's own kernels lead the default order
     name = NATIVE[kind] if native else "mine"
     window = CAUSAL if causal else OPEN
     registered = contextlib.nullcontext() if native else attnreg.register_backend(fake("mine").backend)
@@ -97,6 +98,7 @@ def test_a_repeated_call_is_right_and_planned_again_only_in_python(
             )
         assert_call_right(kind, call(kind, inputs, scale=0.7), inputs, scale=0.7)
         assert planned == both * 4
+    assert [len(kernels[op].calls) for op in both] == ([12, 12] if native else [0, 0])
 
 
 @pytest.mark.parametrize("kind", SDPA)
@@ -132,7 +134,7 @@ class Specializing:
 
     Attributes:
         backend: the backend.
-        specialized: the directions that it was asked to specialize for.
+        specialized: the directions of the calls of `specialize`.
         called: what Python called: launch functions, and kernels of torch's.
     """
 

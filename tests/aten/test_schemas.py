@@ -60,11 +60,11 @@ class Argument(NamedTuple):
 
 def declared(op, version):
     """Return the arguments of an op in a torch, or None if that has no such op."""
-    known = [text for since, text in DECLARED[op].items() if since <= version]
-    if not known:
+    versions = [text for since, text in DECLARED[op].items() if since <= version]
+    if not versions:
         return None
     found, keyword_only = [], False
-    for part in known[-1].split(", "):
+    for part in versions[-1].split(", "):
         if part == "*":
             keyword_only = True
             continue
@@ -97,11 +97,11 @@ def test_every_routed_op_is_in_the_table_and_every_class_in_use():
 
 @pytest.mark.parametrize("op", DECLARED)
 def test_a_class_has_the_arguments_and_defaults_of_the_installed_op_in_its_order(op):
-    arguments, known = schema_of(op).arguments, ROUTES[op].arguments
-    assert list(known._fields[: len(arguments)]) == [argument.name for argument in arguments]
+    arguments, fields = schema_of(op).arguments, ROUTES[op].arguments
+    assert list(fields._fields[: len(arguments)]) == [argument.name for argument in arguments]
     found = {x.name: x.default_value for x in arguments if x.has_default_value()}
     assert {
-        x.name: known._field_defaults[x.name] for x in arguments if x.name in known._field_defaults
+        x.name: fields._field_defaults[x.name] for x in arguments if x.name in fields._field_defaults
     } == found
 
 
@@ -112,10 +112,10 @@ def test_every_argument_of_every_version_is_a_field_in_its_place(op, version):
     if arguments is None:
         assert version < tuple(map(int, route.since.split(".")))
         return
-    known = route.arguments._fields
-    assert [a.name for a in arguments] == list(known[: len(arguments)])
+    fields = route.arguments._fields
+    assert [a.name for a in arguments] == list(fields[: len(arguments)])
     # What this version lacks has a default, so that the class can be made without it.
-    assert set(known[len(arguments) :]) <= set(route.arguments._field_defaults)
+    assert set(fields[len(arguments) :]) <= set(route.arguments._field_defaults)
 
 
 @pytest.mark.parametrize("op", DECLARED)
