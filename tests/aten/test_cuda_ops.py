@@ -69,7 +69,7 @@ def route(request):
             for op, kernel in above().items():
                 routers.impl(op, kernel, "CPU")
         # These are the routers now, so that registering a backend installs no others.
-        aten._remove, captured.call_cache_in_use = remove, module is not None
+        aten._remove, captured.compiled = remove, module is not None
 
     yield register
     aten.restore()
@@ -249,7 +249,7 @@ def test_a_dense_call_that_came_before_is_the_same_and_takes_compiled_routers_no
             elif not isinstance(one, torch.Tensor):
                 assert one == other
         check_against_truth(again[0], inputs, window=CAUSAL if causal else (-1, -1))
-        assert (asked == []) is bool(captured.call_cache_in_use)
+        assert (asked == []) is bool(captured.compiled)
     assert ran() == {backend: (5, 5)}
 
 
@@ -600,7 +600,7 @@ def test_compiled_routers_turn_tensors_as_those_in_python_do(route, ran, fake, o
         for results in further:
             for one, other in zip(first, results, strict=True):
                 assert_alike(one, other)
-        if captured.call_cache_in_use and dim_v == 8:  # nobody asks there whether Inductor may write to it
+        if captured.compiled and dim_v == 8:  # nobody asks there whether Inductor may write to it
             assert further[-1][6].data_ptr() != further[-2][6].data_ptr()
         assert ran() == {"mine": (5, 5)}
         assert (results_of(inputs)[0] != first[0]).any()  # by another scale
@@ -653,14 +653,14 @@ def test_a_kernel_of_torchs_that_a_backend_leads_to_is_called_without_python(
         finally:
             sys.setprofile(None)
         check_against_truth(out, inputs, lse.squeeze(-1), window=CAUSAL, scale=0.4)
-    if captured.call_cache_in_use:
+    if captured.compiled:
         ours, theirs = Path(attnreg.__file__).parent, Path(torch.__file__).parent
         # Nor what torch has written in Python: for tensors that have no memory that is most of it.
         forbidden = (ours, *(theirs / part for part in ("_decomp", "_refs", "_prims", "_prims_common")))
         assert [file for file in entered if any(part in Path(file).parents for part in forbidden)] == []
     assert given == []
     for op in (FORWARD["flash"], BACKWARD["flash"]):
-        assert (len(originals[op].calls) >= 4) is bool(captured.call_cache_in_use)
+        assert (len(originals[op].calls) >= 4) is bool(captured.compiled)
 
 
 def run_on(kernels, direction, call, sizes):
@@ -733,9 +733,9 @@ def test_a_kernel_that_a_backend_leads_to_is_run_on_addresses(route, ran, fake, 
             for one, other in zip(first, results_of(inputs, scale=0.4, causal=True), strict=True):
                 assert_alike(one, other)
         assert ran() == {"mine": (6, 6)}
-    assert given.count("forward") >= 4 * bool(captured.call_cache_in_use)
-    assert given.count("backward") >= 4 * bool(captured.call_cache_in_use)
-    assert bool(given) is bool(captured.call_cache_in_use)
+    assert given.count("forward") >= 4 * bool(captured.compiled)
+    assert given.count("backward") >= 4 * bool(captured.compiled)
+    assert bool(given) is bool(captured.compiled)
 
 
 def test_one_that_no_router_covers_is_called_by_python(route, ran, fake, monkeypatch):
@@ -747,7 +747,7 @@ def test_one_that_no_router_covers_is_called_by_python(route, ran, fake, monkeyp
         for _ in range(12):
             check_against_truth(call("cudnn", inputs)[0], inputs)
         assert ran() == {"mine": (12, 12)}
-    if captured.call_cache_in_use:
+    if captured.compiled:
         assert len(given) >= 16
         assert len(asked) <= 8  # and not at every call
 

@@ -19,7 +19,7 @@ from attnreg.varlen import plans
 
 @pytest.fixture
 def installed(compiled_routers):
-    """Install the routers for a test, with the compiled call cache."""
+    """Install compiled routers for a test."""
     aten.restore()
     aten.ensure()
     assert captured.call_cache_in_use

@@ -80,8 +80,8 @@ def test_dense_lengths(named, window):
     "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
 )
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
-def test_packed_lengths_with_either_kind_of_plans(named, plans_of_either_kind, window, options):
-    """The LSE of a plan of their own lies in another order, and its rows are 512 to 516 numbers long."""
+def test_packed_lengths_whoever_the_plans_are_for(named, plans_of_either_kind, window, options):
+    """The LSE of a plan of their own lies in another order, and its rows begin anywhere, 512 to 516 apart."""
     assert sum(rows for rows, _ in RAGGED) == 419
     hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
 

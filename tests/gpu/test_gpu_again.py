@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 TIMES = 6
 CAUSAL = (-1, 0)
 # Of (B, H, S, D): how the dimensions lie.
-BHSD, BSHD = (0, 1, 2, 3), (0, 2, 1, 3)
+HEADS_FIRST, ROWS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
 
 
 def drawn(shape, seed):
@@ -33,11 +33,9 @@ def laid_out(x, order):
 
 
 @pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-@pytest.mark.parametrize(("scale", "order"), [(None, BHSD), (0.2, BSHD)])
+@pytest.mark.parametrize(("scale", "order"), [(None, HEADS_FIRST), (0.2, ROWS_FIRST)])
 @pytest.mark.parametrize("heads_k", [4, 2])
-def test_sdpa_is_right_each_time_and_soon_cached_in_both_directions(
-    named, chosen, scale, order, heads_k, ran
-):
+def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, order, heads_k, ran):
     known = []
     with attnreg.register_backend(named), sdpa_kernel(chosen):
         for seed in range(TIMES):
@@ -56,8 +54,10 @@ def test_sdpa_is_right_each_time_and_soon_cached_in_both_directions(
 
 
 @pytest.mark.only_for("FA2")
-@pytest.mark.parametrize("order", [BHSD, BSHD], ids=str)
-def test_repeated_calls_of_torchs_kernel_below_cudnns_op_take_no_python(named, compiled_routers, order, ran):
+@pytest.mark.parametrize("order", [HEADS_FIRST, ROWS_FIRST], ids=str)
+def test_known_calls_of_torchs_kernel_below_cudnns_op_take_compiled_routers_no_python(
+    named, compiled_routers, order, ran
+):
     aten.restore()
     aten._kept_out = False
     inputs = [laid_out(drawn((2, 4, 200, 64), seed), order) for seed in (1, 2, 3)]
@@ -83,7 +83,7 @@ def known(no_graph_trees):
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"is_causal": True, "scale": 0.2}])
-def test_varlen_attn_is_right_each_time_and_soon_cached(named, options, known, ran):
+def test_varlen_attn_is_right_each_time_and_soon_known(named, options, known, ran):
     counts = []
     truly = {"window": CAUSAL if options else (-1, -1), "scale": options.get("scale")}
     with attnreg.register_backend(named):
@@ -103,11 +103,11 @@ def test_varlen_attn_is_right_each_time_and_soon_cached(named, options, known, r
 
 
 @pytest.mark.only_for("cuDNN")
-def test_so_it_is_with_either_kind_of_plans(named, plans_of_either_kind, known, ran):
-    test_varlen_attn_is_right_each_time_and_soon_cached(named, {"window_size": CAUSAL}, known, ran)
+def test_so_it_is_whoever_the_plans_are_for(named, plans_of_either_kind, known, ran):
+    test_varlen_attn_is_right_each_time_and_soon_known(named, {"window_size": CAUSAL}, known, ran)
 
 
-def test_no_cached_call_outlives_a_change_of_backend(known, ran):
+def test_what_is_known_does_not_outlive_what_was_asked_for(known, ran):
     given = gpu.packed((40, 300, 7))
     right = gpu.expected(given)[0]
 
@@ -165,8 +165,8 @@ def python_of(package, run, *given):
 
 
 @pytest.mark.only_for("cuDNN")
-def test_repeated_calls_whose_plans_have_gone_are_planned_anew(named, known, ran):
-    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
+def test_known_calls_whose_plans_have_gone_are_planned_anew(named, known, ran):
+    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.heads_first()
     leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
     right, _ = truth.dense(*leaves, window=CAUSAL)
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())
@@ -190,7 +190,7 @@ def test_repeated_calls_whose_plans_have_gone_are_planned_anew(named, known, ran
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
-def test_a_replayed_call_of_flash_attn_4_leaves_its_python_out(named, case, window):
+def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window):
     kernels = _registry.find(named).kernels()
     shape_q, shape_k, lengths = case
     offsets = None if lengths is None else gpu.offsets_of(lengths)

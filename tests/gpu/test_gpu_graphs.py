@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support import gpu, launchers
+from support import gpu, short_ways
 
 import attnreg
 from attnreg import _registry
@@ -75,21 +75,21 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
     assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
 
 
-def test_a_read_back_may_be_dropped_while_its_stream_is_captured():
-    """Were its memory given back to torch, an event in the capture would fail the next query of it."""
+def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
+    """Were its memory given back to torch, an event in the capture would fail whoever looks at it next."""
     stream = torch.cuda.Stream()
     said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
-        readback = AsyncReadback(said)
+        answer = AsyncReadback(said)
     torch.cuda.synchronize()
-    assert readback.read() == [1, 0]
+    assert answer.read() == [1, 0]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device="cuda")
-        del readback
+        del answer
     torch._C._host_emptyCache()  # looks at the events
-    readback = AsyncReadback(said.flip(0))
+    answer = AsyncReadback(said.flip(0))
     torch.cuda.synchronize()
-    assert readback.read() == [0, 1]
+    assert answer.read() == [0, 1]
 
 
 def test_a_captured_forward_replays_bit_for_bit(named):
@@ -142,7 +142,7 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
 
 
 @pytest.mark.only_for("cuDNN")
-def test_so_it_does_with_either_kind_of_plans(named, plans_of_either_kind):
+def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
     test_a_replay_follows_offsets_that_are_refilled(named)
 
 
@@ -175,9 +175,9 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     def step():
         out, lse = kernels.forward(*given.qkv, call)
         tensors = (grad, *given.qkv, out, lse)
-        launcher = kernels.specialize("backward", tensors, call)
-        grads = launcher(*tensors, *launchers.cu_seqlens_of(call))
-        return [out, *kernels.backward(*tensors, call), *grads]
+        again = kernels.specialize("backward", tensors, call)
+        short = again(*tensors, *short_ways.ends_of(call))
+        return [out, *kernels.backward(*tensors, call), *short]
 
     monkeypatch.setattr(native, "_rng_states", {})
     step()

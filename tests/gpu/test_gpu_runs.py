@@ -29,7 +29,7 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("text", "error", "told"),
     [
         (REFUSED, None, REFUSED[1:].strip()),
         (
@@ -39,11 +39,11 @@ def device(monkeypatch):
         ),
     ],
 )
-def test_an_error_of_cuda_ends_the_run_and_is_reported(device, text, error, message):
+def test_an_error_of_cuda_ends_the_run_and_is_told(device, text, error, told):
     device.error = error
     with pytest.raises(pytest.exit.Exception, match="test_y ended in a CUDA error") as ended:
         conftest.pytest_runtest_logreport(failed_with(text))
-    assert message in str(ended.value)
+    assert told in str(ended.value)
 
 
 @pytest.mark.parametrize(

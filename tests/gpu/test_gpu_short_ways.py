@@ -92,7 +92,7 @@ def assert_right(short, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_launchers_keep_the_accuracy_rule(named, case):
+def test_the_shorter_way_keeps_the_rule(named, case):
     used = []
     assert_right(shortened(kernels(named), kernels(named), used), case)
     # Tensors that have to be copied first take the long way; `math` has no other.
@@ -100,7 +100,7 @@ def test_launchers_keep_the_accuracy_rule(named, case):
     assert used == ["forward", "backward"] or may_lack
 
 
-def test_the_forward_launcher_of_any_backend_pairs_with_the_backward_launcher_of_any_other(named, other):
+def test_any_shorter_forward_pairs_with_any_shorter_backward(named, other):
     for case in (dense(113, 203, window=CAUSAL), ragged(*SAME, window=CAUSAL), ragged(*LONGER)):
         used = []
         assert_right(shortened(kernels(named), kernels(other), used), case)
@@ -111,7 +111,7 @@ def test_the_forward_launcher_of_any_backend_pairs_with_the_backward_launcher_of
         assert used in (wanted, wanted[:1])
 
 
-def test_layers_whose_tensors_have_other_strides_get_other_launchers(named, ran):
+def test_layers_whose_tensors_lie_differently_are_told_apart(named, ran):
     """Calls of one shape, with query, key and value apart or as views of one tensor, in turn."""
     offsets = gpu.offsets_of((40, 300, 7))
     with attnreg.register_backend(named):
@@ -129,7 +129,7 @@ def test_layers_whose_tensors_have_other_strides_get_other_launchers(named, ran)
 
 
 @pytest.mark.only_for("FA4", "cuDNN")  # of packed calls FA2's kernel is torch's own, given the op's arguments
-def test_the_call_cache_uses_launchers(named, compiled_routers, monkeypatch):
+def test_compiled_routers_take_the_shorter_way(named, compiled_routers, monkeypatch):
     aten.restore()
     aten._kept_out = False
     entry = _registry.find(named)
@@ -148,7 +148,7 @@ def test_the_call_cache_uses_launchers(named, compiled_routers, monkeypatch):
     given = gpu.packed((40, 300, 7), heads=(4, 2))
     right = gpu.expected(given)[0]
     with attnreg.register_backend(named):
-        assert captured.call_cache_in_use
+        assert captured.compiled
         for _ in range(12):
             got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
             torch.cuda.synchronize()
@@ -158,7 +158,9 @@ def test_the_call_cache_uses_launchers(named, compiled_routers, monkeypatch):
     assert isinstance(short_way(named, given), AddressLauncher) is (named == "cuDNN")
 
 
-def test_a_repeated_call_does_not_reach_python(named, compiled_routers, monkeypatch, ran):
+def test_compiled_routers_send_what_is_known_without_taking_it_apart(
+    named, compiled_routers, monkeypatch, ran
+):
     aten.restore()
     aten._kept_out = False
     given = gpu.packed((40, 300, 7), heads=(4, 2))
@@ -197,7 +199,9 @@ def test_a_repeated_call_does_not_reach_python(named, compiled_routers, monkeypa
 def test_below_sdpa_nothing_is_allocated_that_the_kernel_doesnt_allocate(named, compiled_routers):
     aten.restore()
     aten._kept_out = False
-    bhsd = [torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"]
+    heads_first = [
+        torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
+    ]
     op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     kernel = captured.kernel("_flash_attention_forward", "CUDA")
 
@@ -206,14 +210,14 @@ def test_below_sdpa_nothing_is_allocated_that_the_kernel_doesnt_allocate(named, 
         kept = run()
         return torch.cuda.memory_stats()["allocation.all.allocated"] - before, kept
 
-    called_directly, _ = allocated(
-        lambda: kernel(*(x.transpose(1, 2) for x in bhsd), None, None, 128, 128, 0.0, False, False)
+    by_hand, _ = allocated(
+        lambda: kernel(*(x.transpose(1, 2) for x in heads_first), None, None, 128, 128, 0.0, False, False)
     )
     with attnreg.register_backend(named):
         for _ in range(4):
-            op(*bhsd, None, True)
-        known, (*_, seed, offset, _) = allocated(lambda: op(*bhsd, None, True))
-    assert known == called_directly
+            op(*heads_first, None, True)
+        known, (*_, seed, offset, _) = allocated(lambda: op(*heads_first, None, True))
+    assert known == by_hand
     assert (seed.dtype, offset.dtype, seed.shape, offset.shape) == (torch.int64, torch.int64, (), ())
     seed.fill_(1)
     offset.fill_(2)

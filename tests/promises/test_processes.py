@@ -319,7 +319,7 @@ ERRORS = [
 ]
 
 roundtrip = pytest.mark.parametrize(
-    "duplicate",
+    "again",
     [copy.deepcopy, copy.copy, lambda value: pickle.loads(pickle.dumps(value))],
     ids=["deep", "copy", "pickle"],
 )
@@ -327,8 +327,8 @@ roundtrip = pytest.mark.parametrize(
 
 @roundtrip
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_survives_copying_and_pickling_with_all_it_says(error, duplicate):
-    other = duplicate(error)
+def test_an_error_survives_copying_and_pickling_with_all_it_says(error, again):
+    other = again(error)
     assert type(other) is type(error)
     assert (other.args, str(other), vars(other)) == (error.args, str(error), vars(error))
 
@@ -339,8 +339,8 @@ def test_every_error_is_among_those():
 
 
 def test_the_reasons_of_a_refusal_survive_a_pickle():
-    copied = pickle.loads(pickle.dumps(ERRORS[2]))
-    assert copied.rejected == {"FA4": ("too old", "dtype")}
+    again = pickle.loads(pickle.dumps(ERRORS[2]))
+    assert again.rejected == {"FA4": ("too old", "dtype")}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -398,9 +398,9 @@ def values(tmp_path):
 
 
 @roundtrip
-def test_values_survive_copying_and_pickling(tmp_path, duplicate):
+def test_values_survive_copying_and_pickling(tmp_path, again):
     for name, value in values(tmp_path).items():
-        other = duplicate(value)
+        other = again(value)
         assert type(other) is type(value), name
         assert other == value, name
         assert str(other) == str(value), name
