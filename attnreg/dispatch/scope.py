@@ -64,6 +64,9 @@ class ScopedChoice:
 _lock = open_after_fork(threading.Lock())
 _choices: list[ScopedChoice] = []
 _by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
+# What `exclusive` found, with the registry's generation then.
+_exclusive: dict[tuple[str, str], tuple[object, ScopedChoice]] = {}
+MOST_NAMES = 64
 _waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
 
 
@@ -111,9 +114,16 @@ def exclusive(name: str, source: str = "") -> ScopedChoice:
         UnknownBackendError: no backend has that name.
         BackendUnavailableError: it can't load here.
     """
-    entry = _registry.find(name)
+    kept = _exclusive.get((name, source)) if isinstance(name, str) else None
+    if kept is not None and kept[0] is _registry.generation:
+        return kept[1]  # each call with `backend=` comes here
+    generation, entry = _registry.generation, _registry.find(name)
     entry.kernels()
-    return make_choice(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
+    choice = make_choice(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
+    if len(_exclusive) >= MOST_NAMES:
+        _exclusive.clear()
+    _exclusive[name, source] = generation, choice
+    return choice
 
 
 def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,9 +91,25 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Call:
-    """Return the contract's `Call` of these arguments; `bound` is what `window` returned."""
+    """Return the arguments beside query, key and value in the contract's terms; `bound` is a `window`.
+
+    Raises:
+        InvalidInputError: a length or the window isn't of integers.
+    """
+    left, right = bound
+    if not type(max_q) is type(max_k) is type(left) is type(right) is int:
+        # Those of NumPy are taken as well, as torch's own ops do; specs and kernels get Python's.
+        max_q, max_k = _integer("max_q", max_q), _integer("max_k", max_k)
+        bound = _integer("window_size", left), _integer("window_size", right)
     return Call(
         scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
         wants_deterministic(),
     )  # fmt: skip
+
+
+def _integer(name: str, number: int) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {number!r}, expected an integer") from None

@@ -1,4 +1,4 @@
-"""The argument classes of the routed ops, against every torch that they are for."""
+"""The routes' arguments and layouts, against the ops of every torch that they are for."""
 
 import re
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 
 from attnreg import aten
 from attnreg.aten import schemas
-from attnreg.aten.routing import Quick, Route, Turn, router
+from attnreg.aten.routing import Layout, Route, RoutedCall, router
 from attnreg.dispatch import scope
 from attnreg.dispatch.planning import Native
 from attnreg.errors import RegistrationError, UnsupportedInputError
@@ -73,21 +73,19 @@ def declared(op, version):
     return found
 
 
-def installed(op):
-    arguments = getattr(torch.ops.aten, op).default._schema.arguments
-    return [Argument(x.name, x.kwarg_only, not x.has_default_value()) for x in arguments]
-
-
-def here():
-    return tuple(map(int, torch.__version__.split(".")[:2]))
+def schema_of(op):
+    return getattr(torch.ops.aten, op).default._schema
 
 
 def test_the_table_is_right_about_the_torch_that_is_installed():
+    here = tuple(map(int, torch.__version__.split(".")[:2]))
     for op in DECLARED:
-        assert declared(op, here()) == installed(op), op
-        text = str(getattr(torch.ops.aten, op).default._schema)
-        latest = [written for since, written in DECLARED[op].items() if since <= here()][-1]
-        assert text.startswith(f"aten::{op}({latest}) -> ")
+        given = schema_of(op).arguments
+        assert declared(op, here) == [
+            Argument(x.name, x.kwarg_only, not x.has_default_value()) for x in given
+        ], op
+        latest = [written for since, written in DECLARED[op].items() if since <= here][-1]
+        assert str(schema_of(op)).startswith(f"aten::{op}({latest}) -> ")
 
 
 def test_every_routed_op_is_in_the_table_and_every_class_in_use():
@@ -98,15 +96,13 @@ def test_every_routed_op_is_in_the_table_and_every_class_in_use():
 
 
 @pytest.mark.parametrize("op", DECLARED)
-def test_a_class_has_the_arguments_of_the_installed_op_in_its_order(op):
-    arguments, known = installed(op), ROUTES[op].arguments
+def test_a_class_has_the_arguments_and_defaults_of_the_installed_op_in_its_order(op):
+    arguments, known = schema_of(op).arguments, ROUTES[op].arguments
     assert list(known._fields[: len(arguments)]) == [argument.name for argument in arguments]
-    defaults = known._field_defaults
-    for argument in arguments:
-        assert (argument.name in defaults) == (not argument.required), argument
-    for schema in getattr(torch.ops.aten, op).default._schema.arguments:
-        if schema.has_default_value():
-            assert defaults[schema.name] == schema.default_value, schema.name
+    found = {x.name: x.default_value for x in arguments if x.has_default_value()}
+    assert {
+        x.name: known._field_defaults[x.name] for x in arguments if x.name in known._field_defaults
+    } == found
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: "{}.{}".format(*version))
@@ -123,41 +119,38 @@ def test_every_argument_of_every_version_is_a_field_in_its_place(op, version):
 
 
 @pytest.mark.parametrize("op", DECLARED)
-def test_the_places_that_the_short_way_reads_are_those_of_the_op(op):
+def test_a_layout_names_the_places_of_query_key_and_value_of_the_installed_op(op):
+    layout, arguments = ROUTES[op].layout, schema_of(op).arguments
+    names, types = [x.name for x in arguments], [str(x.type) for x in arguments]
+    assert names[layout.query : layout.query + 3] == ["query", "key", "value"]
+    # The compiled router takes all arguments up to these, in a backward output and LSE as well, for tensors.
+    count = 6 if op.endswith("backward") else layout.query + 3
+    assert types[:count] == ["Tensor"] * count
+    if op.endswith("backward"):
+        assert names[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
+
+
+@pytest.mark.parametrize("op", [op for op in DECLARED if op.endswith("backward")])
+def test_the_choice_token_is_a_result_of_the_forward_and_the_argument_of_the_same_name(op):
     route = ROUTES[op]
-    if route.quick is None:
-        return
-    names = [argument.name for argument in installed(op)]
-    query, flags, carrier, absent = route.quick
-    assert names[query : query + 3] == ["query", "key", "value"]
-    schema = getattr(torch.ops.aten, op).default._schema
-    tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
-    passed = set(names[flags])
-    assert not passed & tensors
-    # Of tensors beside query, key and value a forward has none, and a backward what its forward gave it.
-    saved = {"grad_out", "out", "logsumexp", "rng_state", "unused", "philox_seed", "philox_offset"}
-    positional = {argument.name for argument in installed(op) if not argument.keyword_only}
-    lacking = {names[place] for place in absent or ()}
-    others = tensors & positional - {"query", "key", "value"} - saved
-    # Offsets come in pairs, or with a block table by keyword.
-    assert others - {"cum_seq_k"} <= lacking <= tensors
-    if carrier:
-        assert names[carrier] == route.carrier
-        # Of a backward only these decide besides the tensors.
-        assert passed == {"dropout_p", "is_causal"}
-    else:
-        # A call with keyword arguments beside the scale takes the long way; all plain arguments are compared.
-        assert passed == positional - tensors
+    forward_op = op.removesuffix("_backward")
+    forward = ROUTES[forward_op if forward_op in ROUTES else f"{forward_op}_forward"]
+    argument = schema_of(op).arguments[route.layout.token_argument]
+    result = schema_of(forward.op).returns[forward.layout.token_result]
+    assert (argument.name, str(argument.type)) == (route.token, "Tensor")
+    assert (result.name, str(result.type)) == (route.token, "Tensor")
+    assert (route.layout.token_result, forward.layout.token_argument, forward.token) == (-1, -1, "")
+    assert route.layout.bhsd == forward.layout.bhsd
+    assert route.layout.lse_ends_in_one == forward.layout.lse_ends_in_one
 
 
-@pytest.mark.parametrize("op", DECLARED)
-def test_a_backward_learns_the_forwards_choice_from_an_argument_it_has(op):
-    route = ROUTES[op]
-    assert bool(route.carrier) == op.endswith("backward")
-    assert not route.carrier or route.carrier in route.arguments._fields
+def test_an_op_that_returns_no_saved_tensors_has_no_token():
+    inplace = ROUTES["_flash_attention_forward_no_dropout_inplace"]
+    assert (inplace.token, inplace.layout.token_argument, inplace.layout.token_result) == ("", -1, -1)
+    assert [x.name for x in schema_of(inplace.op).arguments][: inplace.layout.query] == ["out"]
 
 
-# ---- torches to come: an op of our own stands in for aten's
+# ---- torches to come: an op of the tests' own stands in for one of aten
 
 
 @pytest.fixture
@@ -177,12 +170,11 @@ class Known(NamedTuple):
     scale: float | None = None
 
 
-def route(op="attend", arguments=Known, **options):
-    return Route(op, ("CPU",), arguments, served, Native("cpu"), **options)
+def serve(given, routed):
+    raise AssertionError("the call was to pass to torch's own kernel")
 
 
-def served(asked, turn):
-    raise AssertionError("the call was to pass to the original")
+ROUTE = Route("attend", ("CPU",), Known, serve, Native("cpu"), Layout(query=0))
 
 
 REFUSED = {
@@ -201,7 +193,7 @@ REFUSED = {
 def test_an_argument_that_has_moved_is_an_error_with_both_schemas(ops, schema):
     ops.define(f"attend({schema}) -> Tensor")
     with pytest.raises(RegistrationError) as error:
-        aten._unknown_arguments(route())
+        aten._unknown_arguments(ROUTE)
     declared = torch.ops.aten.attend.default._schema
     assert str(error.value) == (
         f"aten::attend of torch {torch.__version__}: got {declared}, "
@@ -226,7 +218,7 @@ ACCEPTED = {
 @pytest.mark.parametrize(("schema", "unknown"), ACCEPTED.values(), ids=ACCEPTED)
 def test_an_argument_that_came_or_went_is_no_error(ops, schema, unknown):
     ops.define(f"attend({schema}) -> Tensor")
-    assert aten._unknown_arguments(route()) == frozenset(unknown)
+    assert aten._unknown_arguments(ROUTE) == frozenset(unknown)
 
 
 NEWER = (
@@ -245,29 +237,31 @@ def newer(ops):
         calls.append((args, kwargs))
         return args[0].clone()
 
-    unknown = aten._unknown_arguments(route())
+    unknown = aten._unknown_arguments(ROUTE)
     assert unknown == {"sinks", "splits"}
-    ops.impl("attend", router(route(), original, unknown), "CPU")
+    ops.impl("attend", aten._results_of(router(ROUTE, original, unknown)), "CPU")
     return calls
 
 
 def test_an_argument_of_a_newer_torch_passes_the_call_untouched(newer):
     query, key, value, sinks = (torch.randn(2, 3) for _ in range(4))
-    torch.ops.attnreg_test.attend(query, key, value, True, scale=0.5, sinks=sinks, splits=[1, 2])
-    ((args, kwargs),) = newer
-    assert [x is y for x, y in zip(args, (query, key, value), strict=False)] == [True] * 3
-    assert args[3:] == (True,)
-    assert kwargs.keys() == {"scale", "sinks", "splits"}
-    assert kwargs["sinks"] is sinks
-    assert (kwargs["scale"], kwargs["splits"]) == (0.5, [1, 2])
+    for _ in range(2):
+        torch.ops.attnreg_test.attend(query, key, value, True, scale=0.5, sinks=sinks, splits=[1, 2])
+        args, kwargs = newer.pop()
+        assert [x is y for x, y in zip(args, (query, key, value), strict=False)] == [True] * 3
+        assert args[3:] == (True,)
+        assert kwargs.keys() == {"scale", "sinks", "splits"}
+        assert kwargs["sinks"] is sinks
+        assert (kwargs["scale"], kwargs["splits"]) == (0.5, [1, 2])
+    assert not newer
 
 
-def test_that_holds_though_a_backend_is_asked_for(newer):
+def test_that_holds_in_the_scope_of_a_backend(newer):
     query = torch.randn(2, 3)
     token = scope.enter(scope.exclusive("math"))
     try:
         torch.ops.attnreg_test.attend(query, query, query, splits=[1])
-        with pytest.raises(AssertionError, match="the call was to pass to the original"):
+        with pytest.raises(AssertionError, match="the call was to pass to torch's own kernel"):
             torch.ops.attnreg_test.attend(query, query, query, sinks=None, splits=None)
     finally:
         scope.leave(token)
@@ -276,7 +270,7 @@ def test_that_holds_though_a_backend_is_asked_for(newer):
 
 def test_an_argument_of_a_newer_torch_is_an_error_where_torch_has_no_kernel(ops):
     ops.define(NEWER)
-    ops.impl("attend", router(route(), None, frozenset({"sinks", "splits"})), "CPU")
+    ops.impl("attend", aten._results_of(router(ROUTE, None, frozenset({"sinks", "splits"}))), "CPU")
     query = torch.randn(2, 3)
     with pytest.raises(UnsupportedInputError) as error:
         torch.ops.attnreg_test.attend(query, query, query, sinks=query, splits=[1])
@@ -286,24 +280,8 @@ def test_an_argument_of_a_newer_torch_is_an_error_where_torch_has_no_kernel(ops)
     )
 
 
-def test_the_short_way_does_not_lose_an_argument_of_a_newer_torch(ops):
-    ops.define(NEWER)
+def test_a_call_that_only_torch_understands_gets_the_very_arguments_that_came():
     calls = []
-
-    def original(*args, **kwargs):
-        calls.append(kwargs)
-        return args[0].clone()
-
-    quick = route(quick=Quick(0, slice(3, 4)))
-    ops.impl("attend", router(quick, original, frozenset({"sinks", "splits"})), "CPU")
-    query = torch.randn(2, 3)
-    for _ in range(2):
-        torch.ops.attnreg_test.attend(query, query, query, splits=[3])
-    assert calls == [{"splits": [3]}] * 2
-
-
-def test_a_turn_passes_the_very_arguments_that_came():
-    calls = []
-    given = Turn("op", lambda *a, **k: calls.append((a, k)), (1, 2), {"three": 3}, None, None)
-    given.untouched("a reason")
+    given = RoutedCall("op", lambda *a, **k: calls.append((a, k)), (1, 2), {"three": 3}, None, None)
+    assert given.untouched("a reason") == (None, None)
     assert calls == [((1, 2), {"three": 3})]

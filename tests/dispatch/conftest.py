@@ -6,20 +6,19 @@ import warnings
 
 import pytest
 import torch
+from support import plan_counts
 
 import attnreg
 from attnreg import aten
-from attnreg.aten import routing
 from attnreg.aten.routing import Layout
 from attnreg.dispatch import call_cache, counters
 from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
-from attnreg.varlen import plans
 
 
 @pytest.fixture
 def installed(compiled_routers):
-    """Install compiled routers for a test."""
+    """Install the routers for a test, with the compiled call cache."""
     aten.restore()
     aten.ensure()
     assert captured.call_cache_in_use
@@ -51,24 +50,7 @@ def pair():
 @pytest.fixture
 def planned(monkeypatch):
     """Return how many plans in Python a function's calls took, forwards and backwards, dense and packed."""
-    made = []
-
-    def counting(original, run):
-        made.append(run)
-        return original(run)
-
-    for module in (routing, plans):
-        wrapped = functools.partial(counting, module.retry_on_decline)
-        monkeypatch.setattr(module, "retry_on_decline", wrapped)
-
-    def planned(call):
-        made.clear()
-        call()
-        count = len(made)
-        made.clear()
-        return count
-
-    return planned
+    return plan_counts.counting(monkeypatch)
 
 
 class Plan:

@@ -80,8 +80,8 @@ def test_dense_lengths(named, window):
     "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
 )
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
-def test_packed_lengths_whoever_the_plans_are_for(named, plans_of_either_kind, window, options):
-    """The LSE of a plan of their own lies in another order, and its rows begin anywhere, 512 to 516 apart."""
+def test_packed_lengths_with_exact_and_shared_plans(named, plans_of_either_kind, window, options):
+    """The LSE of an exact plan lies in another order, and its rows begin anywhere, 512 to 516 apart."""
     assert sum(rows for rows, _ in RAGGED) == 419
     hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
 
@@ -113,7 +113,7 @@ def test_large_values_and_float16(named):
     hold(named, [dense(113, 203, magnitude=5.0), dense(113, 203, dtype="float16")])
 
 
-def test_a_count_of_keys_beside_the_offsets(named):
+def test_a_count_of_keys_with_offsets(named):
     hold(named, from_matrix("varlen seqused_k"), may_refuse=["FA2"])
 
 

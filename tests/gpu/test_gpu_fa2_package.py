@@ -100,7 +100,7 @@ def test_its_kernels_run_and_not_those_of_torch(fa2, lengths):
 
 
 @SHAPES
-def test_alibi_gradients_repeat_bit_for_bit_where_that_is_asked(fa2, lengths):
+def test_deterministic_alibi_gradients_repeat_bit_for_bit(fa2, lengths):
     q, k, v, grad, call = call_of(with_alibi(heads=(8, 2), **lengths))
     call = call._replace(deterministic=True)
     kernels = fa2.kernels()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support import gpu, short_ways
+from support import gpu
 
 import attnreg
 from attnreg import _registry
@@ -72,24 +72,24 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
             time.sleep(0.01)
     finally:
         gc.enable()
-    assert kept < 2**16  # what is known of the offsets; an output has 2**21 bytes
+    assert kept < 2**16  # facts about the offsets; an output has 2**21 bytes
 
 
-def test_an_answer_may_be_forgotten_while_its_stream_is_captured():
-    """Were its memory given back to torch, an event in the capture would fail whoever looks at it next."""
+def test_a_read_back_may_be_released_while_its_stream_is_captured():
+    """Were its memory given back to torch, an event in the capture would fail the next look at it."""
     stream = torch.cuda.Stream()
-    said = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
+    source = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
-        answer = AsyncReadback(said)
+        readback = AsyncReadback(source)
     torch.cuda.synchronize()
-    assert answer.read() == [1, 0]
+    assert readback.read() == [1, 0]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device="cuda")
-        del answer
+        del readback
     torch._C._host_emptyCache()  # looks at the events
-    answer = AsyncReadback(said.flip(0))
+    readback = AsyncReadback(source.flip(0))
     torch.cuda.synchronize()
-    assert answer.read() == [0, 1]
+    assert readback.read() == [0, 1]
 
 
 def test_a_captured_forward_replays_bit_for_bit(named):
@@ -142,7 +142,7 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
 
 
 @pytest.mark.only_for("cuDNN")
-def test_so_it_does_whoever_the_plans_are_for(named, plans_of_either_kind):
+def test_a_replay_of_exact_and_shared_plans_follows_refilled_offsets(named, plans_of_either_kind):
     test_a_replay_follows_offsets_that_are_refilled(named)
 
 
@@ -175,9 +175,9 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     def step():
         out, lse = kernels.forward(*given.qkv, call)
         tensors = (grad, *given.qkv, out, lse)
-        again = kernels.specialize("backward", tensors, call)
-        short = again(*tensors, *short_ways.ends_of(call))
-        return [out, *kernels.backward(*tensors, call), *short]
+        launcher = kernels.specialize("backward", tensors, call)
+        launched = launcher(*tensors, call.cu_seqlens_q, call.cu_seqlens_k)
+        return [out, *kernels.backward(*tensors, call), *launched]
 
     monkeypatch.setattr(native, "_rng_states", {})
     step()
@@ -206,9 +206,10 @@ def test_no_host_sync_in_forward_or_backward(named):
 
 def peak(step):
     """Return how much device memory a step takes at most, its results included."""
-    for _ in range(3):  # FA4 has its second call proved by another
+    # FA4 records the second call, proves the recording on a later one, and reads what the device found.
+    for _ in range(8):
         step()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = step()

@@ -44,7 +44,7 @@ ALL_FRONTS = pytest.mark.parametrize(
 
 @pytest.fixture
 def compiled():
-    """Compile a function whole, as if nothing had been compiled before."""
+    """Compile a function in one graph, as if nothing had been compiled before."""
     torch._dynamo.reset()
     yield functools.partial(torch.compile, fullgraph=True)
     torch._dynamo.reset()
@@ -54,7 +54,7 @@ def compiled():
 
 
 def test_compiled_calls_choose_when_they_run(named, compiled, ran):
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     attnreg.install()
 
     def step(query, key, value):
@@ -74,7 +74,7 @@ def test_compiled_calls_choose_when_they_run(named, compiled, ran):
 
 
 @FRONTS
-def test_varlen_attn_compiles_whole(named, front, compiled, ran):
+def test_varlen_attn_compiles_into_one_graph(named, front, compiled, ran):
     given = gpu.packed()
     step = compiled(lambda query, *rest: front(query * 1, *rest))
     with attnreg.register_backend(named):
@@ -112,14 +112,14 @@ def test_reduced_overhead_replays_the_backend_that_was_recorded(named, compiled,
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA ?[Gg]raph")
-def test_so_it_does_below_sdpa_where_two_layers_are_alike(named, compiled, ran):
+def test_reduced_overhead_below_sdpa_is_right_where_two_layers_are_alike(named, compiled, ran):
     """Nothing that the first layer's call leaves behind may lie in the graph's memory."""
 
     def layers(query, key, value):
         first = F.scaled_dot_product_attention(query * 1, key, value)
         return first, F.scaled_dot_product_attention(key * 1, query, value)
 
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     query, key, value = (x.detach().cpu().double().requires_grad_() for x in inputs)
     right, other = truth.dense(query, key, value)[0], truth.dense(key, query, value)[0]
     step = compiled(layers, mode="reduce-overhead")
@@ -139,7 +139,7 @@ def test_so_it_does_below_sdpa_where_two_layers_are_alike(named, compiled, ran):
 
 
 @pytest.mark.parametrize("entry_point", ["scaled_dot_product_attention", "varlen_attn"])
-def test_autocast_reaches_attention_and_its_gradients_come_back_whole(named, entry_point, ran):
+def test_autocast_reaches_attention_and_its_gradients_are_float32(named, entry_point, ran):
     given = gpu.packed((300,), dtype=torch.float32)
     with torch.autocast("cuda", gpu.BF16), attnreg.register_backend(named):
         if entry_point == "varlen_attn":
@@ -212,7 +212,7 @@ def test_a_side_stream_is_the_only_one_that_is_used(named, front, lengths, ran):
         given = gpu.Packed(*zeros, *there[3:])
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(100_000_000)  # whoever doesn't wait for this stream finds zeros
+            torch.cuda._sleep(100_000_000)  # what doesn't wait for this stream finds zeros
             with torch.no_grad():
                 for tensor, values in zip(given.qkv, there.qkv, strict=True):
                     tensor.copy_(values)
@@ -243,7 +243,7 @@ def test_two_threads_on_streams_of_their_own_get_their_own_results(named, front,
     assert ran() == {named: (22, 22)}
 
 
-def test_two_threads_may_meet_new_kinds_of_calls_at_once(named):
+def test_two_threads_may_run_new_kinds_of_calls_at_once(named):
     """Two compilations of flash-attn-4's at a time end the process; here neither kind has run before."""
     batches = [gpu.packed((300, 5, 42), dim=dim, seed=dim) for dim in (32, 88)]
     step = functools.partial(attnreg.varlen_attn, backend=named, window_size=(9, 3))
@@ -265,7 +265,7 @@ def test_two_threads_may_meet_new_kinds_of_calls_at_once(named):
 def test_the_second_gpu_is_served_while_the_first_is_current(named, ran):
     given = gpu.packed(device="cuda:1")
     wanted = gpu.expected(given)[0]
-    for _ in range(4):  # the first calls and what makes the later ones short
+    for _ in range(4):  # the first calls, which are planned, and repeated ones
         got = gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given)
         torch.cuda.synchronize("cuda:1")
         assert {x.device for x in got} == {torch.device("cuda:1")}
@@ -285,8 +285,8 @@ def test_two_gpus_take_turns_at_the_same_call(named, ran):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_calls_that_came_before_are_answered_on_the_second_gpu(named, ran):
-    """Packed and dense, by whatever is the shortest way there, while the first GPU is current."""
+def test_repeated_calls_run_on_the_second_gpu(named, ran):
+    """Packed and dense, while the first GPU is current."""
     packed = [gpu.packed((300, 5, 42), device=f"cuda:{index}") for index in (1, 0)]
     wanted = [gpu.expected(given)[0] for given in packed]
     dense = [torch.randn(2, 4, 128, 64, device="cuda:1", dtype=torch.bfloat16) for _ in "qkv"]

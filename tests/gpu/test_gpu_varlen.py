@@ -45,7 +45,7 @@ class Attention(torch.nn.Module):
 
 
 def one_by_one(lengths, causal):
-    """Return attention that takes the sequences apart and runs each as a batch of one."""
+    """Return attention that runs each sequence as a batch of one."""
 
     def attend(*qkv):
         parts = []
@@ -183,8 +183,8 @@ def test_single_queries_beside_an_empty_sequence_share_key_heads(named, lengths_
 def test_results_follow_offsets_that_are_changed_in_place(named):
     given = gpu.packed((300, 5, 0, 42))
     gpu.run(on(named), given)
-    torch.cuda.synchronize()  # whatever was asked of the device about the old ones has been answered
-    for lengths in ((42, 300, 5, 0), (300, 1, 1, 10)):  # the second leaves rows to nobody
+    torch.cuda.synchronize()  # the device has reported on the old ones
+    for lengths in ((42, 300, 5, 0), (300, 1, 1, 10)):  # the second leaves rows to no sequence
         given.offsets_q.copy_(gpu.offsets_of(lengths))
         gpu.assert_near(gpu.run(on(named), given), gpu.expected(given)[0])
 
@@ -201,21 +201,21 @@ def test_results_follow_offsets_in_an_inference_tensor(named):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_call_that_is_known_again_gives_what_the_first_gave(named, causal, ran):
+def test_a_repeated_call_gives_what_the_first_gave(named, causal, ran):
     given = gpu.packed()
     call = functools.partial(attnreg.varlen_attn, is_causal=causal, return_aux=attnreg.AuxRequest(lse=True))
     with attnreg.register_backend(named):
         first = gpu.run(lambda *args: call(*args)[0], given)
         lse = call(*given)[1]
-        for _ in range(3):  # by the last of them the device has said what it knows of the offsets
+        for _ in range(3):  # by the last of them the device has reported on the offsets
             torch.cuda.synchronize()
-            again = gpu.run(lambda *args: call(*args)[0], given)
+            repeated = gpu.run(lambda *args: call(*args)[0], given)
         assert torch.equal(call(*given)[1], lse)
         with pytest.raises(attnreg.InvalidInputError, match=r"torch\.int32"):
             call(*given[:3], given[3].long(), given[4].long(), *given[5:])
     assert ran()[named][1] == 4
-    assert torch.equal(again[0], first[0])
-    gpu.assert_near(again, gpu.expected(given, **({"window": CAUSAL} if causal else {}))[0])
+    assert torch.equal(repeated[0], first[0])
+    gpu.assert_near(repeated, gpu.expected(given, **({"window": CAUSAL} if causal else {}))[0])
 
 
 def test_a_call_in_inference_mode_leaves_the_next_one_trainable(named):

@@ -150,7 +150,7 @@ from attnreg.dispatch import counters, scope
 from attnreg.contract import discovery
 from attnreg.torchlib import captured
 
-names = ("_registry.lock", "counters._lock", "discovery._loading", "native._lock", "scope._lock")
+names = ("_registry.lock", "counters._lock", "discovery._loading", "captured._lock", "scope._lock")
 locks = [_registry.lock, counters._lock, discovery._loading, captured._lock, scope._lock]
 attnreg.install()
 inputs = torch.randn(3, 1, 2, 8, 16)
@@ -319,7 +319,7 @@ ERRORS = [
 ]
 
 roundtrip = pytest.mark.parametrize(
-    "again",
+    "copied",
     [copy.deepcopy, copy.copy, lambda value: pickle.loads(pickle.dumps(value))],
     ids=["deep", "copy", "pickle"],
 )
@@ -327,8 +327,8 @@ roundtrip = pytest.mark.parametrize(
 
 @roundtrip
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_survives_copying_and_pickling_with_all_it_says(error, again):
-    other = again(error)
+def test_an_error_survives_copying_and_pickling_with_all_it_says(error, copied):
+    other = copied(error)
     assert type(other) is type(error)
     assert (other.args, str(other), vars(other)) == (error.args, str(error), vars(error))
 
@@ -339,8 +339,8 @@ def test_every_error_is_among_those():
 
 
 def test_the_reasons_of_a_refusal_survive_a_pickle():
-    again = pickle.loads(pickle.dumps(ERRORS[2]))
-    assert again.rejected == {"FA4": ("too old", "dtype")}
+    unpickled = pickle.loads(pickle.dumps(ERRORS[2]))
+    assert unpickled.rejected == {"FA4": ("too old", "dtype")}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -398,9 +398,9 @@ def values(tmp_path):
 
 
 @roundtrip
-def test_values_survive_copying_and_pickling(tmp_path, again):
+def test_values_survive_copying_and_pickling(tmp_path, copied):
     for name, value in values(tmp_path).items():
-        other = again(value)
+        other = copied(value)
         assert type(other) is type(value), name
         assert other == value, name
         assert str(other) == str(value), name

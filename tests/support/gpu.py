@@ -61,7 +61,7 @@ def offsets_of(lengths, device="cuda"):
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def heads_first(batch=2, heads=4, length=300, dim=64, dtype=BF16, grad=True):
+def bhsd(batch=2, heads=4, length=300, dim=64, dtype=BF16, grad=True):
     """Draw query, key and value, (B, H, S, D)."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, heads, length, dim)

@@ -3,43 +3,30 @@
 import pytest
 import torch
 from support import truth
+from support.packed_calls import (
+    CAUSAL,
+    LENGTHS_K,
+    LENGTHS_Q,
+    assert_same,
+    integers,
+    offsets,
+    run_and_compare,
+    total,
+    with_gradients,
+)
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attnreg
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
-LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
-CAUSAL = (-1, 0)
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+LSE = AuxRequest(lse=True)
 
 
 @pytest.fixture(autouse=True)
 def served(routers):
     """Serve torch's entry points, though no backend is preferred."""
     attnreg.install()
-
-
-def integers(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def random_like(tensor):
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor.dtype)
-
-
-def check_gradients(out, inputs, expected):
-    grad = random_like(out)
-    got = torch.autograd.grad(out, inputs, grad)
-    right = torch.autograd.grad(expected, inputs, grad.double())
-    for one, other in zip(got, right, strict=True):
-        truth.assert_near(one, other.double())
-
-
-def total(calls):
-    """Return (forward, backward) counts of all backends together."""
-    return tuple(sum(counts) for counts in zip(*calls.values(), strict=True))
 
 
 def test_without_attnreg_torch_has_no_kernel(packed):
@@ -49,7 +36,7 @@ def test_without_attnreg_torch_has_no_kernel(packed):
 
 
 OPTIONS = {
-    "nothing": ({}, {}),
+    "none": ({}, {}),
     "causal": ({"window_size": CAUSAL}, {"window": CAUSAL}),
     # As a list torch doesn't recognise the causal window, but passes it on.
     "causal as a list": ({"window_size": [-1, 0]}, {"window": CAUSAL}),
@@ -60,16 +47,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("asked", "meant"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, asked, meant, dtype):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, dtype=dtype)
-    out, lse = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, return_aux=AuxRequest(lse=True), **asked)
-    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, **meant)
-    truth.assert_near(out, expected)
-    assert (lse.shape, lse.dtype) == ((4, 17), torch.float32)
-    truth.assert_near(lse, expected_lse)
-    check_gradients(out, inputs, expected)
+def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, options, meant, dtype):
+    given = packed(LENGTHS_Q, LENGTHS_K, dtype=dtype)
+    _, lse = run_and_compare(given, meant, attend=varlen_attn, return_aux=LSE, **options)
+    assert lse.shape == (4, 17)
     assert total(ran()) == (1, 1)
 
 
@@ -94,18 +77,14 @@ def test_a_registered_backend_runs_both_directions(packed, fake, ran):
 
 
 def test_several_query_heads_share_a_key_head(packed):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, heads=6, heads_k=2)
-    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, enable_gqa=True)
-    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
-    truth.assert_near(out, expected)
-    check_gradients(out, inputs, expected)
+    given = packed(LENGTHS_Q, LENGTHS_K, heads=6, heads_k=2)
+    run_and_compare(given, attend=varlen_attn, return_aux=LSE, enable_gqa=True)
 
 
 def test_seqused_k_serves_inference(packed):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
-    used = integers(3, 0, 8, 1)
-    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, seqused_k=used)
-    truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k, used=used.tolist())[0])
+    given, used = packed(LENGTHS_Q, LENGTHS_K, grad=False), integers(3, 0, 8, 1)
+    out = varlen_attn(*given, seqused_k=used)
+    truth.assert_near(out, truth.varlen(*given[:5], used=used.tolist())[0])
 
 
 def test_a_block_table_serves_inference(packed):
@@ -114,8 +93,7 @@ def test_a_block_table_serves_inference(packed):
     table, used = integers(5, 2, 0, 1, 3, 4).view(3, 2), (7, 4, 5)
     out = varlen_attn(query, *pool, cu_q, None, max_q, 8, seqused_k=integers(*used), block_table=table)
     flat = [torch.cat([x[table[i].long()].flatten(0, 1)[: used[i]] for i in range(3)]) for x in pool]
-    cu_k = torch.tensor([0, *used]).cumsum(0)
-    truth.assert_near(out, truth.varlen(query, *flat, cu_q, cu_k)[0])
+    truth.assert_near(out, truth.varlen(query, *flat, cu_q, offsets(*used))[0])
 
 
 def test_torch_itself_refuses_gradients_with_seqused_k(packed):
@@ -124,7 +102,7 @@ def test_torch_itself_refuses_gradients_with_seqused_k(packed):
         varlen_attn(*inputs, seqused_k=integers(3, 4))
 
 
-# What aten's op takes, its backward never hears of.
+# What aten's op is given, its backward isn't.
 FORWARD_ONLY = {
     "seqused_k": ({"seqused_k": integers(2, 4)}, "seqused_k"),
     "alibi_slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
@@ -136,7 +114,7 @@ FORWARD_ONLY = {
 
 
 @pytest.mark.parametrize(("options", "named"), FORWARD_ONLY.values(), ids=FORWARD_ONLY)
-def test_the_backward_of_atens_op_refuses_what_it_is_not_told(packed, ran, options, named):
+def test_the_backward_of_atens_op_refuses_what_it_is_not_given(packed, ran, options, named):
     *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4))
     op = torch.ops.aten._flash_attention_forward
     out, *_ = op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)
@@ -148,8 +126,7 @@ def test_the_backward_of_atens_op_refuses_what_it_is_not_told(packed, ran, optio
     )
     assert total(ran()) == (1, 0)
     with torch.no_grad():  # nothing is refused where no gradient is wanted
-        again, *_ = op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)
-    assert torch.equal(again, out)
+        assert torch.equal(op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)[0], out)
 
 
 def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
@@ -164,15 +141,13 @@ def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
 
 
 def test_varlen_attn_out_writes_into_the_given_tensor(packed, ran):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
-    out = torch.full_like(inputs[0], torch.nan)
     if not hasattr(varlen, "varlen_attn_out"):
         pytest.skip("torch 2.11 has no varlen_attn_out")
-    returned, lse = varlen.varlen_attn_out(
-        out, *inputs, cu_q, cu_k, max_q, max_k, return_aux=AuxRequest(lse=True), window_size=CAUSAL, scale=0.3
-    )
+    given = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    out = torch.full_like(given[0], torch.nan)
+    returned, lse = varlen.varlen_attn_out(out, *given, return_aux=LSE, window_size=CAUSAL, scale=0.3)
     assert returned is out
-    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL, scale=0.3)
+    expected, expected_lse = truth.varlen(*given[:5], window=CAUSAL, scale=0.3)
     truth.assert_near(out, expected)
     truth.assert_near(lse, expected_lse)
     assert total(ran()) == (1, 0)
@@ -200,6 +175,13 @@ def test_tokens_past_the_last_offset_give_and_take_nothing(packed):
     assert all(tensor.grad.isfinite().all() for tensor in inputs)
 
 
+def test_a_dense_call_of_two_batch_sizes_is_an_error(ran):
+    query, key = torch.randn(2, 5, 4, 16), torch.randn(3, 5, 4, 16)
+    with pytest.raises(InvalidInputError, match="batch: got 2 for query and 3 for key, expected equal ones"):
+        torch.ops.aten._flash_attention_forward(query, key, key, None, None, 5, 5, 0.0, False, False)
+    assert ran() == {}
+
+
 # ---- compiled
 
 
@@ -217,34 +199,20 @@ def test_compiled_in_one_graph_it_is_served_forward_and_backward(packed, compile
     def attend(query, key, value):
         return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, window_size=CAUSAL).relu()
 
-    eager = attend(*inputs)
-    grad = random_like(eager)
-    expected = torch.autograd.grad(eager, inputs, grad)
+    expected = with_gradients(attend, inputs)
     function = compiled(attend)
+    ran()
     with attnreg.register_backend(fake("mine").backend):
-        ran()
-        out = function(*inputs)
-        got = torch.autograd.grad(out, inputs, grad)
+        assert_same(with_gradients(function, inputs), expected)
         assert ran() == {"mine": (1, 1)}
-    torch.testing.assert_close(out, eager)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other)
     with attnreg.register_backend("math"):  # the choice isn't in the graph
-        torch.autograd.grad(function(*inputs), inputs, grad)
+        with_gradients(function, inputs)
         assert ran() == {"math": (1, 1)}
 
 
 def test_compiled_for_any_length_it_serves_every_batch_without_another_compilation(packed, compiled):
     function = compiled(varlen_attn, dynamic=True)
-    batches = [(5, 1, 8, 3), (2, 9), (4, 4, 4)]
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        for lengths in batches:
-            *inputs, cu_q, cu_k, max_q, max_k = packed(lengths)
-            out = function(*inputs, cu_q, cu_k, max_q, max_k)
-            truth.assert_near(out, truth.varlen(*inputs, cu_q, cu_k)[0])
+    for lengths in ((5, 1, 8, 3), (2, 9), (4, 4, 4)):
+        run_and_compare(packed(lengths), attend=function, return_aux=LSE)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        *inputs, cu_q, cu_k, max_q, max_k = packed((6, 2, 3, 11, 7))
-        out = function(*inputs, cu_q, cu_k, max_q, max_k)
-    expected, _ = truth.varlen(*inputs, cu_q, cu_k)
-    truth.assert_near(out, expected)
-    check_gradients(out, inputs, expected)
+        run_and_compare(packed((6, 2, 3, 11, 7)), attend=function, return_aux=LSE)

@@ -187,7 +187,8 @@ inline int64_t scoped_choice() {
   if (value == Py_None) {
     return 0;
   }
-  const Object number = owned(PyObject_GetAttrString(value, "number"));
+  static PyObject* const attribute = PyUnicode_InternFromString("number");
+  const Object number = owned(PyObject_GetAttr(value, attribute));
   const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
   PyErr_Clear();
   return found;

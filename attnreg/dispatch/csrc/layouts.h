@@ -165,13 +165,9 @@ inline int64_t choice_of(const c10::IValue& value) {
 // A tensor like a model that carries a choice, with the values of the model where these are read.
 inline at::Tensor with_choice(const at::Tensor& model, c10::Device device, int64_t choice, bool has_values) {
   const int64_t start = kAligned * choice;
-  const at::Tensor base =
+  const at::Tensor token =
       at::empty({start + extent_of(model) + kGuard}, at::TensorOptions().dtype(model.dtype()).device(device));
-  const Lengths sizes(model.sizes().begin(), model.sizes().end()), strides(model.strides().begin(), model.strides().end());
-  auto view = c10::make_intrusive<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), base.dtype());
-  view->set_sizes_and_strides(sizes, strides, start);
-  at::Tensor token(std::move(view));
+  token.unsafeGetTensorImpl()->set_sizes_and_strides(model.sizes(), model.strides(), start);
   if (has_values && device.is_cpu()) {
     // What lies between the elements is copied as well: less work than an op's.
     std::memcpy(token.mutable_data_ptr(), model.const_data_ptr(), extent_of(model) * model.element_size());

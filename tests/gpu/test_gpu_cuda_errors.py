@@ -1,8 +1,8 @@
 """A run of the GPU tests ends at the first CUDA error."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
 
@@ -12,6 +12,13 @@ REFUSED = "E       torch.AcceleratorError: CUDA error: invalid argument"
 def failed_with(text, **changes):
     usual = {"failed": True, "keywords": {"gpu": 1}, "longreprtext": text, "nodeid": "test_x.py::test_y"}
     return SimpleNamespace(**usual | changes)
+
+
+@pytest.fixture
+def log_report(request):
+    """Return the hook of the suite's `conftest.py`."""
+    folder = Path(__file__).parents[1]
+    return request.config.pluginmanager.get_plugin(str(folder / "conftest.py")).pytest_runtest_logreport
 
 
 @pytest.fixture
@@ -29,7 +36,7 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "told"),
+    ("text", "error", "quoted"),
     [
         (REFUSED, None, REFUSED[1:].strip()),
         (
@@ -39,11 +46,11 @@ def device(monkeypatch):
         ),
     ],
 )
-def test_an_error_of_cuda_ends_the_run_and_is_told(device, text, error, told):
+def test_an_error_of_cuda_ends_the_run_and_is_quoted(log_report, device, text, error, quoted):
     device.error = error
     with pytest.raises(pytest.exit.Exception, match="test_y ended in a CUDA error") as ended:
-        conftest.pytest_runtest_logreport(failed_with(text))
-    assert told in str(ended.value)
+        log_report(failed_with(text))
+    assert quoted in str(ended.value)
 
 
 @pytest.mark.parametrize(
@@ -55,5 +62,5 @@ def test_an_error_of_cuda_ends_the_run_and_is_told(device, text, error, told):
     ],
     ids=["another failure", "passed", "not on a GPU"],
 )
-def test_nothing_else_does(device, report):
-    conftest.pytest_runtest_logreport(report)
+def test_nothing_else_does(log_report, device, report):
+    log_report(report)

@@ -1,4 +1,4 @@
-"""On a GPU: calls that came before take short ways, and give the same."""
+"""On a GPU: repeated calls give what the first gave, and soon take no plan in Python."""
 
 import functools
 import sys
@@ -10,16 +10,15 @@ from support import gpu, truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import _registry, aten
+from attnreg import _registry
 from attnreg.contract.backend import Call
-from attnreg.dispatch.state import state
 
 pytestmark = pytest.mark.gpu
 
-TIMES = 6
+TIMES = 8
 CAUSAL = (-1, 0)
-# Of (B, H, S, D): how the dimensions lie.
-HEADS_FIRST, ROWS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
+# The order in memory of the dimensions of (B, H, S, D).
+BHSD, BSHD = (0, 1, 2, 3), (0, 2, 1, 3)
 
 
 def drawn(shape, seed):
@@ -33,120 +32,27 @@ def laid_out(x, order):
 
 
 @pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-@pytest.mark.parametrize(("scale", "order"), [(None, HEADS_FIRST), (0.2, ROWS_FIRST)])
+@pytest.mark.parametrize(("scale", "order"), [(None, BHSD), (0.2, BSHD)])
 @pytest.mark.parametrize("heads_k", [4, 2])
-def test_sdpa_is_right_each_time_and_soon_known_in_both_directions(named, chosen, scale, order, heads_k, ran):
-    known = []
+def test_sdpa_is_right_each_time_and_soon_kept_in_both_directions(
+    named, chosen, scale, order, heads_k, ran, is_kept
+):
+    def step(*inputs):
+        out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
+        return out, *torch.autograd.grad(out, inputs, gpu.incoming(out))
+
     with attnreg.register_backend(named), sdpa_kernel(chosen):
         for seed in range(TIMES):
             shapes = (2, 4, 200, 64), (2, heads_k, 200, 64), (2, heads_k, 200, 64)
             inputs = [laid_out(drawn(shape, seed + 50 * i), order) for i, shape in enumerate(shapes)]
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
-            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+            got = step(*inputs)
             leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
             right, _ = truth.dense(*leaves, window=CAUSAL, scale=scale)
-            right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
-            gpu.assert_near((out, *grads), (right, *right_grads))
+            right_grads = torch.autograd.grad(right, leaves, gpu.incoming(got[0]).cpu().double())
+            gpu.assert_near(got, (right, *right_grads))
             assert ran() == {named: (1, 1)}, seed
-            known.append(sorted(key[0] for key in state().known))
-    assert len(known[-1]) == 2
-    assert known[2:] == [known[-1]] * (TIMES - 2), "a call that came before wasn't known again"
-
-
-@pytest.mark.only_for("FA2")
-@pytest.mark.parametrize("order", [HEADS_FIRST, ROWS_FIRST], ids=str)
-def test_known_calls_of_torchs_kernel_below_cudnns_op_take_compiled_routers_no_python(
-    named, compiled_routers, order, ran
-):
-    aten.restore()
-    aten._kept_out = False
-    inputs = [laid_out(drawn((2, 4, 200, 64), seed), order) for seed in (1, 2, 3)]
-    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    right, _ = truth.dense(*leaves, window=CAUSAL)
-    with attnreg.register_backend(named), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        for _ in range(TIMES):
-            out, entered = python_of(
-                "attnreg", functools.partial(F.scaled_dot_product_attention, is_causal=True), *inputs
-            )
-            grad = gpu.incoming(out)
-            grads = torch.autograd.grad(out, inputs, grad)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near((out, *grads), (right, *right_grads))
-        assert entered == []
-    assert ran() == {named: (TIMES, TIMES)}
-
-
-@pytest.fixture
-def known(no_graph_trees):
-    """Return how many calls of `varlen_attn` are known."""
-    return lambda: len(state().express)
-
-
-@pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"is_causal": True, "scale": 0.2}])
-def test_varlen_attn_is_right_each_time_and_soon_known(named, options, known, ran):
-    counts = []
-    truly = {"window": CAUSAL if options else (-1, -1), "scale": options.get("scale")}
-    with attnreg.register_backend(named):
-        for seed in range(TIMES):
-            given = gpu.packed((40, 300, 7), heads=(4, 2), seed=seed)
-            got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True, **options)
-            torch.cuda.synchronize()
-            gpu.assert_near(got, gpu.expected(given, **truly)[0])
-            assert ran() == {named: (1, 1)}, seed
-            counts.append(known())
-        assert counts[-1] == counts[2] == 1
-        _, lse = attnreg.varlen_attn(
-            *given, enable_gqa=True, return_aux=attnreg.AuxRequest(lse=True), **options
-        )
-        truth.assert_near(lse.cpu(), gpu.expected(given, **truly)[1].detach(), torch.float32)
-        assert known() == 1
-
-
-@pytest.mark.only_for("cuDNN")
-def test_so_it_is_whoever_the_plans_are_for(named, plans_of_either_kind, known, ran):
-    test_varlen_attn_is_right_each_time_and_soon_known(named, {"window_size": CAUSAL}, known, ran)
-
-
-def test_what_is_known_does_not_outlive_what_was_asked_for(known, ran):
-    given = gpu.packed((40, 300, 7))
-    right = gpu.expected(given)[0]
-
-    def step(expected, **options):
-        gpu.assert_near(gpu.run(attnreg.varlen_attn, given, **options), right)
-        assert ran() == {expected: (1, 1)}
-
-    with attnreg.register_backend("math"):
-        for _ in range(4):
-            step("math")
-            torch.cuda.synchronize()
-        assert known() == 1
-        step("FA2", backend="FA2")
-        with attnreg.use_backend("FA2"):
-            step("FA2")
-        with attnreg.register_backend("FA2"):
-            step("FA2")
-        step("math")
-        with torch.autocast("cuda", torch.float16):
-            half = attnreg.varlen_attn(*given)
-        assert half.dtype == torch.float16
-        ran()
-        other = gpu.packed((40, 300, 7), dtype=torch.float16)
-        gpu.assert_near(gpu.run(attnreg.varlen_attn, other), gpu.expected(other)[0], torch.float16)
-        assert ran() == {"math": (1, 1)}
-        longer = gpu.packed((41, 300, 6))
-        gpu.assert_near(gpu.run(attnreg.varlen_attn, longer), gpu.expected(longer)[0])
-        # The same shapes as the first, other offsets: known, and read as they are now.
-        assert ran() == {"math": (1, 1)}
-
-
-CALLS = {
-    "dense": ((2, 200, 4, 64), (2, 200, 4, 64), None),
-    "dense, shared heads": ((2, 200, 8, 128), (2, 200, 2, 128), None),
-    "dense, more keys": ((2, 72, 4, 64), (2, 200, 4, 64), None),
-    "packed": ((456, 4, 64), (456, 4, 64), (200, 1, 255)),
-    "packed, shared heads": ((456, 8, 128), (456, 2, 128), (200, 1, 255)),
-    "packed, hundreds of sequences": ((1200, 4, 64), (1200, 4, 64), (4,) * 300),
-}
+        assert is_kept(lambda: step(*inputs))
+        assert ran() == {named: (3, 3)}
 
 
 def python_of(package, run, *given):
@@ -164,33 +70,145 @@ def python_of(package, run, *given):
         sys.setprofile(None)
 
 
+@pytest.mark.only_for("FA2")
+@pytest.mark.parametrize("order", [BHSD, BSHD], ids=str)
+def test_repeated_calls_of_torchs_kernel_below_cudnns_op_enter_no_python(named, compiled_cache, order, ran):
+    inputs = [laid_out(drawn((2, 4, 200, 64), seed), order) for seed in (1, 2, 3)]
+    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    right, _ = truth.dense(*leaves, window=CAUSAL)
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    with attnreg.register_backend(named), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for _ in range(TIMES):
+            out, entered = python_of("attnreg", attend, *inputs)
+            grad = gpu.incoming(out)
+            grads = torch.autograd.grad(out, inputs, grad)
+        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
+        gpu.assert_near((out, *grads), (right, *right_grads))
+        assert entered == []
+    assert ran() == {named: (TIMES, TIMES)}
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"is_causal": True, "scale": 0.2}])
+def test_varlen_attn_is_right_each_time_and_soon_kept(named, options, is_kept, ran):
+    truly = {"window": CAUSAL if options else (-1, -1), "scale": options.get("scale")}
+    attend = functools.partial(attnreg.varlen_attn, enable_gqa=True, **options)
+    with attnreg.register_backend(named):
+        for seed in range(3):
+            given = gpu.packed((40, 300, 7), heads=(4, 2), seed=seed)
+            right, right_lse = gpu.expected(given, **truly)
+            for _ in range(TIMES):
+                got = gpu.run(attend, given)
+                torch.cuda.synchronize()  # so that the device has reported on the offsets
+                gpu.assert_near(got, right)
+                assert ran() == {named: (1, 1)}, seed
+            assert is_kept(functools.partial(gpu.run, attend, given))
+            assert ran() == {named: (3, 3)}
+            _, lse = attend(*given, return_aux=attnreg.AuxRequest(lse=True))
+            truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
+            assert ran() == {named: (1, 0)}
+
+
 @pytest.mark.only_for("cuDNN")
-def test_known_calls_whose_plans_have_gone_are_planned_anew(named, known, ran):
-    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.heads_first()
+def test_exact_and_shared_plans_are_both_right_each_time(named, plans_of_either_kind, is_kept, ran):
+    test_varlen_attn_is_right_each_time_and_soon_kept(named, {"window_size": CAUSAL}, is_kept, ran)
+
+
+def test_what_is_kept_does_not_outlive_what_was_asked_for(is_kept, ran):
+    given = gpu.packed((40, 300, 7))
+    right = gpu.expected(given)[0]
+
+    def step(expected, **options):
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, given, **options), right)
+        assert ran() == {expected: (1, 1)}
+
+    with attnreg.register_backend("math"):
+        for _ in range(4):
+            step("math")
+            torch.cuda.synchronize()
+        assert is_kept(lambda: step("math"))
+        for _ in range(4):
+            step("FA2", backend="FA2")
+            with attnreg.use_backend("FA2"):
+                step("FA2")
+        with attnreg.register_backend("FA2"):
+            step("FA2")
+        step("math")
+        with torch.autocast("cuda", torch.float16):
+            half = attnreg.varlen_attn(*given)
+        assert half.dtype == torch.float16
+        ran()
+        other = gpu.packed((40, 300, 7), dtype=torch.float16)
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, other), gpu.expected(other)[0], torch.float16)
+        assert ran() == {"math": (1, 1)}
+        # The same shapes as the first, other offsets.
+        longer = gpu.packed((41, 300, 6))
+        gpu.assert_near(gpu.run(attnreg.varlen_attn, longer), gpu.expected(longer)[0])
+        assert ran() == {"math": (1, 1)}
+
+
+def test_the_backward_of_a_kept_scoped_call_gets_its_choice(is_kept, ran):
+    given, dense = gpu.packed((40, 300, 7)), gpu.bhsd()
+
+    def step():
+        with attnreg.use_backend("math"):
+            out, other = attnreg.varlen_attn(*given), F.scaled_dot_product_attention(*dense)
+        torch.autograd.grad(out, given.qkv, gpu.incoming(out))
+        torch.autograd.grad(other, dense, gpu.incoming(other))
+
+    with attnreg.register_backend("FA2"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(4):
+            step()
+            torch.cuda.synchronize()
+            assert ran() == {"math": (2, 2)}
+        assert is_kept(step)
+        assert ran() == {"math": (6, 6)}
+
+
+@pytest.mark.only_for("cuDNN")
+def test_repeated_calls_whose_plans_are_gone_are_planned_anew(named, is_kept, ran):
+    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
     leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
     right, _ = truth.dense(*leaves, window=CAUSAL)
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())
     plans = _registry.find(named).kernels().forward.args[0]
+
+    def step():
+        got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*dense, is_causal=True)
+        grads = torch.autograd.grad(out, dense, gpu.incoming(out))
+        torch.cuda.synchronize()
+        return got, (out, *grads)
+
     with attnreg.register_backend(named), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         for _ in range(3):
             plans._plans.clear()
             before = plans.built["forward"], plans.built["backward"]
             for _ in range(TIMES):
-                got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
-                gpu.assert_near(got, gpu.expected(given)[0])
-                out = F.scaled_dot_product_attention(*dense, is_causal=True)
-                grads = torch.autograd.grad(out, dense, gpu.incoming(out))
-                gpu.assert_near((out, *grads), (right, *right_grads))
-                torch.cuda.synchronize()
+                packed, sdpa = step()
+                gpu.assert_near(packed, gpu.expected(given)[0])
+                gpu.assert_near(sdpa, (right, *right_grads))
             assert ran() == {named: (2 * TIMES, 2 * TIMES)}
-            assert known() == 1
+            assert is_kept(step)
+            ran()
             assert (plans.built["forward"], plans.built["backward"]) == (before[0] + 2, before[1] + 2)
+
+
+# ---- flash-attn-4, which launches its kernels from Python
+
+CALLS = {
+    "dense": ((2, 200, 4, 64), (2, 200, 4, 64), None),
+    "dense, shared heads": ((2, 200, 8, 128), (2, 200, 2, 128), None),
+    "dense, more keys": ((2, 72, 4, 64), (2, 200, 4, 64), None),
+    "packed": ((456, 4, 64), (456, 4, 64), (200, 1, 255)),
+    "packed, shared heads": ((456, 8, 128), (456, 2, 128), (200, 1, 255)),
+    "packed, hundreds of sequences": ((1200, 4, 64), (1200, 4, 64), (4,) * 300),
+}
 
 
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
-def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window):
+def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window):
     kernels = _registry.find(named).kernels()
     shape_q, shape_k, lengths = case
     offsets = None if lengths is None else gpu.offsets_of(lengths)
@@ -202,15 +220,15 @@ def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window)
         (out, lse), forward = python_of("flash_attn", kernels.forward, query, key, value, call)
         given = (grad, query, key, value, out, lse, call)
         grads, backward = python_of("flash_attn", kernels.backward, *given)
-        torch.cuda.synchronize()  # what is asked of the device is known by now
+        torch.cuda.synchronize()  # so that the device has reported on offsets and proofs
         leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
         if offsets is None:
             inputs = [x.transpose(1, 2) for x in leaves]
             right, right_lse = truth.dense(*inputs, window=window, scale=call.scale)
             right = right.transpose(1, 2)
         else:
-            ends = offsets.cpu()
-            right, right_lse = truth.varlen(*leaves, ends, ends, window=window, scale=call.scale)
+            pair = offsets.cpu(), offsets.cpu()
+            right, right_lse = truth.varlen(*leaves, *pair, window=window, scale=call.scale)
         right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
         gpu.assert_near((out, *grads), (right, *right_grads))
         truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
@@ -218,7 +236,7 @@ def test_a_known_call_of_flash_attn_4_leaves_its_python_out(named, case, window)
 
 
 @pytest.mark.only_for("FA4")
-def test_so_it_does_while_a_graph_is_captured_and_on_another_stream(named):
+def test_they_do_so_while_a_graph_is_captured_and_on_another_stream(named):
     kernels = _registry.find(named).kernels()
     call = Call(64**-0.5, 136, 136, CAUSAL)
     query, key, value, grad = (drawn((2, 136, 4, 64), seed) for seed in range(4))

@@ -1,0 +1,87 @@
+"""Fixtures of the routers' tests.
+
+Routers of the ops that torch has for CUDA alone are put over the CPU's key, to run without a GPU.
+"""
+
+import warnings
+
+import pytest
+import torch
+from support.cuda_ops import sdpa_kernels
+from support.kernels import tables
+
+from attnreg import aten
+from attnreg.aten import cudnn, flash
+from attnreg.aten.routing import router
+from attnreg.dispatch import call_cache
+from attnreg.torchlib import captured
+
+
+@pytest.fixture
+def routes():
+    """Return the routes of the ops that torch has for CUDA alone, by op; a test may replace some."""
+    return {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES)}
+
+
+@pytest.fixture(params=["python", "compiled"])
+def either_routers(request):
+    """Have the routers of a test be in Python unless the command line says otherwise, and compiled."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_routers")
+
+
+@pytest.fixture
+def route(either_routers, routes):
+    """Register routers at the CPU's key: `route({op: kernel, ...})`; other ops have no native kernel."""
+    was_installed = aten.installed()
+    aten.restore()
+    native, routers = (torch.library.Library("aten", "IMPL") for _ in range(2))
+
+    def remove():
+        call_cache.remove_routers()
+        routers._destroy()
+
+    def register(kernels=None):
+        kernels = kernels or {}
+        module = call_cache.load()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for op, kernel in kernels.items():
+                native.impl(op, kernel, "CPU")
+            for op, found in routes.items():
+                function = router(found, kernels.get(op))
+                if module is None:
+                    routers.impl(op, aten._results_of(function), "CPU")
+                else:
+                    module.add_router(op, "CPU", tuple(found.layout), aten._described(function))
+            for op, kernel in sdpa_kernels().items():
+                routers.impl(op, kernel, "CPU")
+        # These are the routers now, so that registering a backend installs no others.
+        aten._remove, captured.call_cache_in_use = remove, module is not None
+
+    yield register
+    aten.restore()
+    native._destroy()
+    if was_installed:
+        aten.ensure()
+
+
+@pytest.fixture
+def whole_graph(inductor):
+    """Return a function that compiles a function in one graph; start and leave no cache."""
+    torch._dynamo.reset()
+    yield lambda f, **options: torch.compile(f, fullgraph=True, **{"backend": inductor, **options})
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def uninstalled(either_routers):
+    """Start and end with torch's ops as they were."""
+    was_installed = aten.installed()
+    aten.restore()
+    before = tables()
+    yield
+    aten.restore()
+    assert tables() == before, "the test left a kernel behind"
+    if was_installed:
+        aten.ensure()

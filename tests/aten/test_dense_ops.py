@@ -1,0 +1,319 @@
+"""Promises about dense calls of the ops that torch has for CUDA alone: values, layouts, and who runs them."""
+
+import contextlib
+import dataclasses
+import threading
+
+import pytest
+import torch
+from support import truth
+from support.cuda_ops import (
+    BACKWARD,
+    FORWARD,
+    NATIVE,
+    SDPA,
+    NativeKernel,
+    assert_call_right,
+    backward,
+    call,
+    described,
+    flash_varlen,
+    native_kernels,
+)
+from support.dense import (
+    ADDED,
+    CAUSAL,
+    LAYOUTS,
+    OPEN,
+    SCATTERING,
+    assert_near,
+    assert_right,
+    qkv,
+    random_like,
+    transposed,
+    with_gradients,
+)
+
+import attnreg
+from attnreg.aten.routing import router
+from attnreg.errors import UnsupportedInputError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = {
+    "square": {},
+    "fewer queries": {"len_q": 3},
+    "fewer keys": {"len_k": 3},
+    "fewer key heads": {"heads": 6, "heads_k": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_call_is_right_with_the_ops_own_alignment(route, ran, kind, causal, shape, dtype):
+    route()
+    inputs = qkv(**shape, dtype=dtype)
+    attnreg.register_backend("math")
+    result = call(kind, inputs, causal=causal, scale=0.4)
+    window = CAUSAL if causal else OPEN
+    assert_call_right(kind, result, inputs, window=window, top_left=kind == "cudnn", scale=0.4)
+    assert ran() == {"math": (1, 1)}
+
+
+BIASES = {
+    "added": ADDED,
+    "the same everywhere": ADDED[:1, :1],
+    "of the keys": ADDED[:, :, :1],
+    "hiding": ADDED.masked_fill(ADDED > 0.5, -torch.inf),
+    "boolean": ADDED > 0,
+}
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_the_cudnn_op_counts_forward_and_backward(route, ran, bias, causal):
+    route()
+    inputs = qkv()
+    attnreg.register_backend("math")
+    result = call("cudnn", inputs, bias=bias, causal=causal)
+    assert_call_right("cudnn", result, inputs, bias=bias, window=CAUSAL if causal else OPEN, top_left=True)
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_bias_wider_than_the_keys_that_a_causal_mask_leaves_is_cut_with_them(route):
+    route()
+    inputs, bias = qkv(3, 6), ADDED[:, :, :3]
+    out, *_ = call("cudnn", inputs, bias=bias, causal=True)
+    assert_right(with_gradients(out, inputs), inputs, bias=bias, window=CAUSAL, top_left=True)
+
+
+def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
+    route(native_kernels())
+    attnreg.selection.policy.activate(True)
+    inputs = qkv()
+    for _ in range(2):
+        call("cudnn", inputs)[0].sum().backward()
+    for bias in BIASES.values():
+        assert_call_right("cudnn", call("cudnn", inputs, bias=bias), inputs, bias=bias)
+    assert ran() == {"cuDNN": (2 + len(BIASES), 2 + len(BIASES))}
+
+
+def test_a_dense_call_of_cudnns_lower_op_is_the_dense_op(route, ran):
+    route()
+    inputs = qkv(3, 6)
+    attnreg.register_backend("math")
+    op = torch.ops.aten._cudnn_attention_forward
+    result = op(*inputs, None, None, None, 3, 6, True, 0.0, True)
+    assert result[1].shape == (2, 4, 3, 1)
+    assert_call_right("cudnn", result, inputs, window=CAUSAL, top_left=True)
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_dense_call_of_the_flash_op_with_every_option(route, ran, fake):
+    route()
+    recorder = fake("mine")
+    inputs = transposed(*(x.detach() for x in qkv(5, 7)))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    options = {"scale": 0.3, "window_size_left": 2, "alibi_slopes": slopes, "num_splits": 3}
+    with attnreg.register_backend(recorder.backend):
+        out, lse, rng_state, unused, debug = flash_varlen(inputs, None, None, 5, 7, causal=True, **options)
+    assert ran() == {"mine": (1, 0)}
+    (*_, given) = recorder.forwards[0]
+    assert (given.window, given.num_splits, given.scale) == ((2, 0), 3, 0.3)
+    assert given.alibi_slopes is slopes
+    distance = (torch.arange(7) - torch.arange(5)[:, None] - 2).abs()
+    bias = (-slopes.double()[:, None, None] * distance)[None]
+    expected, expected_lse = truth.dense(*transposed(*inputs), bias, window=(2, 0), scale=0.3)
+    truth.assert_near(out.transpose(1, 2), expected)
+    truth.assert_near(lse, expected_lse)
+    states = [(tuple(x.shape), x.dtype) for x in (rng_state, unused)]
+    assert states == [((2,), torch.uint64), ((), torch.uint64)]
+    assert debug.shape == (0,)
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_shapes_dtypes_and_strides_are_those_of_torchs_meta_function(route, fake, kind, layout, scoped, native):  # fmt: skip # noqa: E501
+    route(native_kernels() if native else None)
+    inputs = [layout(x.detach()) for x in qkv(6, 5)]
+    on_meta = [x.to("meta").as_strided(x.shape, x.stride()) for x in inputs]
+    expected = call(kind, on_meta)
+    with attnreg.register_backend(fake("scattered", load=lambda: SCATTERING).backend):
+        with attnreg.use_backend("scattered") if scoped else contextlib.nullcontext():
+            result = call(kind, inputs)
+        assert attnreg.stats().calls == {"scattered": {"forward": 1, "backward": 0}}
+        assert described(result) == described(expected)
+        grad = random_like(result[0])
+        grads = backward(kind, inputs, result, grad)
+    assert described(grads) == described(backward(kind, on_meta, expected, grad.to("meta")))
+    assert attnreg.stats().calls == {"scattered": {"forward": 1, "backward": 1}}
+    leaves = [x.requires_grad_() for x in inputs]
+    assert_right([result[0], *grads], leaves)
+
+
+def test_values_of_another_head_dim_come_in_the_strides_that_torch_expects(route):
+    route()
+    query, key, value = (x.detach() for x in qkv())
+    for name in ("contiguous", "bshd"):
+        inputs = [LAYOUTS[name](x).requires_grad_() for x in (query, key, value[..., :5])]
+        result = call("cudnn", inputs)
+        assert described(result) == described(call("cudnn", [x.detach().to("meta") for x in inputs]))
+        assert_call_right("cudnn", result, inputs)
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_compiled_in_one_graph_the_choice_is_made_when_it_runs(route, whole_graph, ran, fake, kind):
+    route()
+    inputs = qkv()
+    attend = whole_graph(lambda *x: call(kind, x, causal=True)[0].sin(), backend="aot_eager")
+    for name, registered in (("math", "math"), ("mine", fake("mine").backend)):
+        with attnreg.register_backend(registered):
+            results = with_gradients(attend(*inputs), inputs)
+        assert_near(results, inputs, truth.dense(*inputs, window=CAUSAL)[0].sin())
+        assert ran() == {name: (1, 1)}
+
+
+# ---- who runs a call
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_with_nothing_registered_every_argument_reaches_torchs_kernel_untouched(route, ran, kind):
+    kernels = native_kernels()
+    route(kernels)
+    inputs = qkv()
+    result = call(kind, inputs, 0.0, True, scale=0.3)
+    ((args, kwargs),) = kernels[FORWARD[kind]].calls
+    assert kwargs == {"scale": 0.3}
+    # Below autograd the tensors are others, of the same memory.
+    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
+    assert True in args[3:]
+    assert_call_right(kind, result, inputs, window=CAUSAL, scale=0.3)
+    assert len(kernels[BACKWARD[kind]].calls) == 1
+    assert ran() == {}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_installed_torchs_own_kernel_is_the_default_and_counted_by_name(route, ran, kind):
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.selection.policy.activate(True)
+    inputs = qkv()
+    for times in (1, 2):
+        assert_call_right(kind, call(kind, inputs, causal=True), inputs, window=CAUSAL)
+        assert ran() == {NATIVE[kind]: (1, 1)}
+        assert len(kernels[FORWARD[kind]].calls) == times
+    assert_call_right(kind, call(kind, inputs, scale=0.3), inputs, scale=0.3)
+    assert ran() == {NATIVE[kind]: (1, 1)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_backend_that_cannot_run_the_call_gives_way_to_torchs_own(route, ran, fake, kind):
+    route(native_kernels())
+    inputs = qkv()
+    with attnreg.register_backend(fake("mine", causal=False).backend):
+        assert_call_right(kind, call(kind, inputs, causal=True), inputs, window=CAUSAL)
+        (row,) = [row for row in attnreg.stats().fallbacks if row.backend == "mine"]
+        assert (row.reason, row.count) == ("is_causal must be False, got True", 2)
+        assert ran() == {NATIVE[kind]: (1, 1)}
+        assert_call_right(kind, call(kind, inputs), inputs)
+        assert ran() == {"mine": (1, 1)}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("native_first", [False, True])
+def test_a_forward_of_one_pairs_with_a_backward_of_the_other(route, ran, kind, native_first):
+    kernels = native_kernels()
+    route(kernels)
+    inputs = qkv(dtype=torch.float64)
+    if native_first:
+        result = call(kind, inputs, causal=True)
+        attnreg.register_backend("math")
+    else:
+        with attnreg.register_backend("math"):
+            result = call(kind, inputs, causal=True)
+    assert_right(with_gradients(result[0], inputs), inputs, window=CAUSAL)
+    assert ran() == {"math": (0, 1) if native_first else (1, 0)}
+    assert len(kernels[BACKWARD[kind]].calls) == (0 if native_first else 1)
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("native", [False, True])
+def test_a_scope_holds_for_the_backward_outside_of_it(route, ran, fake, kind, native):
+    route(native_kernels() if native else None)
+    inputs = qkv()
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        with attnreg.use_backend("mine"):
+            result, other = call(kind, inputs, causal=True), call(kind, inputs)
+        assert_right(with_gradients(result[0], inputs), inputs, window=CAUSAL)
+        assert ran() == {"mine": (2, 1)}
+        thread = threading.Thread(target=other[0].sum().backward)
+        thread.start()
+        thread.join()
+        assert ran() == {"mine": (0, 1)}
+        assert inputs[0].grad is not None
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward(route, ran, fake, kind):
+    route(native_kernels())
+    inputs = qkv()
+    full = fake("mine").backend
+    backend = dataclasses.replace(full, forward=dataclasses.replace(full.forward, causal=False))
+    with attnreg.register_backend(backend):
+        with attnreg.use_backend("mine"):
+            *_, seed, offset, _ = result = call(kind, inputs, causal=True)
+        assert ran() == {NATIVE[kind]: (1, 0)}
+        assert_right(with_gradients(result[0], inputs), inputs, window=CAUSAL)
+        assert ran() == {"mine": (0, 1)}
+    # The choice token keeps its value.
+    assert torch.equal(seed.to(torch.int64), torch.tensor([3, 4] if kind == "flash" else 3))
+    assert offset.item() == (0 if kind == "flash" else 4)
+
+
+# ---- calls that are torch's own
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(route, ran, kind):
+    kernels = native_kernels()
+    route(kernels)
+    inputs = [x.detach() for x in qkv()]
+    with attnreg.register_backend("math"):
+        call(kind, inputs, 0.25, True, True, scale=0.3)
+    ((args, kwargs),) = kernels[FORWARD[kind]].calls
+    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
+    lengths = (None, None, 6, 6)
+    rest = (0.25, True, True)
+    assert args[3:] == ((*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest))
+    assert kwargs == {"scale": 0.3}
+    assert ran() == {}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+def test_a_debug_mask_is_an_error_where_torch_has_no_kernel(route, kind):
+    route()
+    with pytest.raises(UnsupportedInputError) as error:
+        call(kind, [x.detach() for x in qkv()], debug=True)
+    assert str(error.value) == (
+        f"aten::{FORWARD[kind]}: return_debug_mask, and torch has no kernel for this device"
+    )
+
+
+def test_a_dense_call_with_counted_keys_is_torchs_own(routes):
+    query, used = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
+    arguments = (query, query, query, None, None, None, 6, 6, True)
+    kernel = NativeKernel(lambda *args, **kwargs: "torch's")
+    run, run_without = (router(routes["_cudnn_attention_forward"], one) for one in (kernel, None))
+    with attnreg.use_backend("math"):
+        assert run(*arguments, seqused_k=used) == ("torch's", None)
+        assert kernel.calls == [(arguments, {"seqused_k": used})]
+        with pytest.raises(UnsupportedInputError) as error:
+            run_without(*arguments, seqused_k=used)
+    assert str(error.value) == (
+        "aten::_cudnn_attention_forward: seqused_k or block_table of a dense call, "
+        "and torch has no kernel for this device"
+    )

@@ -1,0 +1,244 @@
+"""Installing routers beside overrides, beside the registry of `torch.nn.attention`, and in other torches."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import truth
+from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, qkv, same, table, tables
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import _registry as torch_registry
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnreg
+from attnreg import aten
+from attnreg.aten.routing import Layout, Route
+from attnreg.dispatch.planning import Native
+from attnreg.errors import RegistrationError
+from attnreg.torchlib import captured
+
+pytestmark = pytest.mark.usefixtures("uninstalled")
+
+
+# ---- overrides
+
+
+@pytest.mark.parametrize("place", [*PLACES, *((op, "CUDA") for op in aten.ABOVE)], ids=".".join)
+def test_an_op_that_somebody_else_overrides_is_an_error_that_names_it(place):
+    op, key = place
+    other = Override(op, key)
+    before = tables()
+    with pytest.raises(RegistrationError) as error:
+        attnreg.install()
+    assert re.fullmatch(
+        rf"aten::{op} is overridden for {key} by other Python code, registered at .*support/kernels.py:\d+; "
+        "remove that, or let attnreg register its routers first",
+        str(error.value),
+    )
+    assert tables() == before
+    other.remove()
+    attnreg.install()
+    assert all(map(is_ours, PLACES))
+
+
+def test_an_override_stays_in_force_when_installing_fails_and_isnt_taken_for_torchs(monkeypatch, ran):
+    inputs = qkv()
+    own = attend(inputs)
+    # As in a process that has captured nothing yet.
+    monkeypatch.setattr(captured, "_captured", {})
+    other = Override()
+    with pytest.raises(RegistrationError, match=CPU_OP):
+        attnreg.register_backend("math")
+    assert torch.equal(F.scaled_dot_product_attention(*inputs), torch.zeros(2, 4, 6, 8))
+    assert other.calls == 1
+    with pytest.raises(RegistrationError, match=CPU_OP):
+        captured.kernel(CPU_OP, "CPU")
+    other.remove()
+    attnreg.install()
+    assert same(attend(inputs), own)
+    assert ran() == {"cpu": (1, 1)}
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_override_above_the_routers_shadows_them_until_it_goes(ran, restored):
+    inputs = [x.detach() for x in qkv()]
+    own = F.scaled_dot_product_attention(*inputs)
+    attnreg.register_backend("math")
+    other = Override()
+    if restored:
+        attnreg.uninstall()
+    F.scaled_dot_product_attention(*inputs)
+    assert ran() == {}
+    assert other.calls == 1
+    other.remove()
+    torch.testing.assert_close(
+        F.scaled_dot_product_attention(*inputs), own, **({"rtol": 0, "atol": 0} if restored else {})
+    )
+    assert ran() == ({} if restored else {"math": (1, 0)})
+
+
+# ---- torch's own registry
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """Offer torch a flash attention implementation named FA4; ends with none active."""
+    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA4", lambda: Override(FLASH_OP, "CUDA"))
+    yield
+    if torch_registry.current_flash_attention_impl() is not None:
+        torch_registry.restore_flash_attention_impl()
+
+
+def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog):
+    torch_registry.activate_flash_attention_impl("FA4")
+    theirs = table(FLASH_OP, "CUDA")
+    assert theirs
+    attnreg.install()
+    assert torch_registry.current_flash_attention_impl() is None
+    assert all(map(is_ours, PLACES))
+    assert table(FLASH_OP, "CUDA") != theirs
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "torch.nn.attention had 'FA4' active: attnreg has restored torch's own kernels, to which it "
+            "falls back, and chooses for each call from now on; register_backend('FA4') asks for it",
+        )
+    ]
+    assert aten.shadowed_by() == ""
+    attnreg.uninstall()
+    assert table(FLASH_OP, "CUDA") == ""
+
+
+def test_a_mere_call_leaves_an_implementation_active_that_somebody_chose(fa4, packed, caplog, ran):
+    torch_registry.activate_flash_attention_impl("FA4")
+    attnreg.varlen_attn(*packed([3, 4])).sum().backward()
+    assert torch_registry.current_flash_attention_impl() == "FA4"
+    assert not aten.installed()
+    assert caplog.records == []
+    assert ran() == {"cpu": (1, 1)}
+
+
+def test_an_install_that_fails_leaves_that_implementation_active(fa4, monkeypatch, caplog):
+    def refuse(*args):
+        raise RuntimeError("torch said no")
+
+    torch_registry.activate_flash_attention_impl("FA4")
+    before = tables()
+    with monkeypatch.context() as patch:
+        patch.setattr(aten, "_register", refuse)
+        with pytest.raises(RegistrationError, match="torch said no; every op is as it was"):
+            attnreg.install()
+    assert torch_registry.current_flash_attention_impl() == "FA4"
+    assert tables() == before
+    assert caplog.records == []
+
+
+class CalledOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def attention_ops_of_varlen_attn_on_cuda():
+    """Return what `attnreg.varlen_attn` calls on a GPU, by fake tensors."""
+    with FakeTensorMode(), CalledOps() as called:
+        query, cu = torch.empty(7, 4, 16, device="cuda"), torch.empty(3, device="cuda", dtype=torch.int32)
+        attnreg.varlen_attn(query, query, query, cu, cu, 4, 4)
+    return [name for name in called.names if "attn" in name or "attention" in name]
+
+
+def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran):
+    query, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
+    attnreg.install()
+    torch_registry.activate_flash_attention_impl("FA4")
+    assert aten.shadowed_by() == "FA4"
+    assert not is_ours((FLASH_OP, "CUDA"))
+    (note,) = [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
+    assert note == (
+        "torch.nn.attention has 'FA4' active above attnreg's routers: the flash ops "
+        "on CUDA go there; restore_flash_attention_impl() gives them back"
+    )
+    # varlen_attn calls no op that could be shadowed.
+    assert attention_ops_of_varlen_attn_on_cuda() == ["attnreg._varlen_attn.default"]
+    out = attnreg.varlen_attn(query, query, query, cu, cu, 4, 4)
+    truth.assert_near(out, truth.varlen(query, query, query, cu, cu)[0])
+    assert sum(forward for forward, _ in ran().values()) == 1
+    torch_registry.restore_flash_attention_impl()
+    assert aten.shadowed_by() == ""
+    assert all(map(is_ours, PLACES))
+    assert not [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
+
+
+def test_torchs_registry_activates_and_restores_attnreg_itself(ran):
+    inputs, before = qkv(), tables()
+    own = attend(inputs)
+    assert "attnreg" in torch_registry.list_flash_attention_impls()
+    torch_registry.activate_flash_attention_impl("attnreg")
+    assert torch_registry.current_flash_attention_impl() == "attnreg"
+    assert aten.shadowed_by() == ""
+    attend(inputs)
+    assert ran() == {"cpu": (1, 1)}
+    torch_registry.restore_flash_attention_impl()
+    assert tables() == before
+    assert same(attend(inputs), own)
+    assert ran() == {}
+
+
+# ---- other torches
+
+
+def test_a_torch_that_hands_out_no_kernels_is_an_error_with_both_versions(monkeypatch):
+    monkeypatch.setattr(captured, "_captured", {})
+    before = tables()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.library, "get_kernel")
+        patch.setattr(torch, "__version__", "2.8.1")
+        with pytest.raises(RegistrationError) as error:
+            attnreg.install()
+    assert str(error.value) == (
+        "torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, found 2.8.1"
+    )
+    assert tables() == before
+
+
+class Swapped(NamedTuple):
+    """The arguments of an op in a wrong order."""
+
+    query: torch.Tensor
+    value: torch.Tensor
+    key: torch.Tensor
+
+
+def swapped(op, **options):
+    return Route(op, ("CPU",), Swapped, lambda *_: None, Native("cpu"), Layout(0), **options)
+
+
+def test_an_op_that_torch_lacks_is_an_error():
+    before = tables()
+    with pytest.raises(RegistrationError) as error:
+        aten.ensure((*aten.ROUTES, swapped("_no_such_attention")))
+    assert str(error.value) == f"torch {torch.__version__} has no aten::_no_such_attention"
+    assert tables() == before
+
+
+def test_an_op_of_a_newer_torch_is_left_out():
+    aten.ensure((*aten.ROUTES, swapped("_no_such_attention", since="99.1")))
+    assert all(map(is_ours, PLACES))
+
+
+def test_an_op_that_torch_declares_in_another_way_is_an_error_with_both_schemas():
+    before = tables()
+    with pytest.raises(RegistrationError) as error:
+        aten.ensure((swapped(CPU_OP),))
+    schema = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
+    assert str(error.value) == (
+        f"aten::{CPU_OP} of torch {torch.__version__}: got {schema}, "
+        "expected arguments ('query', 'value', 'key')"
+    )
+    assert tables() == before

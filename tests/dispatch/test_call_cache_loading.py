@@ -1,0 +1,113 @@
+"""Promises about what serves calls where nothing is compiled, or can't or mustn't be loaded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnreg
+from attnreg import _registry, aten
+from attnreg.dispatch import call_cache
+from attnreg.errors import BuildError, ConfigError
+from attnreg.selection import policy
+from attnreg.torchlib import building, caches, captured
+from attnreg.tuning.points import Front
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """Have nothing compiled on this machine; returns where it would be."""
+    aten.restore()
+    monkeypatch.setattr(caches, "folder", lambda purpose: tmp_path)
+    monkeypatch.setattr(call_cache, "_module", None)
+    building.target.cache_clear()
+    call_cache.forget()
+    yield building.target()
+    aten.restore()
+    call_cache.forget()
+    building.target.cache_clear()
+
+
+def attend():
+    return F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+
+
+def test_where_nothing_is_compiled_python_serves_without_a_warning(unbuilt, caplog, ran):
+    with attnreg.register_backend("cpu"):
+        attend()
+        assert captured.call_cache_in_use is False
+        assert call_cache.load() is None
+    assert ran() == {"cpu": (1, 0)}
+    assert caplog.messages == []
+
+
+def test_a_file_that_does_not_load_is_one_warning_and_python_serves(unbuilt, caplog, ran):
+    unbuilt.write_bytes(b"no library")
+    with attnreg.register_backend("cpu"):
+        attend()
+        attend()
+    assert ran() == {"cpu": (2, 0)}
+    (message,) = caplog.messages
+    assert "can't be loaded" in message
+    assert "`attnreg build`" in message
+
+
+def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers, caplog):
+    unbuilt.write_bytes(built_routers.read_bytes())
+    unbuilt.chmod(0o722)
+    with attnreg.register_backend("cpu"):
+        assert captured.call_cache_in_use is False
+    assert "others may write to it" in caplog.text
+    with pytest.raises(BuildError, match="others may write to it"):
+        building.loaded()
+
+
+def test_asked_for_and_not_compiled_is_an_error_that_says_what_to_do(unbuilt, monkeypatch):
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    with pytest.raises(ConfigError, match=r"ATTNREG_ROUTERS=compiled: .*isn't compiled .*`attnreg build`"):
+        attnreg.register_backend("cpu")
+    assert not aten.installed()
+    assert _registry.registrations() == ()
+
+
+@pytest.mark.parametrize(("asked", "used"), [("", True), ("compiled", True), ("Python", False)])
+def test_what_is_compiled_is_used_unless_the_variable_says_otherwise(
+    unbuilt, built_routers, monkeypatch, ran, asked, used
+):
+    monkeypatch.setattr(building, "built", lambda: built_routers)
+    monkeypatch.setenv("ATTNREG_ROUTERS", asked)
+    with attnreg.register_backend("cpu"):
+        assert captured.call_cache_in_use is used
+        assert (call_cache.load() is not None) is used
+        for _ in range(3):
+            attend()
+    assert ran() == {"cpu": (3, 0)}
+
+
+def test_before_routers_are_in_tables_are_looked_up_as_if_they_were(unbuilt, built_routers, monkeypatch):
+    """A table has the times of both, and what a process finds compiled its first call will use."""
+    assert not policy.current().tables.compiled
+    monkeypatch.setattr(building, "built", lambda: built_routers)
+    assert captured.call_cache_in_use is None
+    assert policy.current().tables.compiled
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    attnreg.reload()
+    assert not policy.current().tables.compiled
+    monkeypatch.delenv("ATTNREG_ROUTERS")
+    attnreg.reload()
+    aten.ensure()
+    assert policy.current().tables.compiled
+    with call_cache.paused():
+        assert not policy.current().tables.compiled
+
+
+def test_the_variable_alone_has_nothing_served(monkeypatch):
+    monkeypatch.setenv("ATTNREG_ROUTERS", "python")
+    attnreg.reload()
+    assert not policy.is_active()
+
+
+def test_a_table_without_the_entry_has_the_times_of_routers_in_python():
+    found = Front.from_dict({"backend": "a", "varlen": True, "direction": "forward", "host_us": 3.0})
+    assert found == Front("a", True, "forward", 3.0, compiled=False)

@@ -1,0 +1,40 @@
+"""Fixtures of the GPU tests that are about repeated calls."""
+
+import pytest
+from support import plan_counts
+
+from attnreg import aten
+from attnreg.dispatch import call_cache
+from attnreg.dispatch.state import state
+from attnreg.torchlib import captured
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Return a function that counts the plans in Python that another takes."""
+    return plan_counts.counting(monkeypatch)
+
+
+@pytest.fixture
+def is_kept(planned, no_graph_trees):
+    """Return whether a repeated call makes no plan, and with compiled routers isn't planned at all.
+
+    A backend that may still offer a better launcher is asked ever more rarely: not at three calls running.
+    """
+
+    def is_kept(call):
+        plans = set(state().plans)
+        counts = [planned(call) for _ in range(3)]
+        return set(state().plans) == plans and (call_cache.load() is None or 0 in counts)
+
+    return is_kept
+
+
+@pytest.fixture
+def compiled_cache(compiled_routers, no_graph_trees):
+    """Have the compiled call cache serve a test, whatever the run is about."""
+    aten.restore()
+    aten.ensure()
+    assert captured.call_cache_in_use
+    yield compiled_routers
+    aten.restore()

@@ -1,0 +1,217 @@
+"""On a GPU: what a launcher does for a repeated call is as right as what the kernel did for the first."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from support import gpu, truth
+from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, dense, ragged
+
+import attnreg
+from attnreg import _registry
+from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.contract.offsets import facts
+from attnreg.measure import measure
+from attnreg.torchlib import captured
+from attnreg.torchlib.layout import stream_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_graph_trees")]
+
+# In each of them every row sees a key: that is promised to a launcher.
+SAME = [(n, n) for n in (113, 1, 33, 203)]
+LONGER = ((113, 203), (1, 65), (31, 33))
+CASES = (
+    *(dense(113, 203, window=window) for window in (OPEN, CAUSAL, (8, 2), (100, -1))),
+    *(ragged(*SAME, window=window) for window in (OPEN, CAUSAL, (8, 2))),
+    *(ragged(*LONGER, window=window) for window in (OPEN, CAUSAL)),
+    dense(65, 65, heads=(8, 2), dims=(128, 128)),
+    ragged(*SAME, heads=(8, 2), dims=(128, 128), window=CAUSAL),
+    ragged(*SAME, dtype="float16", scale=0.2),
+    *(ragged(*SAME, (162, 162), window=window) for window in (OPEN, CAUSAL)),  # 512 tokens: an LSE in order
+    *(ragged(*SAME, layout=layout, heads=(4, 4)) for layout in LAYOUTS),
+)
+# So many calls a backend may want to see before it offers a launcher.
+SEEN = 6
+
+
+@functools.cache
+def kernels(name):
+    return _registry.find(name).kernels()
+
+
+def with_launchers(forward, backward, used):
+    """Return kernels that run two backends' launchers where there are some; `used` gets the directions."""
+
+    def done(direction, kernel, specialize, tensors, call):
+        for _ in range(SEEN):
+            results = kernel(*tensors, call)
+            torch.cuda.synchronize()  # so that the device has reported
+        query, key = tensors[:2] if direction == "forward" else tensors[1:3]
+        pair = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
+        if pair:
+            found = facts(call, len(query), len(key), stream_of(query))
+            torch.cuda.synchronize()  # `math` asks for nothing by itself
+            assert found.every_row_sees_a_key
+        launcher = specialize(direction, tensors, call) if specialize is not None else None
+        if launcher is None:
+            return results
+        used.append(direction)
+        if isinstance(launcher, AddressLauncher):  # in C++ it is as right as in Python
+            for one, other in zip(launcher(*tensors, *pair), results, strict=True):
+                assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02)
+            return launcher.on_addresses(*tensors, *pair)
+        return launcher(*tensors, *pair)
+
+    return Kernels(
+        lambda q, k, v, call: done("forward", forward.forward, forward.specialize, (q, k, v), call),
+        lambda *given: done("backward", backward.backward, backward.specialize, given[:6], given[6]),
+    )
+
+
+def assert_right(tested, case):
+    errors = measure(tested, case, "cuda")
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_launcher_keeps_the_rule(named, case):
+    used = []
+    assert_right(with_launchers(kernels(named), kernels(named), used), case)
+    # Tensors that have to be copied first take the kernel; `math` offers no launcher.
+    may_lack = named == "math" or "layout" in str(case)
+    assert used == ["forward", "backward"] or may_lack
+
+
+def test_any_forward_launcher_pairs_with_any_backward_launcher(named, other):
+    for case in (dense(113, 203, window=CAUSAL), ragged(*SAME, window=CAUSAL), ragged(*LONGER)):
+        used = []
+        assert_right(with_launchers(kernels(named), kernels(other), used), case)
+        # A backward's may want the LSE as the kernel gives it.
+        wanted = [
+            direction for direction, name in (("forward", named), ("backward", other)) if name != "math"
+        ]
+        assert used in (wanted, wanted[:1])
+
+
+def test_layers_whose_tensors_lie_differently_are_told_apart(named, ran):
+    """Calls of one shape, with query, key and value in three tensors or as views of one, in turn."""
+    offsets = gpu.offsets_of((40, 300, 7))
+    with attnreg.register_backend(named):
+        for seed in range(6):
+            separate = gpu.packed((40, 300, 7), seed=seed)._replace(offsets_q=offsets, offsets_k=offsets)
+            query, key, value = torch.stack([x.detach() for x in separate.qkv], 1).requires_grad_().unbind(1)
+            views = separate._replace(query=query, key=key, value=value)
+            assert not query.is_contiguous()
+            right = gpu.expected(separate, window=CAUSAL)[0]
+            for given in (separate, views):
+                got = gpu.run(attnreg.varlen_attn, given, window_size=CAUSAL)
+                torch.cuda.synchronize()
+                gpu.assert_near(got, right)
+                assert ran() == {named: (1, 1)}, seed
+
+
+def record_launches(monkeypatch, named):
+    """Return a list to which each launch of a backend adds its direction."""
+    entry, launched = _registry.find(named), []
+    original = entry.kernels()
+
+    def specialize(direction, tensors, call):
+        launcher = original.specialize(direction, tensors, call)
+        if not isinstance(launcher, AddressLauncher):
+            return launcher and (lambda *given: launched.append(direction) or launcher(*given))
+        launch = launcher.launch
+        return dataclasses.replace(
+            launcher, run=None, launch=lambda *numbers: launched.append(direction) or launch(*numbers)
+        )
+
+    monkeypatch.setattr(entry, "_kernels", original._replace(specialize=specialize))
+    return launched
+
+
+def forward_launcher_of(named):
+    """Return the launcher of a forward of a kind of call that came before often enough."""
+    given = gpu.packed((40, 300, 7), heads=(4, 2)).detached()
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    for _ in range(SEEN):
+        kernels(named).forward(*given.qkv, call)
+        torch.cuda.synchronize()
+    return kernels(named).specialize("forward", tuple(given.qkv), call)
+
+
+@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+def test_the_call_cache_runs_launchers_of_packed_calls(named, compiled_cache, monkeypatch):
+    kind = type(forward_launcher_of(named))
+    launched = record_launches(monkeypatch, named)
+    given = gpu.packed((40, 300, 7), heads=(4, 2))
+    right = gpu.expected(given)[0]
+    with attnreg.register_backend(named):
+        assert captured.call_cache_in_use
+        for _ in range(16):
+            got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
+            torch.cuda.synchronize()
+            gpu.assert_near(got, right)
+    assert launched[-2:] == ["forward", "backward"]
+    assert launched.count("forward") >= 4
+    assert (kind is AddressLauncher) == (named == "cuDNN")
+    assert (kind is OpLauncher) == (named == "FA2")
+
+
+def test_every_other_call_is_told_apart_from_a_kept_one(named, compiled_cache, is_kept, planned, ran):
+    given = gpu.packed((40, 300, 7), heads=(4, 2))
+    right, right_lse = gpu.expected(given)
+    attend = functools.partial(attnreg.varlen_attn, enable_gqa=True)
+
+    def call(**options):
+        got = gpu.run(attend, given, **options)
+        torch.cuda.synchronize()
+        gpu.assert_near(got, right)
+
+    with attnreg.register_backend(named):
+        for _ in range(8):
+            call()
+        assert is_kept(call)
+        out, lse = attend(*given, return_aux=attnreg.AuxRequest(lse=True))
+        truth.assert_near(out.detach().cpu(), right[0], torch.bfloat16)
+        truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
+        assert lse.is_contiguous()
+        assert planned(lambda: attend(*given, scale=0.5)) == 1
+        assert ran() == {named: (13, 11)}
+        call(backend="math")
+        assert ran() == {"math": (1, 1)}
+        with attnreg.use_backend("math"):
+            call()
+        assert ran() == {"math": (1, 1)}
+        assert is_kept(call)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert is_kept(call)
+        given.offsets_q[1] += 1  # in place: other sequences now
+        right, right_lse = gpu.expected(given)
+        assert planned(call) >= 1
+
+
+@pytest.mark.only_for("FA2")
+def test_below_sdpa_nothing_is_allocated_that_the_kernel_doesnt_allocate(named, compiled_cache):
+    inputs = [torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"]
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    kernel = captured.kernel("_flash_attention_forward", "CUDA")
+
+    def allocated(run):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kept = run()
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before, kept
+
+    directly, _ = allocated(
+        lambda: kernel(*(x.transpose(1, 2) for x in inputs), None, None, 128, 128, 0.0, False, False)
+    )
+    with attnreg.register_backend(named):
+        for _ in range(4):
+            op(*inputs, None, True)
+        repeated, (*_, seed, offset, _) = allocated(lambda: op(*inputs, None, True))
+    assert repeated == directly
+    assert (seed.dtype, offset.dtype, seed.shape, offset.shape) == (torch.int64, torch.int64, (), ())
+    seed.fill_(1)
+    offset.fill_(2)
+    assert (seed.item(), offset.item()) == (1, 2)

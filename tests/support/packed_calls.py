@@ -1,0 +1,69 @@
+"""Packed calls that the tests of both `varlen_attn` share, and comparing their results with float64."""
+
+import torch
+from support import truth
+
+import attnreg
+
+LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
+CAUSAL, UNBOUNDED = (-1, 0), (-1, -1)
+LSE = attnreg.AuxRequest(lse=True)
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def offsets(*lengths):
+    return integers(0, *lengths).cumsum(0).int()
+
+
+def random_like(tensor):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def assert_right(inputs, results, expected):
+    """Compare the output, the LSE if there is one, and the gradients of `inputs` with float64."""
+    out, *lse = results if isinstance(results, tuple) else (results,)
+    truth.assert_near(out, expected[0])
+    for one in lse:
+        assert (one.dtype, one.is_contiguous()) == (torch.float32, True)
+        truth.assert_near(one, expected[1])
+    grad = random_like(out)
+    got = torch.autograd.grad(out, inputs, grad)
+    wanted = torch.autograd.grad(expected[0], inputs, grad.double(), materialize_grads=True)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype
+        truth.assert_near(one, other.double())
+
+
+def run_and_compare(given, meant=None, attend=attnreg.varlen_attn, **options):
+    """Run packed inputs forward and backward, compare with float64, and return output and LSE.
+
+    Args:
+        given: query, key, value, both offsets and both lengths.
+        meant: the options in the reference's words.
+        attend: `varlen_attn`, or what stands for it.
+        options: those of `attend`.
+    """
+    results = attend(*given, **{"return_aux": LSE, **options})
+    assert_right(given[:3], results, truth.varlen(*given[:5], **(meant or {})))
+    return results
+
+
+def total(calls):
+    """Return the forwards and the backwards of all backends together."""
+    return tuple(map(sum, zip(*calls.values(), strict=True)))
+
+
+def with_gradients(function, inputs, *rest):
+    """Return the first result of a function and the gradients of its inputs."""
+    result = function(*inputs, *rest)
+    out = result[0] if isinstance(result, tuple) else result
+    return [out, *torch.autograd.grad(out, inputs, random_like(out))]
+
+
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)

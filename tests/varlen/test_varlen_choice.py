@@ -1,0 +1,171 @@
+"""Promises of `attnreg.varlen_attn` about its backend: which one runs each direction, and who is refused."""
+
+import threading
+
+import pytest
+import torch
+from support import truth
+from support.packed_calls import LENGTHS_K, LENGTHS_Q, assert_right, random_like, run_and_compare, total
+
+import attnreg
+from attnreg.errors import BackendUnavailableError, UnknownBackendError, UnsupportedInputError
+
+
+def in_thread(function, *arguments):
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def mine(fake):
+    """Register a backend "mine", and math, which comes first."""
+    recorder = fake("mine")
+    with attnreg.register_backend(recorder.backend), attnreg.register_backend("math"):
+        yield recorder
+
+
+# ---- a backend of the call
+
+
+def test_a_backend_of_the_call_runs_both_directions(front, packed, mine, ran):
+    given = packed((3, 4))
+    attnreg.varlen_attn(*given, backend="MINE").sum().backward()
+    assert ran() == {"mine": (1, 1)}
+    attnreg.varlen_attn(*given).sum().backward()
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_backend_of_the_call_leads_a_scope(front, packed, mine, ran):
+    with attnreg.use_backend("mine"):
+        attnreg.varlen_attn(*packed((3, 4)), backend="math").sum().backward()
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_backend_of_the_call_refuses_what_it_cannot_run(front, packed, fake, ran):
+    given = packed((3, 4), grad=False)
+    with attnreg.register_backend(fake("mine", causal=False, dtypes=("float16",)).backend):
+        with pytest.raises(UnsupportedInputError) as error:
+            attnreg.varlen_attn(*given, True, backend="mine")
+        attnreg.varlen_attn(*given, True)
+        assert list(ran()) != ["mine"]
+    first, call, *rows = str(error.value).splitlines()
+    assert first == "no attention backend can run this forward on cpu: backend='mine' is obeyed or refused"
+    assert call.strip() == (
+        "query (7, 4, 16) · key (7, 4, 16) · value (7, 4, 16) · float32 · varlen, 2 sequences up to 4 x 4 "
+        "· causal"
+    )
+    reasons = ("dtype must be float16, got float32", "is_causal must be False, got True")
+    text = [" ".join(row.split()) for row in rows]
+    assert text[:2] == [f"mine {reasons[0]}", reasons[1]]
+    assert "math could run it" in text
+    assert error.value.rejected["mine"] == reasons
+
+
+def test_an_unknown_or_missing_backend_is_an_error_that_says_so(front, packed, fake):
+    given = packed((3, 4))
+    missing = fake("absent", unavailable=lambda: "no such package", install="pip install absent")
+    with attnreg.register_backend(missing.backend, required=False):
+        with pytest.raises(UnknownBackendError, match="no backend is named 'maths'; did you mean 'math'"):
+            attnreg.varlen_attn(*given, backend="maths")
+        with pytest.raises(BackendUnavailableError) as error:
+            attnreg.varlen_attn(*given, backend="absent")
+    assert str(error.value) == "absent can't load here: no such package; install it with: pip install absent"
+    attnreg.varlen_attn(*given)
+
+
+def test_a_backend_of_the_call_is_refused_for_the_backward_it_lacks(front, packed, fake, ran):
+    given = packed((3, 4))
+    with attnreg.register_backend(fake("half", backward=False).backend):
+        with pytest.raises(UnsupportedInputError, match=r"half +has no backward"):
+            attnreg.varlen_attn(*given, backend="half")
+        assert ran() == {}
+        with torch.no_grad():
+            attnreg.varlen_attn(*given, backend="half")
+        assert ran() == {"half": (1, 0)}
+
+
+# ---- the backward
+
+
+def test_a_forward_only_backend_leaves_the_backward_to_another(front, packed, fake, ran):
+    with attnreg.register_backend(fake("half", backward=False).backend):
+        run_and_compare(packed(LENGTHS_Q, LENGTHS_K))
+    calls = ran()
+    assert calls["half"] == (1, 0)
+    assert total(calls) == (1, 1)
+
+
+def test_the_backward_is_given_the_forwards_results_and_arguments(front, packed, fake):
+    recorder = fake("mine")
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    with attnreg.register_backend(recorder.backend):
+        out = attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, scale=0.3, window_size=(3, 0))
+        grad = random_like(out)
+        out.backward(grad)
+    ((*tensors, backward),), ((*_, forward),) = recorder.backwards, recorder.forwards
+    expected, expected_lse = truth.varlen(*inputs, cu_q, cu_k, scale=0.3, window=(3, 0))
+    assert all(map(torch.equal, tensors[:4], (grad, *inputs)))
+    truth.assert_near(tensors[4], expected)
+    truth.assert_near(tensors[5], expected_lse)
+    assert (forward.scale, forward.window, forward.max_q, forward.max_k) == (0.3, (3, 0), 8, 8)
+    without = {"cu_seqlens_q": None, "cu_seqlens_k": None}
+    assert backward._replace(**without) == forward._replace(**without)
+    assert torch.equal(backward.cu_seqlens_q, cu_q)
+    assert torch.equal(backward.cu_seqlens_k, cu_k)
+
+
+def test_a_registration_removed_before_the_backward_leaves_it_to_what_is_there(front, packed, fake, ran):
+    given = packed((3, 4))
+    handle = attnreg.register_backend(fake("mine").backend)
+    out = attnreg.varlen_attn(*given)
+    handle.remove()
+    ran()
+    assert_right(given[:3], out, truth.varlen(*given[:5]))
+    assert "mine" not in ran()
+
+
+# ---- scopes
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["outside of it", "in another thread"])
+def test_a_scope_holds_for_the_backward(front, packed, mine, ran, elsewhere):
+    given = packed((3, 4))
+    with attnreg.use_backend("mine"):
+        out = attnreg.varlen_attn(*given)
+    if elsewhere:
+        with attnreg.use_backend("math"):
+            in_thread(out.sum().backward)
+    else:
+        out.sum().backward()
+    assert ran() == {"mine": (1, 1)}
+    assert given[0].grad is not None
+
+
+def test_scopes_nest_and_the_backward_keeps_each(front, packed, mine, ran):
+    given = packed((3, 4))
+    with attnreg.use_backend("math"):
+        with attnreg.use_backend("mine"):
+            inner = attnreg.varlen_attn(*given)
+        outer = attnreg.varlen_attn(*given)
+    ran()
+    inner.sum().backward()
+    assert ran() == {"mine": (0, 1)}
+    outer.sum().backward()
+    assert ran() == {"math": (0, 1)}
+
+
+def test_a_scope_of_one_thread_is_unknown_to_another(front, packed, mine, ran):
+    with attnreg.use_backend("mine"):
+        in_thread(attnreg.varlen_attn, *packed((3, 4), grad=False))
+    assert ran() == {"math": (1, 0)}
+
+
+def test_without_a_registration_it_runs_what_explain_says_and_torchs_own_calls_stay_torchs(
+    front, packed, ran
+):
+    given = packed((3, 4))
+    attnreg.varlen_attn(*given).sum().backward()
+    assert ran() == {attnreg.explain(*given).backend: (1, 1)}
+    torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 3, 4))
+    assert ran() == {}

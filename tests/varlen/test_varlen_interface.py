@@ -1,0 +1,214 @@
+"""Promises of `attnreg.varlen_attn` as a function of torch's: its signature, its results, and autograd."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+from support import truth
+from support.packed_calls import (
+    CAUSAL,
+    LENGTHS_K,
+    LENGTHS_Q,
+    LSE,
+    integers,
+    offsets,
+    random_like,
+    run_and_compare,
+    total,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import attnreg
+from attnreg.varlen import plans
+
+# ---- arguments and results
+
+
+def test_the_signature_takes_what_every_torch_takes():
+    ours = inspect.signature(attnreg.varlen_attn).parameters
+    theirs = inspect.signature(torch_varlen.varlen_attn).parameters
+    positional = [name for name, p in theirs.items() if p.kind is not p.KEYWORD_ONLY]
+    assert list(ours)[: len(positional)] == positional
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default
+    # torch 2.10 took these two in these places.
+    assert list(ours)[7:9] == ["is_causal", "return_aux"]
+    assert all(ours[name].kind is ours[name].POSITIONAL_OR_KEYWORD for name in list(ours)[:9])
+    assert torch_varlen.AuxRequest._fields == attnreg.AuxRequest._fields
+
+
+def test_torchs_own_aux_request_is_as_good(packed):
+    given = packed((3, 4))
+    theirs = attnreg.varlen_attn(*given, return_aux=torch_varlen.AuxRequest(lse=True))
+    assert all(map(torch.equal, theirs, attnreg.varlen_attn(*given, return_aux=LSE)))
+    assert isinstance(attnreg.varlen_attn(*given, return_aux=attnreg.AuxRequest()), torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_lse_is_float32_of_shape_heads_tokens_and_not_differentiable(front, packed, dtype):
+    out, lse = attnreg.varlen_attn(*packed((3, 4), dtype=dtype), return_aux=LSE)
+    assert (lse.shape, lse.dtype) == ((4, 7), torch.float32)
+    assert (out.requires_grad, lse.requires_grad) == (True, False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+
+
+def test_varlen_attn_out_writes_into_the_given_tensor(front, packed):
+    given = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    backing = torch.full((4, 17, 32), torch.nan)
+    for out in (torch.full_like(given[0], torch.nan), backing.transpose(0, 1)[..., ::2]):
+        assert attnreg.varlen_attn_out(out, *given, window_size=CAUSAL) is out
+        truth.assert_near(out, truth.varlen(*given[:5], window=CAUSAL)[0])
+        returned, lse = attnreg.varlen_attn_out(out, *given, return_aux=LSE)
+        assert returned is out
+        truth.assert_near(out, truth.varlen(*given[:5])[0])
+        truth.assert_near(lse, truth.varlen(*given[:5])[1])
+    assert backing[..., 1::2].isnan().all()
+
+
+# ---- the ways to autograd
+
+
+def test_a_call_takes_the_way_to_autograd_that_these_tests_name(front, packed, fake):
+    with attnreg.register_backend(fake("mine").backend):
+        out = attnreg.varlen_attn(*packed((3, 4)))
+    nodes = {
+        "call cache": "CppFunction",
+        "autograd function": "_VarlenAttentionBackward",
+        "custom op": "GeneratedBackwardFor_attnreg__varlen_attn_defaultBackward",
+    }
+    assert type(out.grad_fn).__name__ == nodes[front]
+
+
+class Seen(TorchDispatchMode):
+    """Keep the names of the attention ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attn" in str(func) or "attention" in str(func):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("options", [{}, {"seqused_k": integers(3, 4)}], ids=["plain", "seqused_k"])
+def test_a_dispatch_mode_sees_the_custom_op(front, packed, options):
+    with Seen() as seen:
+        attnreg.varlen_attn(*packed((3, 4)), **options)
+    assert seen.names == ["attnreg._varlen_attn.default"]
+
+
+# ---- autocast, inference and checkpoints
+
+
+def test_autocast_casts_as_it_does_for_scaled_dot_product_attention(front, packed, fake):
+    recorder = fake("mine")
+    given = packed((3, 4), dtype=torch.float32)
+    with attnreg.register_backend(recorder.backend):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attnreg.varlen_attn(*given)
+        plain = attnreg.varlen_attn(*given)
+    assert (out.dtype, plain.dtype) == (torch.bfloat16, torch.float32)
+    assert [call[0].dtype for call in recorder.forwards] == [torch.bfloat16, torch.float32]
+    truth.assert_near(out, truth.varlen(*given[:5])[0])
+    out.float().sum().backward()
+    assert given[0].grad.dtype == torch.float32
+
+
+def test_under_autocast_the_call_cache_serves_inputs_in_its_dtype(
+    compiled_routers, no_graph_trees, packed, ran, monkeypatch
+):
+    planned, run = [], plans.retry_on_decline
+    monkeypatch.setattr(plans, "retry_on_decline", lambda call: planned.append(call) or run(call))
+    given = packed(LENGTHS_Q, LENGTHS_K, dtype=torch.bfloat16)
+    counts = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(4):
+            run_and_compare(given)
+            counts.append(len(planned))
+            planned.clear()
+    assert counts == [2, 2, 0, 0]  # the first results are checked against the contract
+    assert ran() == {"cpu": (4, 4)}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_recorded_where_no_gradient_is_wanted(front, packed, fake, mode):
+    recorder = fake("half", backward=False)
+    given = packed((3, 4))
+    with attnreg.register_backend(recorder.backend), mode():
+        # A backend without a backward can be insisted on, as none is needed.
+        out = attnreg.varlen_attn(*given, backend="half")
+        counted = attnreg.varlen_attn(*given, backend="half", seqused_k=integers(3, 4))
+    assert not out.requires_grad
+    truth.assert_near(out, truth.varlen(*given[:5])[0])
+    assert torch.equal(out, counted)
+    assert len(recorder.forwards) == 2
+
+
+def test_inference_tensors_are_as_good_as_others(front):
+    with torch.inference_mode():
+        query, cu = torch.randn(7, 4, 16), offsets(3, 4)
+        out = attnreg.varlen_attn(query, query, query, cu, cu, 4, 4)
+        cu[1] = 4
+        changed = attnreg.varlen_attn(query, query, query, cu, cu, 4, 4)
+    for one, lengths in ((out, (3, 4)), (changed, (4, 3))):
+        truth.assert_near(one, truth.varlen(*[query.clone()] * 3, *[offsets(*lengths)] * 2)[0])
+
+
+def test_a_kept_graph_gives_the_same_gradients_twice(front, packed, ran):
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    out = attnreg.varlen_attn(*given)
+    grad = random_like(out)
+    first = torch.autograd.grad(out, given[:3], grad, retain_graph=True)
+    second = torch.autograd.grad(out, given[:3], grad)
+    assert all(map(torch.equal, first, second))
+    assert total(ran()) == (1, 2)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, given[:3], grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_in_its_scope_and_gives_the_same_gradients(
+    front, packed, fake, ran, reentrant
+):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+
+    def layer(query, key, value):
+        with attnreg.use_backend("mine"):
+            return attnreg.varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, window_size=CAUSAL)
+
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        plain = layer(*inputs)
+        grad = random_like(plain)
+        expected = torch.autograd.grad(plain, inputs, grad)
+        ran()
+        checkpoint(layer, *inputs, use_reentrant=reentrant).backward(grad)
+        assert ran() == {"mine": (2, 1)}
+    assert all(torch.equal(one.grad, other) for one, other in zip(inputs, expected, strict=True))
+
+
+def test_only_the_inputs_that_need_a_gradient_get_one(front, packed):
+    query, key, value, *rest = packed((3, 4), grad=False)
+    value.requires_grad_()
+    attnreg.varlen_attn(query, key, value, *rest).sum().backward()
+    assert [x.grad is not None for x in (query, key, value)] == [False, False, True]
+
+
+# How each way to autograd says that there is no backward of the backward.
+NO_DOUBLE_BACKWARD = {
+    "call cache": r"the backward of attnreg\.varlen_attn is not implemented",
+    "autograd function": "trying to differentiate twice a function that was marked with @once_differentiable",
+    "custom op": "no autograd formula was registered",
+}
+
+
+def test_a_double_backward_is_an_error(front, packed):
+    given = packed((3, 4))
+    out = attnreg.varlen_attn(*given)
+    (grad,) = torch.autograd.grad(out.square().sum(), given[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=NO_DOUBLE_BACKWARD[front]):
+        grad.sum().backward()

@@ -1,0 +1,175 @@
+"""The op `attnreg::_varlen_attn` as torch's checks, fakes, checkpoints and counters see it."""
+
+import functools
+
+import pytest
+import torch
+from support.packed_calls import (
+    LENGTHS_K,
+    LENGTHS_Q,
+    LSE,
+    integers,
+    random_like,
+    total,
+    with_gradients,
+)
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import attnreg
+
+OP = torch.ops.attnreg._varlen_attn.default
+BACKWARD = torch.ops.attnreg._varlen_attn_backward.default
+
+
+@pytest.fixture
+def arguments(packed):
+    """Make the arguments of the op: `arguments(lengths_q, lengths_k, scale=..., ...)`."""
+
+    def make(lengths_q, lengths_k, heads_k=4, dim_v=16, pages=None, grad=True, **options):
+        query, key, value, cu_q, cu_k, max_q, max_k = packed(lengths_q, lengths_k, heads_k=heads_k, dim=16)
+        value = value.detach()[..., :dim_v].contiguous()
+        if pages is not None:
+            generator = torch.Generator().manual_seed(3)
+            key, value = (torch.randn(6, 4, heads_k, 16, generator=generator) for _ in range(2))
+            cu_k, max_k, options["block_table"] = None, 8, pages
+        inputs = [x.detach().requires_grad_(grad) for x in (query, key, value)]
+        rest = {"scale": None, "window_size": [-1, -1], "seqused_k": None, "block_table": None}
+        rest |= {"num_splits": None, "backend": ""} | options
+        return (*inputs, cu_q, cu_k, max_q, max_k, *rest.values())
+
+    return make
+
+
+def of_backward(given, results):
+    """Return the arguments of the backward of a call."""
+    *rest, _num_splits, backend = given[3:]
+    return random_like(results[0]), *given[:3], *results, *rest, backend
+
+
+PAGES = {"pages": integers(5, 2, 0, 1).view(2, 2), "seqused_k": integers(7, 4)}
+SAMPLES = {
+    "plain": ((LENGTHS_Q, LENGTHS_K), {}),
+    "causal": ((LENGTHS_Q, LENGTHS_K), {"window_size": [-1, 0]}),
+    "window and scale": ((LENGTHS_Q, LENGTHS_K), {"window_size": [2, 1], "scale": 0.3}),
+    "grouped heads": ((LENGTHS_Q, LENGTHS_K), {"heads_k": 2}),
+    "narrow values": ((LENGTHS_Q, LENGTHS_K), {"dim_v": 8}),
+    "seqused_k": ((LENGTHS_Q, LENGTHS_K), {"seqused_k": integers(3, 0, 8, 1)}),
+    "pages": (((5, 1), (5, 1)), PAGES),
+    "num_splits and backend": ((LENGTHS_Q, LENGTHS_K), {"num_splits": 2, "backend": "math"}),
+    "an empty sequence": (((3, 0, 4), (3, 2, 0)), {}),
+    "one token": (((1,), (1,)), {}),
+}
+
+
+@pytest.mark.parametrize(("lengths", "options"), SAMPLES.values(), ids=SAMPLES)
+def test_the_op_and_its_backward_pass_the_checks_of_torch(arguments, lengths, options):
+    """Among them that fakes have the shapes, dtypes and strides of the real results."""
+    found = opcheck(OP, arguments(*lengths, **options))
+    checks = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+    assert found == dict.fromkeys(checks, "SUCCESS")
+    given = arguments(*lengths, **options, grad=False)
+    results = OP(*given)
+    checks = ("test_schema", "test_faketensor")
+    found = opcheck(BACKWARD, of_backward(given, results), test_utils=checks)
+    assert found == dict.fromkeys(checks, "SUCCESS")
+    assert all(x.is_contiguous() for x in (*results, *BACKWARD(*of_backward(given, results))))
+
+
+def test_of_its_results_the_output_alone_is_differentiable(arguments):
+    results = OP(*arguments(LENGTHS_Q, LENGTHS_K))
+    assert [x.requires_grad for x in results] == [True, False, False]
+
+
+@pytest.mark.parametrize("dim_v", [16, 8])
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_tensors_without_values_get_the_right_shapes_and_nothing_runs(packed, ran, dim_v, kind):
+    *given, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    given[2] = given[2][..., :dim_v]
+    mode = FakeTensorMode()
+    given = [mode.from_tensor(x) if kind == "fake" else x.to("meta") for x in given]
+    inputs = [x.requires_grad_() for x in given[:3]]
+    out, lse = attnreg.varlen_attn(*given, max_q, max_k, return_aux=LSE)
+    assert (out.device, out.shape, out.dtype) == (given[0].device, (17, 4, dim_v), torch.float32)
+    assert (lse.device, lse.shape, lse.dtype) == (given[0].device, (4, 17), torch.float32)
+    with mode if kind == "fake" else torch.enable_grad():
+        out.sum().backward()
+    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    assert ran() == {}
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_checkpointing_sees_the_op_and_can_keep_its_result(front, packed, ran, policy):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    seen = []
+
+    def decide(ctx, op, *args, **kwargs):
+        seen.append(op)
+        return policy if op is OP else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(query, key, value):
+        return attnreg.varlen_attn(query.sin(), key.sin(), value.sin(), cu_q, cu_k, max_q, max_k).cos()
+
+    expected = with_gradients(layer, inputs)
+    ran()
+    selective = functools.partial(create_selective_checkpoint_contexts, decide)
+    got = with_gradients(lambda *x: checkpoint(layer, *x, use_reentrant=False, context_fn=selective), inputs)
+    assert all(map(torch.equal, got, expected))
+    assert OP in seen
+    assert total(ran()) == (1 if policy == CheckpointPolicy.MUST_SAVE else 2, 1)
+
+
+# ---- floating-point operations
+
+
+def counted(run):
+    """Return the operations of a function and of the backward of what it returns, if that has one."""
+    with FlopCounterMode(display=False) as counter:
+        out = run()
+    forward = counter.get_total_flops()
+    if not out.requires_grad:
+        return forward, 0
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    return forward, counter.get_total_flops()
+
+
+def operations(lengths_q, lengths_k, dim_v=16):
+    """Return how many operations attention with 4 heads of 16 takes, forward and backward."""
+    scores = 4 * sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True))
+    return 2 * scores * (16 + dim_v), 2 * scores * (3 * 16 + 2 * dim_v)
+
+
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_operations_are_counted_by_the_lengths(front, packed, heads_k):
+    given = packed(LENGTHS_Q, LENGTHS_K, heads_k=heads_k)
+    found = counted(lambda: attnreg.varlen_attn(*given, enable_gqa=True))
+    assert found == operations(LENGTHS_Q, LENGTHS_K)
+
+
+def test_operations_of_counted_keys_pages_and_narrow_values_are_counted(arguments):
+    given = arguments(LENGTHS_Q, LENGTHS_K, seqused_k=integers(3, 0, 8, 1))
+    assert counted(lambda: OP(*given)[0]) == operations(LENGTHS_Q, (3, 0, 8, 1))
+    given = arguments(LENGTHS_Q, LENGTHS_K, dim_v=8)
+    assert counted(lambda: OP(*given)[0]) == operations(LENGTHS_Q, LENGTHS_K, dim_v=8)
+    given = arguments((5, 1), (5, 1), **PAGES)
+    assert counted(lambda: OP(*given)[0]) == operations((5, 1), (7, 4))
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_lengths_without_values_count_as_the_longest(arguments, kind):
+    given = arguments(LENGTHS_Q, LENGTHS_K, grad=False)
+    change = FakeTensorMode().from_tensor if kind == "fake" else lambda x: x.to("meta")
+    given = [change(x) if isinstance(x, torch.Tensor) else x for x in given]
+    assert counted(lambda: OP(*given)[0])[0] == operations([8] * 4, [8] * 4)[0]
+
+
+def test_the_count_agrees_with_torchs_own_of_the_aten_op(arguments):
+    given = arguments(LENGTHS_Q, LENGTHS_K)
+    aten_op = torch.ops.aten._flash_attention_forward
+    forward, backward = counted(lambda: OP(*given)[0])
+    theirs = counted(lambda: aten_op(*given[:7], 0.0, False, False)[0])
+    assert (forward, backward) == theirs
+    assert min(theirs) > 0
