@@ -102,10 +102,10 @@ def test_an_experimental_backend_is_told_once_where_it_would_run(known, fake):
         "new", "a test", fake("new", experimental=True, head_dim=attnreg.Range(64, 64), priority=50).backend
     )
     _registry.changed()
-    told = "new is experimental: it hasn't run on the hardware that it is written for"
+    note = "new is experimental: it hasn't run on the hardware that it is written for"
     explanation = explain(spec(head_dim=64, head_dim_v=64, needs_backward=True))
     assert (explanation.backend, explanation.backward.backend) == ("new", "new")
-    assert [note for note in explanation.notes if "experimental" in note] == [told]
+    assert [one for one in explanation.notes if "experimental" in one] == [note]
     elsewhere = explain(spec(needs_backward=True))
     assert (elsewhere.backend, elsewhere.backward.backend) == ("cpu", "math")
     assert not any("experimental" in note for note in elsewhere.notes)
@@ -454,7 +454,7 @@ def test_arguments_that_contradict_each_other_are_refused_as_the_call_itself_wou
     assert str(error.value) == message
 
 
-# The answer as data
+# The explanation as data
 
 
 def test_the_answer_is_plain_data_for_json():

@@ -46,7 +46,7 @@ def everything_of(kind, inputs, **options):
 
 
 def assert_alike(results, others, exact=True):
-    """Check that results are equal; of a random state, which nobody reads, only how it lies."""
+    """Check that results are equal; of a random state, which is never read, only shape and strides."""
     for one, other in zip(results, others, strict=True):
         assert type(one) is type(other)
         if not isinstance(one, torch.Tensor):
