@@ -217,9 +217,10 @@ def test_varlen_attn_is_served_where_routers_cannot_be_installed(monkeypatch, ca
     def refuse(*args):
         raise RuntimeError("torch said no")
 
-    monkeypatch.setattr(aten, "_register", refuse)
-    for _ in range(3):
-        assert varlen_attn_is_right()
+    with monkeypatch.context() as patch:  # undone before the fixture installs what was there
+        patch.setattr(aten, "_register", refuse)
+        for _ in range(3):
+            assert varlen_attn_is_right()
     assert not aten.installed()
     assert caplog.records == []
 
