@@ -53,7 +53,7 @@ def spec(device="cpu", dtype="float32", **changes):
     )
 
 
-def heads_first(*shape, **options):
+def bhsd(*shape, **options):
     """Return query, key and value for `F.scaled_dot_product_attention`."""
     return torch.randn(3, *shape, **options).unbind()
 
@@ -182,7 +182,7 @@ def test_a_call_runs_if_both_directions_that_it_needs_do(known):
 
 
 def test_the_arguments_of_scaled_dot_product_attention_are_understood():
-    query, key, value = heads_first(2, 4, 16, 8, requires_grad=True)
+    query, key, value = bhsd(2, 4, 16, 8, requires_grad=True)
     explanation = explain(query, key, value, is_causal=True)
     assert explanation.spec == attnreg.AttentionSpec(
         device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=16, max_k=16, heads_q=4, heads_k=4,
@@ -214,11 +214,11 @@ def test_a_paged_cache_and_its_lengths_are_understood():
 @pytest.mark.parametrize(
     ("make", "grad"),
     [
-        (lambda: (heads_first(2, 4, 16, 8), {}), False),
-        (lambda: (heads_first(2, 4, 16, 8, requires_grad=True), {"is_causal": True}), True),
-        (lambda: (heads_first(2, 4, 16, 8), {"attn_mask": torch.zeros(16, 16)}), False),
-        (lambda: (heads_first(1, 2, 8, 8, dtype=torch.float16), {}), False),
-        (lambda: ((torch.randn(1, 2, 8, 8), *heads_first(1, 2, 4, 8)[:2]), {"is_causal": True}), False),
+        (lambda: (bhsd(2, 4, 16, 8), {}), False),
+        (lambda: (bhsd(2, 4, 16, 8, requires_grad=True), {"is_causal": True}), True),
+        (lambda: (bhsd(2, 4, 16, 8), {"attn_mask": torch.zeros(16, 16)}), False),
+        (lambda: (bhsd(1, 2, 8, 8, dtype=torch.float16), {}), False),
+        (lambda: ((torch.randn(1, 2, 8, 8), *bhsd(1, 2, 4, 8)[:2]), {"is_causal": True}), False),
     ],
     ids=["plain", "causal with grad", "mask", "half", "causal and longer query"],
 )
@@ -260,7 +260,7 @@ def test_a_causal_mask_is_aligned_as_the_call_aligns_it():
 
 def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fake):
     known["faster"] = Entry("faster", "a test", fake("faster", priority=1000).backend)
-    explanation = explain(*heads_first(1, 2, 8, 8))
+    explanation = explain(*bhsd(1, 2, 8, 8))
     assert explanation.forward.order == ("cpu", "faster", "FA4", "FA2", "math")
     assert explain(spec()).forward.order == ("faster", "FA4", "FA2", "cpu", "math")
 
@@ -368,9 +368,9 @@ def test_where_nothing_is_registered_a_note_says_that_torchs_entry_points_are_no
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: (heads_first(1, 2, 8, 8), {"dropout_p": 0.5}),
-        lambda: (heads_first(1, 2, 8, 8, device="meta"), {}),
-        lambda: ((*heads_first(1, 2, 8, 8)[:2], torch.randn(1, 2, 8, 4)), {}),
+        lambda: (bhsd(1, 2, 8, 8), {"dropout_p": 0.5}),
+        lambda: (bhsd(1, 2, 8, 8, device="meta"), {}),
+        lambda: ((*bhsd(1, 2, 8, 8)[:2], torch.randn(1, 2, 8, 4)), {}),
     ],
     ids=["dropout", "meta", "another value head dim"],
 )
@@ -435,7 +435,7 @@ def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(route
 )
 def test_arguments_that_contradict_each_other_are_refused_as_the_call_itself_would_be(call, message):
     with pytest.raises(InvalidInputError) as error:
-        call(*heads_first(1, 2, 8, 8))
+        call(*bhsd(1, 2, 8, 8))
     assert str(error.value) == message
 
 
@@ -484,7 +484,7 @@ def test_an_unavailable_backend_that_the_call_itself_would_raise_for_is_raised_b
 def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog):
     narrow = fake("narrow", dtypes=("float16",))
     with attnreg.register_backend(narrow.backend), caplog.at_level("DEBUG", "attnreg"):
-        assert explain(*heads_first(1, 2, 8, 8)).rejected["narrow"] == ("dtype must be float16, got float32",)
+        assert explain(*bhsd(1, 2, 8, 8)).rejected["narrow"] == ("dtype must be float16, got float32",)
         explain(spec(needs_backward=True))
     assert attnreg.stats() == attnreg.Stats({}, ())
     assert (narrow.forwards, caplog.records) == ([], [])

@@ -99,7 +99,7 @@ def kept_for(
         lengths in use, slopes; and for a first call, whose results were only just checked.
     """
     others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
-    if active is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
+    if load() is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
         return None
     launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
     if launcher is not None:

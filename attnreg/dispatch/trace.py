@@ -30,7 +30,6 @@ __all__ = ["Recording", "counters", "follow", "start", "stop"]
 
 log = logging.getLogger("attnreg")
 
-THREAD = "attnreg recording"
 SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
 
 # A program that never repeats a length mustn't grow a row for each without end.

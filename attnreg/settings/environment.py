@@ -16,7 +16,7 @@ from attnreg.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["VARIABLES", "Environment", "Variable", "is_set", "read"]
+__all__ = ["VARIABLES", "Environment", "Variable", "read"]
 
 PREFIX = "ATTNREG_"
 
@@ -118,11 +118,6 @@ VARIABLES = {
         "priority does it), now (the call waits for it) or off",
     ),
 }
-
-
-def is_set(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether any attnreg variable has a value, a misspelt one included."""
-    return any(True for _ in _present(environ))
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:

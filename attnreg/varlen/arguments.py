@@ -91,7 +91,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Call:
-    """Return the arguments beside query, key and value in the contract's terms; `bound` is a `window`.
+    """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
     Raises:
         InvalidInputError: a length or the window isn't of integers.

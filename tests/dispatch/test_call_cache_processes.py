@@ -1,4 +1,4 @@
-"""Promises of the call cache in processes that fork, that end, and that aren't told to use it."""
+"""Promises of the call cache in processes that fork, that end, and where a setting excludes it."""
 
 import os
 import subprocess

@@ -171,7 +171,7 @@ def test_on_a_cpu_offsets_are_read_each_time(compiled, packed, planned, ran):
 
 
 def test_a_packed_call_on_a_cpu_gets_no_launcher_of_its_backend(compiled, packed, fake):
-    """A launcher is promised that every row sees a key, and nobody knows."""
+    """A launcher is promised that every row sees a key, which isn't known here."""
     mine, inputs = fake("mine"), packed((2, 0, 4))
     kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *_: pytest.fail("asked for a launcher"))
     with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):

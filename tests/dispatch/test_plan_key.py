@@ -1,4 +1,4 @@
-"""Promises of the key that plans are kept under: calls that a decision may tell apart have different keys."""
+"""Promises of the key that plans are kept under: calls with other decisions have other keys."""
 
 import pytest
 import torch

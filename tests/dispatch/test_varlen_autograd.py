@@ -31,9 +31,9 @@ def gradients(out, inputs, **options):
 def test_a_kept_graph_gives_the_same_gradients_again_and_a_released_one_is_an_error(inputs, ran):
     out = attend(inputs)
     ran()
-    first, again = gradients(out, inputs, retain_graph=True), gradients(out, inputs)
+    first, second = gradients(out, inputs, retain_graph=True), gradients(out, inputs)
     assert ran() == {"cpu": (0, 2)}
-    for one, other in zip(first, again, strict=True):
+    for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         gradients(out, inputs)

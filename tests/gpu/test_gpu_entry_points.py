@@ -30,7 +30,7 @@ def torch_chooses(backend):
 @pytest.mark.parametrize("chosen", [None, FLASH, CUDNN], ids=["plain", "flash", "cudnn"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sdpa_runs_the_registered_backend_forward_and_backward(named, chosen, causal, ran):
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
     with attnreg.register_backend(named), torch_chooses(chosen):
         out = F.scaled_dot_product_attention(*inputs, is_causal=causal)
@@ -130,7 +130,7 @@ def test_a_name_on_the_call_runs_it_without_any_registration(named, ran):
 
 
 def of_sdpa():
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     return inputs, functools.partial(F.scaled_dot_product_attention, *inputs)
 
 
@@ -214,7 +214,7 @@ def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, fron
 
 
 def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     with attnreg.register_backend(named), sdpa_kernel(FLASH):
         out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25)
         grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
@@ -228,7 +228,7 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_step_after_step_runs_the_same_backend(routers, chosen, dropout, ran):
     attnreg.selection.policy.activate(True)  # torch's own kernels, through the routers
-    inputs = gpu.heads_first(length=256)
+    inputs = gpu.bhsd(length=256)
     with torch_chooses(chosen):
         for _ in range(4):
             out = F.scaled_dot_product_attention(*inputs, dropout_p=dropout)
@@ -238,7 +238,7 @@ def test_step_after_step_runs_the_same_backend(routers, chosen, dropout, ran):
 
 
 def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
-    inputs = gpu.heads_first(length=256)
+    inputs = gpu.bhsd(length=256)
     mask = torch.randn(2, 4, 256, 256, device="cuda").to(gpu.BF16)
     with attnreg.register_backend(named), sdpa_kernel(CUDNN):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
@@ -261,7 +261,7 @@ def test_a_scope_holds_for_the_backward_that_runs_outside_it(named, ran):
 
 
 def test_with_nothing_registered_torch_runs_bit_for_bit(routers):
-    inputs = gpu.heads_first(grad=False)
+    inputs = gpu.bhsd(grad=False)
     through = F.scaled_dot_product_attention(*inputs)
     attnreg.uninstall()
     assert torch.equal(through, F.scaled_dot_product_attention(*inputs))
@@ -270,7 +270,7 @@ def test_with_nothing_registered_torch_runs_bit_for_bit(routers):
 
 @pytest.mark.only_for("math", "FA2")
 def test_dropout_repeats_its_mask_in_the_backward(named, ran):
-    query, key, value = gpu.heads_first(length=64)
+    query, key, value = gpu.bhsd(length=64)
     with attnreg.use_backend(named), sdpa_kernel(FLASH):
         torch.manual_seed(3)
         out = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)

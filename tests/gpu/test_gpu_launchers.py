@@ -132,7 +132,7 @@ def record_launches(monkeypatch, named):
 
 
 def forward_launcher_of(named):
-    """Return the launcher of a forward of a kind of call that came before often enough."""
+    """Return the launcher of a forward of a kind of call that has run often enough."""
     given = gpu.packed((40, 300, 7), heads=(4, 2)).detached()
     call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
     for _ in range(SEEN):

@@ -54,7 +54,7 @@ def compiled():
 
 
 def test_compiled_calls_choose_when_they_run(named, compiled, ran):
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     attnreg.install()
 
     def step(query, key, value):
@@ -119,7 +119,7 @@ def test_reduced_overhead_below_sdpa_is_right_where_two_layers_are_alike(named, 
         first = F.scaled_dot_product_attention(query * 1, key, value)
         return first, F.scaled_dot_product_attention(key * 1, query, value)
 
-    inputs = gpu.heads_first()
+    inputs = gpu.bhsd()
     query, key, value = (x.detach().cpu().double().requires_grad_() for x in inputs)
     right, other = truth.dense(query, key, value)[0], truth.dense(key, query, value)[0]
     step = compiled(layers, mode="reduce-overhead")

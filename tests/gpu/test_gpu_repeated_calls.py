@@ -147,7 +147,7 @@ def test_what_is_kept_does_not_outlive_what_was_asked_for(is_kept, ran):
 
 
 def test_the_backward_of_a_kept_scoped_call_gets_its_choice(is_kept, ran):
-    given, dense = gpu.packed((40, 300, 7)), gpu.heads_first()
+    given, dense = gpu.packed((40, 300, 7)), gpu.bhsd()
 
     def step():
         with attnreg.use_backend("math"):
@@ -166,7 +166,7 @@ def test_the_backward_of_a_kept_scoped_call_gets_its_choice(is_kept, ran):
 
 @pytest.mark.only_for("cuDNN")
 def test_repeated_calls_whose_plans_are_gone_are_planned_anew(named, is_kept, ran):
-    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.heads_first()
+    given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
     leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
     right, _ = truth.dense(*leaves, window=CAUSAL)
     right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())

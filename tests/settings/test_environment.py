@@ -9,7 +9,7 @@ import pytest
 
 from attnreg.errors import ConfigError
 from attnreg.settings import environment
-from attnreg.settings.environment import VARIABLES, Environment, is_set, read
+from attnreg.settings.environment import VARIABLES, Environment, read
 
 
 def refusal(environ):
@@ -52,7 +52,6 @@ def test_nothing_set_gives_the_defaults():
 @pytest.mark.parametrize("blank", ["", "  ", "\t"])
 def test_a_blank_variable_is_unset(name, blank):
     assert read({name: blank}) == Environment()
-    assert not is_set({name: blank})
 
 
 def test_names_keep_their_spelling_and_order_and_lose_the_spaces_around_them():
@@ -145,22 +144,14 @@ def test_all_problems_are_listed_one_on_each_line():
     ]
 
 
-@pytest.mark.parametrize("name", [*VARIABLES, "ATTNREG_BACKND", "attnreg_backend"])
-def test_any_attnreg_variable_with_a_value_counts_as_set(name):
-    # A misspelt one too: it has to reach `read`, which refuses it, instead of doing nothing.
-    assert is_set({"PATH": "/bin", name: "x"})
-
-
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone(name):
-    assert not is_set({name: "x"})
     assert read({name: "x"}) == Environment()
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "FA2")
     assert read().backend == ("FA2",)
-    assert is_set()
     monkeypatch.setenv("ATTNREG_BACKEND", "FA4")
     assert read().backend == ("FA4",)
 

@@ -75,7 +75,7 @@ def mine(fake):
 
 
 def scattered(x):
-    """Return the same values in strides that nobody expects."""
+    """Return the same values in other strides."""
     return torch.stack((x, x), -1)[..., 0]
 
 

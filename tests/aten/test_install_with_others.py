@@ -1,4 +1,4 @@
-"""Installing routers beside overrides, beside the registry of `torch.nn.attention`, and in other torches."""
+"""Installing routers with overrides, with the registry of `torch.nn.attention`, and in other torches."""
 
 import re
 from typing import NamedTuple
