@@ -232,11 +232,14 @@ def wanted_routers(request, monkeypatch):
 
 
 @pytest.fixture
-def python_routers():
-    """Have routers that are installed in a test be those in Python."""
+def python_routers(monkeypatch):
+    """Have every call of a test planned in Python, whatever the command line says."""
     aten.restore()
+    monkeypatch.setattr(call_cache, "_wanted", lambda: "python")
+    call_cache.forget()
     yield
     aten.restore()
+    call_cache.forget()
 
 
 @pytest.fixture

@@ -148,6 +148,8 @@ def _unspecialized(plan: Plan, call: Call) -> Launcher:
 def load() -> Any:
     """Return the module, loaded once for as long as the settings are these; None where there is none."""
     global _module, active, is_loaded
+    if is_loaded:  # each plan asks
+        return active
     with _registry.lock:
         if not is_loaded:
             if _module is None and _wanted() != "python":
@@ -239,6 +241,7 @@ def _load() -> Any:
         log.log(level, "calls are planned in Python: %s", error)
         return None
     _registry.on_change(module.drop)
+    scope.on_enter(module.forget_choices)
     counters.count_also(module.drain)
     scope.on_first_choice(module.watch)
     if _plans is not None:

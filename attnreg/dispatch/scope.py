@@ -34,6 +34,7 @@ __all__ = [
     "exclusive",
     "leave",
     "make_choice",
+    "on_enter",
     "on_first_choice",
     "read_token",
     "variable",
@@ -67,6 +68,7 @@ _by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
 # What `exclusive` found, with the registry's generation then.
 _exclusive: dict[tuple[str, str], tuple[object, ScopedChoice]] = {}
 MOST_NAMES = 64
+_remembering: list[Callable[[], object]] = []
 _waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
 
 
@@ -128,12 +130,25 @@ def exclusive(name: str, source: str = "") -> ScopedChoice:
 
 def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
     """Make a choice hold in this thread or task until `leave`."""
-    return variable.set(choice)
+    token = variable.set(choice)
+    _entered()
+    return token
 
 
 def leave(token: Token[ScopedChoice | None]) -> None:
     """End what `enter` began."""
     variable.reset(token)
+    _entered()
+
+
+def on_enter(callback: Callable[[], object]) -> None:
+    """Have a function called after each change of a choice in force, by what remembers it for a thread."""
+    _remembering.append(callback)
+
+
+def _entered() -> None:
+    for callback in _remembering:
+        callback()
 
 
 # A token begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen bytes, and is

@@ -53,7 +53,7 @@ def run_backward(
 def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, call: Call) -> Kept | None:
     """Return what `kept_for` does, if it is known that every row sees a key (on a CPU the kernels look)."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if call_cache.active is None or cu_seqlens_q is None or cu_seqlens_k is None:
+    if call_cache.load() is None or cu_seqlens_q is None or cu_seqlens_k is None:
         return None
     if not query.is_cuda:
         # A launcher is promised that every row sees a key, which takes a look at the offsets each time.

@@ -19,7 +19,6 @@ LIMITS = {
 # Files that are longer, and how long they may be: only ever less, until they keep the limit.
 LONGER = {
     "docs/benchmarks.md": 269,
-    "tests/test_explanation.py": 517,
 }
 
 MODULES_OUTSIDE_OF_ROOMS = 9

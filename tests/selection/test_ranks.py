@@ -133,9 +133,9 @@ def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(ra
     rank(1)
     agree(chosen_by(preferences=(mine,)))
     rank(1)
-    with pytest.raises(RanksDifferError, match="does: asked math, there nothing: ranks"):
+    with pytest.raises(RanksDifferError, match="does: requested math, there nothing: ranks"):
         agree(chosen_by(preferences=(Preference("ATTNREG_BACKEND", ("math",)), mine)))
-    with pytest.raises(RanksDifferError, match="does: asked not cpu, there nothing: ranks"):
+    with pytest.raises(RanksDifferError, match="does: requested not cpu, there nothing: ranks"):
         agree(chosen_by(disabled=("cpu",)))
 
 
@@ -221,7 +221,7 @@ def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compa
     agree(chosen_by(disabled=("cpu",)))
     assert json.loads(next_store["attnreg/cpu"])["inputs"][2] == "not cpu"
     rank(1)
-    with pytest.raises(RanksDifferError, match="does: asked nothing, there not cpu"):
+    with pytest.raises(RanksDifferError, match="does: requested nothing, there not cpu"):
         agree(chosen_by())
 
 

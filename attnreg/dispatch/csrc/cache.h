@@ -171,12 +171,10 @@ inline void drop_all() {
   cache.generation = old.generation + 1;
 }
 
-// The number of the choice that holds for this thread or task, 0 for none; -1 where Python has to find out.
-inline int64_t scoped_choice() {
-  PyObject* variable = choices.load(std::memory_order_acquire);
-  if (!variable) {
-    return 0;
-  }
+inline std::atomic<uint64_t> choices_entered{0};  // how often a choice was entered or left, in any thread
+
+// The number of the choice that holds by the context variable, 0 for none; -1 where Python has to find out.
+inline int64_t read_choice(PyObject* variable) {
   const WithGil gil;
   PyObject* value = nullptr;
   if (PyContextVar_Get(variable, Py_None, &value) != 0) {
@@ -192,6 +190,34 @@ inline int64_t scoped_choice() {
   const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
   PyErr_Clear();
   return found;
+}
+
+// The number of the choice that holds for this thread or task. It is remembered for a thread, as taking the
+// interpreter's lock costs more than the rest of looking a call up, until a choice is entered or left anywhere, or
+// the thread changes its context, which Python counts.
+inline int64_t scoped_choice() {
+  PyObject* variable = choices.load(std::memory_order_acquire);
+  if (!variable) {
+    return 0;
+  }
+  const PyThreadState* thread = PyGILState_GetThisThreadState();
+  if (!thread) {
+    return 0;  // a thread that Python doesn't know has entered nothing
+  }
+  struct Remembered {
+    const PyThreadState* thread;
+    const PyObject* context;
+    uint64_t context_version, entered;
+    int64_t choice;
+  };
+  thread_local Remembered last{nullptr, nullptr, 0, 0, 0};
+  const uint64_t entered = choices_entered.load(std::memory_order_acquire);
+  if (last.thread != thread || last.context != thread->context || last.context_version != thread->context_ver ||
+      last.entered != entered) {
+    const int64_t choice = read_choice(variable);
+    last = {thread, thread->context, thread->context_ver, entered, choice};
+  }
+  return last.choice;
 }
 
 // Run a kept call; false if its launcher can't any more, or wasn't given. `keys` are those of the op's dispatch.

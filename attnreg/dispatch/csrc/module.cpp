@@ -68,6 +68,11 @@ PyObject* watch(PyObject*, PyObject* variable) {
   Py_RETURN_NONE;
 }
 
+PyObject* forget_choices(PyObject*, PyObject*) {
+  choices_entered.fetch_add(1, std::memory_order_release);
+  Py_RETURN_NONE;
+}
+
 PyObject* set_plans(PyObject*, PyObject* args) {
   PyObject *forward = nullptr, *backward = nullptr;
   if (!PyArg_ParseTuple(args, "OO", &forward, &backward)) {
@@ -113,6 +118,7 @@ PyMethodDef functions[] = {
     {"enable", enable, METH_O, "Look calls up, or leave every call to the plan."},
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
+    {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
