@@ -37,7 +37,7 @@ Plot = Annotated[
 ]
 Rounds = Annotated[
     int | None,
-    typer.Option("--rounds", metavar="N", min=1, help="How often each backend is measured, in turns."),
+    typer.Option("--rounds", metavar="N", min=1, help="How often each alternative is measured, in turns."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
 TableFile = Annotated[
@@ -132,8 +132,7 @@ def selection(
 ) -> None:
     """Compare the chosen backend with the fastest one.
 
-    The shapes are in no table that comes with attnreg, nor in the grids of
-    `attnreg tune`.
+    The shapes are ones that no table was tuned on.
 
     Example: attnreg bench selection --table here.json --budget 5m
     """
