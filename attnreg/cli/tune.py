@@ -34,12 +34,7 @@ log = logging.getLogger("attnreg")
 GRIDS = ("quick", "full")
 
 Grid = Annotated[
-    str,
-    typer.Option(
-        "--grid",
-        metavar="NAME",
-        help="List of common calls: quick or full. Default: quick, if no calls are given.",
-    ),
+    str, typer.Option("--grid", metavar="NAME", help="quick or full. Default: quick, if no calls are given.")
 ]
 Queries = Annotated[
     list[str],
