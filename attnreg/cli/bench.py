@@ -37,7 +37,7 @@ Plot = Annotated[
 ]
 Rounds = Annotated[
     int | None,
-    typer.Option("--rounds", metavar="N", min=1, help="How often each side is measured, in turns."),
+    typer.Option("--rounds", metavar="N", min=1, help="How often each alternative is measured, in turns."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
 TableFile = Annotated[
