@@ -50,7 +50,7 @@ demo: $(READY) ## train on real text, packed and padded, and compare
 	@$(PY) -m attnreg build --missing || true
 	@$(PY) -m attnreg demo
 
-bench: $(READY) ## list the benchmarks that `attnreg bench` doesn't have; NAME=accuracy runs that one, ARGS go to it
+bench: $(READY) ## list the benchmarks that `attnreg bench` doesn't have; NAME=cpu_sdpa runs that one, ARGS go to it
 ifdef NAME
 	@$(PY) benchmarks/$(NAME).py $(ARGS)
 else

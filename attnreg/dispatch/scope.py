@@ -130,15 +130,18 @@ def exclusive(name: str, source: str = "") -> ScopedChoice:
 
 def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
     """Make a choice hold in this thread or task until `leave`."""
-    token = variable.set(choice)
-    _entered()
-    return token
+    try:
+        return variable.set(choice)
+    finally:
+        _entered()
 
 
 def leave(token: Token[ScopedChoice | None]) -> None:
     """End what `enter` began."""
-    variable.reset(token)
-    _entered()
+    try:
+        variable.reset(token)
+    finally:
+        _entered()
 
 
 def on_enter(callback: Callable[[], object]) -> None:

@@ -219,5 +219,8 @@ class _VarlenAttention(torch.autograd.Function):
         max_q, max_k, scale, bound = ctx.numbers
         numbers = max_q, max_k, scale, bound
         call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table)
+        # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them
+        # memory that kernels can read, but it isn't asked here.
+        grad_out = out.new_zeros(out.shape) if grad_out._is_zerotensor() else grad_out.resolve_neg()
         grads, _ = run_backward((grad_out, query, key, value, out, lse), call, ctx.choice)
         return (*grads, *(None,) * 10)

@@ -93,6 +93,20 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(inputs):
     assert not lse.requires_grad
 
 
+@pytest.mark.parametrize("how", ["zeros without memory", "a lazy negative"])
+def test_a_gradient_that_is_no_plain_memory_is_read_as_its_values(inputs, how):
+    out = attend(inputs)
+    if how == "zeros without memory":
+        given = torch._efficientzerotensor(out.shape)
+    else:
+        given = torch.complex(torch.zeros_like(out), torch.ones_like(out)).conj().imag
+        assert given.is_neg()
+    grads = torch.autograd.grad(out, inputs[:3], given, retain_graph=True)
+    values = torch.zeros_like(out) if how == "zeros without memory" else -torch.ones_like(out)
+    for grad, right in zip(grads, torch.autograd.grad(out, inputs[:3], values), strict=True):
+        torch.testing.assert_close(grad, right, rtol=0, atol=0)
+
+
 def test_a_gradient_of_nothing_is_nothing(inputs):
     out = attend(inputs)
     other = torch.ones(3, requires_grad=True)

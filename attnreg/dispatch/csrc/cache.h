@@ -92,6 +92,15 @@ inline std::atomic<bool> enabled{true};
 inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
 inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it can hold a choice
 
+// Around a fork, so that the child doesn't get a table that another thread is changing.
+inline void lock_before_fork() {
+  guard.lock();
+}
+
+inline void unlock_after_fork() {
+  guard.unlock();
+}
+
 inline void open_after_fork() {
   new (&guard) std::shared_mutex;  // the thread that held it is not in this process
 }
@@ -205,17 +214,17 @@ inline int64_t scoped_choice() {
     return 0;  // a thread that Python doesn't know has entered nothing
   }
   struct Remembered {
-    const PyThreadState* thread;
+    uint64_t thread;  // its number, as another one's state may come to lie at the same address
     const PyObject* context;
     uint64_t context_version, entered;
     int64_t choice;
   };
-  thread_local Remembered last{nullptr, nullptr, 0, 0, 0};
+  thread_local Remembered last{0, nullptr, 0, 0, 0};
   const uint64_t entered = choices_entered.load(std::memory_order_acquire);
-  if (last.thread != thread || last.context != thread->context || last.context_version != thread->context_ver ||
+  if (last.thread != thread->id || last.context != thread->context || last.context_version != thread->context_ver ||
       last.entered != entered) {
     const int64_t choice = read_choice(variable);
-    last = {thread, thread->context, thread->context_ver, entered, choice};
+    last = {thread->id, thread->context, thread->context_ver, entered, choice};
   }
   return last.choice;
 }

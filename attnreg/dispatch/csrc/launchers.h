@@ -137,7 +137,7 @@ inline std::optional<Tensors> derive(
 }
 
 // Run a kernel on addresses; false if it can't run any more. Offsets come last, if it reads any.
-inline bool launch(const AddressLauncher& launcher, Tensors& given, Tensors& results) {
+inline bool launch(const AddressLauncher& launcher, Tensors given, Tensors& results) {
   const size_t count = given.size() - (launcher.derive ? 2 : 0);
   const auto device = given[0].device();
   const c10::Stream stream = stream_of(given[0]);

@@ -94,7 +94,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     if (!grads[0].defined()) {
       return torch::autograd::variable_list(3);
     }
-    Tensors tensors{grads[0]};
+    Tensors tensors{as_memory(grads[0])};
     for (size_t i = 0; i < saved.size(); i++) {
       tensors.push_back(saved[i].unpack(i == 3 ? getptr() : nullptr));
     }
@@ -113,7 +113,7 @@ struct VarlenBackward final : public torch::autograd::Node {
 
  private:
   Tensors gradients(Tensors& tensors) const {
-    const bool use_cache = enabled.load(std::memory_order_relaxed);
+    const bool use_cache = enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
     const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors) : Key{};
     const LookedUp found = look_up(key);
     Tensors results;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/zeros.h>
 
 #include <optional>
 #include <vector>
@@ -35,6 +36,14 @@ inline bool is_plain(const at::Tensor& tensor) {
       {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
        DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA}).raw_repr();
   return (tensor.key_set().raw_repr() & ~keys) == 0 && !tensor._fw_grad(0).defined();
+}
+
+// A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
+inline at::Tensor as_memory(const at::Tensor& gradient) {
+  if (gradient._is_zerotensor()) {
+    return at::zeros(gradient.sizes(), gradient.options());
+  }
+  return gradient.resolve_neg().resolve_conj();
 }
 
 inline bool read_int(PyObject* number, int64_t& into) {
