@@ -64,8 +64,9 @@ def varlen_attn(
     """Compute attention over packed sequences of different lengths.
 
     Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
-    Differentiable in query, key and value. Rows past the last offset give output 0 and gradient 0;
-    so does a row that sees no key.
+    Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
+    so does a row that sees no key. Compiled autograd (`torch._dynamo.compiled_autograd`) can trace the
+    backward of a call inside torch.compile; of a call in eager only with `ATTNREG_ROUTERS=python`.
 
     Args:
         query: (T_q, H, D), the sequences one after the other.
