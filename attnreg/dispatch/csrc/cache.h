@@ -92,15 +92,6 @@ inline std::atomic<bool> enabled{true};
 inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
 inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it can hold a choice
 
-// Around a fork, so that the child doesn't get a table that another thread is changing.
-inline void lock_before_fork() {
-  guard.lock();
-}
-
-inline void unlock_after_fork() {
-  guard.unlock();
-}
-
 inline void open_after_fork() {
   new (&guard) std::shared_mutex;  // the thread that held it is not in this process
 }
