@@ -221,7 +221,7 @@ inline int64_t scoped_choice() {
 }
 
 // Run a kept call; false if its launcher can't any more, or wasn't given. `keys` are those of the op's dispatch.
-inline bool run(const Entry& entry, Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+inline bool run(const Entry& entry, const Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = given[0].device();
   c10::OptionalDeviceGuard there;
   if (device.is_cuda()) {

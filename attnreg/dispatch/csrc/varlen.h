@@ -54,7 +54,7 @@ inline bool offsets_are_known(const Tensors& tensors, size_t query) {
 }
 
 // Run a kept call; false where there is none, or it can't be run so.
-inline bool run_varlen(const Key& key, const LookedUp& found, Tensors& tensors, size_t query, bool known, Tensors& results) {
+inline bool run_varlen(const Key& key, const LookedUp& found, const Tensors& tensors, size_t query, bool known, Tensors& results) {
   const Entry* entry = found.entry.get();
   if (!entry || entry->is_due() || entry->is_native() ||
       (entry->needs_offsets && !known && !offsets_are_known(tensors, query))) {
@@ -112,7 +112,7 @@ struct VarlenBackward final : public torch::autograd::Node {
   }
 
  private:
-  Tensors gradients(Tensors& tensors) const {
+  Tensors gradients(const Tensors& tensors) const {
     const bool use_cache = enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
     const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors) : Key{};
     const LookedUp found = look_up(key);
@@ -221,9 +221,8 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     const LookedUp found = look_up(key);
     bool done = false;
     if (found.entry) {
-      Tensors given = tensors;
       const WithoutGil without;
-      done = run_varlen(key, found, given, 0, false, results);
+      done = run_varlen(key, found, tensors, 0, false, results);
       known = done && found.entry->needs_offsets;
     }
     if (!done) {

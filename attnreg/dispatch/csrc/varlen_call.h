@@ -40,6 +40,9 @@ inline bool is_plain(const at::Tensor& tensor) {
 
 // A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
 inline at::Tensor as_memory(const at::Tensor& gradient) {
+  if (is_plain(gradient)) {
+    return gradient;  // nearly always: what follows goes through torch's dispatcher
+  }
   if (gradient._is_zerotensor()) {
     return at::zeros(gradient.sizes(), gradient.options());
   }
