@@ -11,8 +11,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["activate", "offer"]
-
 
 def activate() -> None:
     """Install the routers if the environment asks for something; never an error of `import torch`."""

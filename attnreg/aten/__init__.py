@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from attnreg.aten.routing import Layout, Served
 
-__all__ = ["NAME", "ROUTES", "ensure", "installed", "restore", "shadowed_by"]
-
 log = logging.getLogger("attnreg")
 
 NAME = "attnreg"

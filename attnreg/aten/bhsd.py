@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attnreg.dispatch.scope import ScopedChoice
     from attnreg.dispatch.state import Plan
 
-__all__ = ["Inputs", "call_of", "dense_plan", "gradients", "inputs_of", "kept_dense"]
-
 
 class Inputs(NamedTuple):
     """The inputs of a call in the contract's layout."""

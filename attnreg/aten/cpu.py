@@ -20,8 +20,6 @@ from attnreg.dispatch.planning import Native
 if TYPE_CHECKING:
     from attnreg.aten.routing import Served
 
-__all__ = ["CPU", "ROUTES"]
-
 CPU = Native("cpu")
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 

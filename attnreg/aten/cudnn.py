@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from attnreg.aten.routing import Served
     from attnreg.dispatch.scope import ScopedChoice
 
-__all__ = ["CUDNN", "ROUTES"]
-
 CUDNN = Native("cuDNN")
 
 # Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from attnreg.dispatch.scope import ScopedChoice
     from attnreg.dispatch.state import Plan
 
-__all__ = ["DENSE", "ROUTES"]
-
 # Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2")
 

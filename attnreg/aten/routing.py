@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from attnreg.dispatch.scope import ScopedChoice
     from attnreg.dispatch.state import Plan
 
-__all__ = [
-    "Layout",
-    "Route",
-    "RoutedCall",
-    "Served",
-    "backward_choice",
-    "forward_choice",
-    "router",
-    "run_with_dropout",
-    "with_strides_of",
-]
-
 # An op's results, and how the call cache is to run further calls; True where nothing is registered, so that
 # every call of the op is torch's own.
 Served = tuple[Any, Kept | bool | None]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["BACKEND"]
-
 PACKAGE = "flash_attn_3"
 
 # What the adapter passes to each op; the other arguments keep their defaults.

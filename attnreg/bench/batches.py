@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnreg.bench.shapes import Shape
     from attnreg.measure import Inputs
 
-__all__ = ["Batch", "Tensors", "named", "sets_beyond_the_cache"]
-
 # A model has some layers, and autograd's thread, once awake, goes through them all.
 LAYERS, LAYERS_BYTES = 8, 2**30
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     # What the results of a side, by its name, are compared with, and these by their names in the contract.
     Expected = Callable[[str, list[Tensor]], tuple[Sample, dict[str, Tensor]]]
 
-__all__ = ["Checked", "checked", "dtype_of", "short", "table", "timed"]
-
 # As long as a measurement takes; long enough for the clock, short enough for many rounds.
 SECONDS = 0.01
 

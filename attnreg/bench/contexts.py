@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-__all__ = [
-    "by_default",
-    "in_the_callers_thread",
-    "led_by",
-    "mixed",
-    "scoped",
-    "settings",
-    "table_in_force",
-    "torch_alone",
-    "untouched",
-]
-
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["SHAPES", "host_costs"]
-
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))
 LAYERS, ROUNDS = 24, 21
 

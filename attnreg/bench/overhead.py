@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     Front = Callable[..., Tensor]
     Medians = dict[str, dict[str, float]]
 
-__all__ = ["measure"]
-
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
 CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
 CPU_SHAPES = (packed([2, 2], 2, 2, 8, False, "float32"), dense(1, 2, 1, 1, 8, False, "float32"))

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from attnreg.bench.report import Job
 
-__all__ = ["measure"]
-
 CALLS, QUICK_CALLS = 1000, 20
 PARTS = (
     ("routers", "Routers over torch's ops", "torch alone"),

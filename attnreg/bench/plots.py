@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["TITLES", "draw"]
-
 TITLES = {
     "varlen": "Packed sequences through varlen_attn",
     "sdpa": "Dense calls through scaled_dot_product_attention",

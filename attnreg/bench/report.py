@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Job", "Report", "Table", "document", "machine", "save", "show", "show_machine"]
-
 PACKAGES = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attnreg.bench.report import Job
     from attnreg.bench.shapes import Shape
 
-__all__ = ["CHOSEN", "TORCH", "measure"]
-
 TORCH, CHOSEN, LED = "torch SDPA", "attnreg, measured", "attnreg, "
 
 

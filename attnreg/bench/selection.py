@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from attnreg.bench.report import Job
     from attnreg.bench.shapes import Shape
 
-__all__ = ["measure"]
-
 QUICK = 6
 DIRECTLY = "called directly, "
 

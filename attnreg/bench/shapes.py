@@ -14,21 +14,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec, Device
 
-__all__ = [
-    "BACKWARD",
-    "BOTH",
-    "FORWARD",
-    "Shape",
-    "decode",
-    "dense",
-    "held_out",
-    "packed",
-    "pull_request",
-    "pull_request_lengths",
-    "ragged",
-    "sdpa_grid",
-]
-
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 
 # A forward is two matrix products, a backward five, as in the FlashAttention-2 paper.

@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     Step = Callable[[Front, Tensors], object]
     Clock = Literal["device", "eager", "host"]
 
-__all__ = [
-    "STEPS",
-    "WARM_UP",
-    "Side",
-    "called_directly",
-    "forward",
-    "forward_backward",
-    "in_words",
-    "layers",
-    "layers_backward",
-    "ran",
-    "seconds",
-    "wrong_backend",
-]
-
 # A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
 # backend may prepare a launcher in the next.
 WARM_UP = 4

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attnreg.bench.batches import Batch
     from attnreg.bench.report import Job
 
-__all__ = ["Runner", "by_direction", "direct", "strategies"]
-
 # As long as a measurement takes, but for calls that take longer.
 SECONDS = 0.005
 

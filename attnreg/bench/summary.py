@@ -8,19 +8,6 @@ from typing import Any
 
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 
-__all__ = [
-    "CHOSEN",
-    "DIRECT",
-    "FIXED",
-    "GROUPS",
-    "SAME_FRONT",
-    "TORCH",
-    "aims",
-    "gains",
-    "ratios",
-    "summary",
-]
-
 CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
 DIRECT, SAME_FRONT = "best called directly", "best through the same front"
 GROUPS = ("all", "dense", "varlen", "decode")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from attnreg.bench.report import Job
     from attnreg.contract.backend import Backend
 
-__all__ = ["AIMS", "DEFAULT", "measure"]
-
 TORCH, UNMASKED, MASKED = "torch varlen_attn", "SDPA, padded", "SDPA, padded, mask"
 DEFAULT, LED = "attnreg, default", "attnreg, "
 AIMS = {FORWARD: 1.4, BOTH: 1.6}

@@ -24,8 +24,6 @@ from attnreg.errors import AttnregError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["app", "main"]
-
 COMMANDS = ("info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo")
 
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.

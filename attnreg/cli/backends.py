@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Device
     from attnreg.selection.decision import Policy
 
-__all__ = ["Candidate", "candidates", "measurable", "order", "state"]
-
 # On a GPU it takes longer than all others together, and is preferred to none of them.
 REFERENCE = "math"
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from attnreg.bench.report import Job, Report
 
-__all__ = ["bench"]
-
 FORMATS = (".png", ".svg")
 
 Out = Annotated[

@@ -9,8 +9,6 @@ from attnreg.cli.errors import FAILED, import_torch
 from attnreg.cli.options import AsJson
 from attnreg.cli.output import console, print_json, table
 
-__all__ = ["build"]
-
 OnlyMissing = Annotated[
     bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
 ]

@@ -6,8 +6,6 @@ import typer
 
 from attnreg.cli.output import print_json
 
-__all__ = ["config_schema"]
-
 
 def config_schema(
     json: Annotated[

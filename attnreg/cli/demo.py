@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from attnreg.demo.train import Result
 
-__all__ = ["demo"]
-
 CONTEXT = 1024
 BATCH = 8
 

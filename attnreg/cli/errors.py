@@ -14,8 +14,6 @@ from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FAILED", "INTERRUPTED", "USAGE", "import_torch", "report_errors"]
-
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130

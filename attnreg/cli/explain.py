@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
     from attnreg.explanation import Explanation
 
-__all__ = ["explain"]
-
 Query = Annotated[
     str,
     typer.Option(

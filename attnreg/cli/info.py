@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attnreg.selection.decision import Policy
     from attnreg.torchlib.libraries import Library
 
-__all__ = ["info", "inventory"]
-
 
 def info(as_json: AsJson = False) -> None:
     """Show devices, backends, settings, and what torch would do.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attnreg.selection.lockfile import Lockfile
     from attnreg.tuning.traces import Recorded
 
-__all__ = ["lock"]
-
 Trace = Annotated[
     Path, typer.Option("--from", metavar="FILE", help="Calls recorded by attnreg.record or ATTNREG_RECORD.")
 ]

@@ -21,30 +21,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec, Device
 
-__all__ = [
-    "AsJson",
-    "Backends",
-    "Backward",
-    "Budget",
-    "Causal",
-    "Deterministic",
-    "DeviceHere",
-    "Dtypes",
-    "Keys",
-    "ValueDim",
-    "Varlen",
-    "Window",
-    "device_of",
-    "dtype_name",
-    "names",
-    "numbers",
-    "present_device",
-    "seconds",
-    "spec_of",
-    "specs_of",
-    "torch_device",
-]
-
 # Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DeviceHere = Annotated[

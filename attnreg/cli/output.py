@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["console", "counted", "finite", "heading", "print_json", "progress", "stdout_to_stderr", "table"]
-
 # Cells that a reader looks for; all others keep the colour of the terminal.
 STYLES = {
     "ready": "green",

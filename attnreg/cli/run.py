@@ -18,8 +18,6 @@ import typer
 from attnreg.cli.output import console, heading, table
 from attnreg.errors import InvalidInputError
 
-__all__ = ["run"]
-
 Backend = Annotated[
     list[str],
     typer.Option("--backend", metavar="NAMES", help="Prefer these, one or several with commas."),

@@ -17,8 +17,6 @@ from attnreg.cli.output import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["devices", "own_choice", "untouched_programs", "versions"]
-
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attnreg.tuning.points import Front, Measured, Point
     from attnreg.tuning.session import Session
 
-__all__ = ["tune"]
-
 log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")

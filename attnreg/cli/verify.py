@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.measure import Case, Error, Outcome
 
-__all__ = ["TENSORS", "BackendResult", "state", "verify"]
-
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;

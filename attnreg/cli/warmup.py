@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["warmup"]
-
 Queries = Annotated[
     list[str],
     typer.Option(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["GROUP", "Entry", "discover"]
-
 GROUP = "attnreg.backends"
 
 # One lock for all: two backends that load each other's packages would deadlock with one each.

@@ -22,8 +22,6 @@ from attnreg.errors import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["FILE", "Issue", "against", "read"]
-
 FILE = Path(__file__).with_name("known_issues.toml")
 
 log = logging.getLogger("attnreg")

@@ -34,8 +34,6 @@ from attnreg.torchlib.layout import stream_of, uninitialized, with_strides
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AddressLauncher", "Allocation", "Launcher", "OpLauncher"]
-
 Launcher = Callable[..., "tuple[Tensor, ...] | None"]
 
 # Size, strides and dtype.

@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = [
-    "GRAPH_TREES",
-    "Facts",
-    "derived",
-    "derived_from",
-    "facts",
-    "facts_of",
-    "needs_graph_memory",
-]
-
 # Entries for the offsets in use: those of a model's self and cross attention, in a few micro-batches, times
 # the number of purposes.
 _MOST_CACHED = 64

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import Direction
 
-__all__ = ["checked_against_contract"]
-
 
 def checked_against_contract(
     kernel: Callable[..., Any], direction: Direction, backend: str, passed: Callable[[], None]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["check", "check_scale", "check_values"]
-
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     """Check that the arguments of a call fit each other.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["IGNORED", "Layout", "packed", "padded"]
-
 # The target at padding: the default `ignore_index` of `cross_entropy`.
 IGNORED = -100
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attnreg.demo.layout import Layout
 
-__all__ = ["HEADS", "HEAD_DIM", "LAYERS", "ByteTransformer"]
-
 LAYERS, HEADS, HEAD_DIM = 2, 4, 32
 WIDTH = HEADS * HEAD_DIM
 

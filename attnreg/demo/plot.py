@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from attnreg.demo.train import Result
 
-__all__ = ["draw"]
-
 # Blue and orange of Okabe and Ito's palette, distinct for every kind of colour vision and in grey.
 COLOURS = {"packed": "#0072B2", "padded": "#E69F00"}
 INK, NEUTRAL, FAINT = "#333333", "#8C8C8C", "#D9D9D9"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attnreg import Explanation, Stats
     from attnreg.demo.layout import Layout
 
-__all__ = ["LAYOUTS", "TOLERANCE", "Result", "Step", "explain_step", "train"]
-
 LAYOUTS = {"packed": packed, "padded": padded}
 
 # Measured: rounding alone keeps the losses of the two within 3e-6 for 100 steps. Attention across two of

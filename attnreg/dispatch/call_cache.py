@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from attnreg.dispatch.counters import Counter
     from attnreg.dispatch.state import Plan
 
-__all__ = [
-    "Kept",
-    "active",
-    "described",
-    "kept_for",
-    "load",
-    "module_for_routers",
-    "paused",
-    "remove_routers",
-    "routers_added",
-    "set_plans",
-]
-
 log = logging.getLogger("attnreg")
 
 FORWARD_TENSORS = 3  # query, key and value

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Direction
     from attnreg.dispatch.scope import ScopedChoice
 
-__all__ = [
-    "bounds",
-    "every_dense_row_sees_a_key",
-    "keys_used",
-    "plan_for",
-    "scale_of",
-    "to_bshd",
-    "wants_deterministic",
-    "wants_gradient",
-]
-
 
 def plan_for(
     direction: Direction,

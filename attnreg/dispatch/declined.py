@@ -15,8 +15,6 @@ from attnreg.errors import UnsupportedInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Declined", "DeclinedError", "reasons", "retry_on_decline"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Direction
     from attnreg.dispatch.state import State
 
-__all__ = ["Native", "decide", "device_of", "entries_with_native", "make_plan", "spec_of"]
-
 log = logging.getLogger("attnreg")
 
 

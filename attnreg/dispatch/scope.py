@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "ScopedChoice",
-    "by_number",
-    "choice_token",
-    "current",
-    "enter",
-    "exclusive",
-    "leave",
-    "make_choice",
-    "on_enter",
-    "on_first_choice",
-    "read_token",
-    "variable",
-    "with_token",
-]
-
 
 class ScopedChoice:
     """A choice of backends that overrides all others for the calls it is given to.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.launchers import Launcher
 
-__all__ = ["Plan", "State", "state"]
-
 # Training on ragged batches has new lengths at every step; past this many plans all are dropped.
 MOST_PLANS = 4096
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["Recording", "counters", "follow", "start", "stop"]
-
 log = logging.getLogger("attnreg")
 
 SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0

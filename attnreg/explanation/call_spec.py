@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["CallSpec", "dense", "packed"]
-
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {
     ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,

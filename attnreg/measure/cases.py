@@ -15,8 +15,6 @@ from attnreg.contract.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnreg.contract.spec import Device
 
-__all__ = ["CASES", "QUICK", "Case", "Layout"]
-
 Layout = Literal["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 Bias = Literal["none", "key padding", "additive"]
 

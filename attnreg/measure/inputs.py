@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from attnreg.measure.cases import Case
 
-__all__ = ["Inputs", "copies", "copies_beyond_the_cache", "inputs", "key_rows", "query_rows"]
-
 # A processor's last cache; a GPU tells the size of its own.
 CPU_CACHE = 32 * 2**20
 MOST_COPIES = 16

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
 
-__all__ = ["Results", "attend", "attention"]
-
 
 class Results(NamedTuple):
     """What forward and backward return, in the contract's shapes."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
 
-__all__ = ["Error", "Outcome", "compare", "measure", "measure_taken", "verify"]
-
 FACTOR = 2.0
 
 # Relative and absolute, those that torch.testing.assert_close uses by default.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attnreg.measure.cases import Case
     from attnreg.measure.inputs import Inputs
 
-__all__ = ["Sample", "Verdict"]
-
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26
 

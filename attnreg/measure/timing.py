@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
     Run = Callable[[], object]
 
-__all__ = [
-    "Taken",
-    "Timer",
-    "calls_for",
-    "interleaved",
-    "matmul_rate",
-    "median_ratio",
-    "peak_memory",
-    "per_call",
-    "shuffled",
-    "timer_for",
-]
-
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Direction
 
-__all__ = ["FORMAT", "VARIABLE", "Lock", "Lockfile", "Row", "key_of", "load"]
-
 FORMAT = "attnreg lockfile"
 VERSION = 1
 VARIABLE = "ATTNREG_LOCK"

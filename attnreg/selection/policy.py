@@ -42,20 +42,6 @@ if TYPE_CHECKING:
 
     from attnreg.settings.config import Settings
 
-__all__ = [
-    "activate",
-    "apply",
-    "changed_by",
-    "current",
-    "disabled_backends",
-    "is_active",
-    "reread",
-    "serves",
-    "set_aside",
-    "sources",
-    "watch",
-]
-
 log = logging.getLogger("attnreg")
 
 _sources: Sources | None = None

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Device
     from attnreg.selection.decision import Policy
 
-__all__ = ["agree"]
-
 log = logging.getLogger("attnreg")
 
 # TCPStore.compare_set waits for its host without a timeout. The check isn't worth longer, and never waits

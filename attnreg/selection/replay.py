@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.selection.lockfile import Lock
 
-__all__ = ["replayed"]
-
 
 def replayed(
     lock: Lock,

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
     from attnreg.settings.config import LoadedSettings
 
-__all__ = [
-    "Sources",
-    "check_names",
-    "checked",
-    "disabled",
-    "log_level",
-    "only_records",
-    "policy",
-    "read",
-    "strict",
-    "without_implementation",
-]
-
 UNSET = Environment()
 REFERENCE = "math"
 

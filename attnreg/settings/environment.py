@@ -16,8 +16,6 @@ from attnreg.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["VARIABLES", "Environment", "Variable", "read"]
-
 PREFIX = "ATTNREG_"
 
 

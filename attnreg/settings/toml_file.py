@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["NOWHERE", "KeyPath", "Origin", "Position", "key_text", "positions", "read"]
-
 KeyPath = tuple[str | int, ...]
 
 

@@ -28,8 +28,6 @@ from attnreg.torchlib.libraries import LIBRARIES, Library, existing, target
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Status", "build", "build_missing", "ensure_built", "is_left_out", "status", "wait_built"]
-
 log = logging.getLogger("attnreg")
 
 # The first of two processes ends at once: the program has no child left that it would have to wait for.

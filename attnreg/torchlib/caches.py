@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_writable", "folder", "unsafe"]
-
 
 def folder(purpose: str) -> Path:
     """Return the folder for a purpose, below the user's cache folder; it may not exist yet.

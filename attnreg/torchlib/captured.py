@@ -19,8 +19,6 @@ from attnreg.torchlib.locks import open_after_fork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["call_cache_in_use", "capture", "check_not_overridden", "kernel"]
-
 # Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
 call_cache_in_use: bool | None = None
 

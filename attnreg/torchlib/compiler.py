@@ -17,8 +17,6 @@ import torch
 from attnreg.errors import BuildError
 from attnreg.torchlib.libraries import Library, target
 
-__all__ = ["SCRATCH", "child_environment", "compile_library", "find", "identity", "python"]
-
 COMPILERS = ("c++", "g++", "clang++")
 # What the folders of builds under way begin with; nothing else in the cache does.
 SCRATCH = ".building-"

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_in_thread", "strip_tracebacks"]
-
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["aligned", "contiguous_strides", "readable", "stream_of", "uninitialized", "with_strides"]
-
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 

@@ -17,8 +17,6 @@ import torch
 from attnreg.errors import BuildError
 from attnreg.torchlib import caches
 
-__all__ = ["CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Library", "existing", "target"]
-
 ROOT = Path(__file__).parents[1]
 
 # What a process of its own does with a new file, given a name and the file: it may be broken in any way.

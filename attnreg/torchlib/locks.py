@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from threading import Lock
 
-__all__ = ["holder", "lock_file", "open_after_fork", "release"]
-
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 
 # Descriptors of locked files. A worker that is forked meanwhile must not keep them for as long as it lives.

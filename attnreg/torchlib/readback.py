@@ -17,8 +17,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PENDING", "AsyncReadback"]
-
 # What the host reads while the copy is under way; no result has it among its numbers.
 PENDING = 2
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.measure import Case, Error
 
-__all__ = ["Checks", "DeviceLostError", "TimeIsUpError", "Verdict", "check_alive", "failed", "no_memory"]
-
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 

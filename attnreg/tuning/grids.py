@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import Device
 
-__all__ = ["coarse_to_fine", "grid"]
-
 T = TypeVar("T")
 
 CAUSAL, FULL = (-1, 0), (-1, -1)

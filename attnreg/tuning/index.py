@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attnreg.tuning.kinds import Size
     from attnreg.tuning.points import Front, Measured, Point
 
-__all__ = ["EXACT", "Index", "Kinds", "Near", "Place"]
-
 # How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
 # weighted by the inverse square of their distance, chose best.
 NEAREST = 8

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["Kind", "Size", "coordinates", "distance_between", "family_of", "kind_of", "size_of", "work"]
-
 MASKS = ("none", "causal", "window")
 
 # Both run on the same units at the same rate, so one can replace the other.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnreg.tuning.kinds import Kind
     from attnreg.tuning.points import Point
 
-__all__ = ["MARGIN", "Candidate", "Prediction", "Source", "predict", "reordered", "with_sources"]
-
 # The time of the first call of a shape is spread over this many calls: a training run's.
 CALLS_PER_SHAPE = 100_000
 

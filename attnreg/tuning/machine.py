@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
 
-__all__ = ["Match", "environment", "file_name", "matched", "matched_simulated"]
-
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:
     """Return the environment of a measurement on that device, now."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attnreg.measure.timing import Taken, Timer
     from attnreg.tuning.checks import Checks
 
-__all__ = ["measured"]
-
 ROUNDS = 7
 
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue holds.

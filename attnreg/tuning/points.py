@@ -11,8 +11,6 @@ from attnreg.tuning.kinds import MASKS, Kind, Size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Front", "Malformed", "Measured", "Point"]
-
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError
     """The data has the wrong form; the message begins with the key."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attnreg.tuning.points import Front, Point
     from attnreg.tuning.table import Environment
 
-__all__ = ["Session", "kept"]
-
 # The least time that a call is expected to take; with less left, the session ends.
 LEAST_S = 0.05
 

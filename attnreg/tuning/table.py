@@ -16,8 +16,6 @@ from attnreg.tuning.points import Front, Malformed, Point
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Environment", "Table", "check_writable", "environment_from", "load", "read_whole", "write_whole"]
-
 T = TypeVar("T")
 
 FORMAT = "attnreg measured table"

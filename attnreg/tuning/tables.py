@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attnreg.tuning.lookup import Prediction
     from attnreg.tuning.table import Table
 
-__all__ = ["SHIPPED", "Named", "Report", "Tables"]
-
 log = logging.getLogger("attnreg")
 
 # Tables are compared again after every registration; each warning is logged once.

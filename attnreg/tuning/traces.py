@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import Direction
 
-__all__ = ["DIRECTIONS", "Recorded", "check_writable", "merge", "read", "spec_from", "spec_to"]
-
 log = logging.getLogger("attnreg")
 
 # POSIX file locks belong to the process: closing any of its descriptors of the file releases them.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
     from attnreg.measure import Inputs
 
-__all__ = ["case_of", "copies", "lengths", "small_cases", "unmeasurable"]
-
 # Fields whose tensors can't be generated: their values are the program's.
 GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 

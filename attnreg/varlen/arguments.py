@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["autocast", "call_of", "check_heads", "window"]
-
 # Asked here, once: the torch.compile of torch 2.11 can't trace the question.
 _AUTOCASTS = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))

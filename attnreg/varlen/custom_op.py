@@ -20,8 +20,6 @@ from attnreg.dispatch import scope
 from attnreg.varlen.arguments import call_of
 from attnreg.varlen.plans import run_backward, run_forward
 
-__all__ = ["Transformable", "backward", "forward"]
-
 
 @torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
 def forward(

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.dispatch.scope import ScopedChoice
 
-__all__ = ["run_backward", "run_forward"]
-
 
 def run_forward(
     query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None, needs_backward: bool

@@ -15,8 +15,6 @@ from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import Capabilities, Range
 
-__all__ = ["BACKEND"]
-
 CAPABILITIES = Capabilities(
     devices=("cpu",),
     dtypes=("float16", "bfloat16", "float32", "float64"),

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cpu.sequences import UniformBatch
     from attnreg.contract.backend import Call
 
-__all__ = ["backward", "takes"]
-
 # exp2 is faster than exp.
 _LOG2 = log(2)
 # Scores, and rows, computed at a time: as many as stay in the cache.

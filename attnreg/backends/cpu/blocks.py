@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from attnreg.backends.cpu.sequences import Window, visible
 
-__all__ = ["Band", "KeyBlock", "KeyRange", "RowBlock", "key_blocks", "row_blocks"]
-
 # In a band (low, high) row i sees key j if low <= j - i <= high.
 Band = tuple[int, int]
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import AttentionSpec, Direction
 
-__all__ = ["Machine", "corrects_torch", "leaves_to_torch", "machine", "replaces_torch"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 OPEN = (-1, -1)
 

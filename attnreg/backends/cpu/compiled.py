@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import Direction
 
-__all__ = ["Compiled", "is_there", "load"]
-
 log = logging.getLogger("attnreg")
 
 # As the library numbers them.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cpu.flash import Flash
     from attnreg.backends.cpu.sequences import Window
 
-__all__ = ["backward", "forward"]
-
 Partial = tuple["Tensor", "Tensor"]
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from attnreg.backends.cpu.blocks import Band
 
-__all__ = ["Flash", "additive", "forward_dtype", "lse_dtype", "readable"]
-
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cpu.blocks import Band
     from attnreg.backends.cpu.sequences import UniformBatch
 
-__all__ = ["PaddedBatch", "Places", "padded_batches", "powers_of_two", "zeros"]
-
 # Beyond every length.
 _NO_BOUND = 2**40
 # Rows are written in elements as large as there are: the time goes by their number.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["Sequence", "Sequences", "UniformBatch", "Window", "sequences_of", "visible"]
-
 Window = tuple[int, int]
 
 

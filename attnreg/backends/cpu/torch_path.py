@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cpu.sequences import UniformBatch
     from attnreg.contract.backend import Call
 
-__all__ = ["backward", "forward"]
-
 
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""

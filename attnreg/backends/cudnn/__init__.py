@@ -25,8 +25,6 @@ from attnreg.contract.capabilities import GRID, Capabilities, Range
 if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["BACKEND"]
-
 PACKAGE = "nvidia-cudnn-frontend"
 
 FORWARD = Capabilities(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cudnn.problem import Problem
     from attnreg.contract.backend import Call
 
-__all__ = ["backward", "forward"]
-
 
 def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""

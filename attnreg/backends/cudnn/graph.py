@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attnreg.backends.cudnn.problem import Problem, Strides
 
-__all__ = ["ByAddress", "Plan", "build"]
-
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
 # One thread builds at a time, so nothing guards this.
 _lengths_keys: dict[tuple[Slot | RaggedOffset, ...], int] = {}

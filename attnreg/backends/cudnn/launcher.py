@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attnreg.contract.launchers import Allocation, Launcher
     from attnreg.contract.spec import Direction
 
-__all__ = ["specialize"]
-
 
 def specialize(
     plans: Plans, direction: Direction, tensors: tuple[Tensor, ...], call: Call

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from attnreg.backends.cudnn.graph import Plan
 
-__all__ = ["Lengths", "lengths_of"]
-
 
 def lengths_of(
     batch: int, stream: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None = None

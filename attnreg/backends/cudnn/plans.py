@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attnreg.backends.cudnn.lengths import Lengths
     from attnreg.backends.cudnn.problem import Problem
 
-__all__ = ["Plans"]
-
 # More than a training run needs, as packed problems are rounded, and few enough to stay small: a plan
 # holds some hundred kilobytes of host memory.
 _KEPT = 512

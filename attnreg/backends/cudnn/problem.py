@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import Direction
 
-__all__ = ["Problem", "RaggedOffset", "Slot", "Strides", "describe", "is_empty", "lse_layout", "with_results"]
-
 
 class Slot(enum.IntEnum):
     """The tensors of a graph; the numbers are their uids."""

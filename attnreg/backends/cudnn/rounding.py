@@ -16,8 +16,6 @@ from attnreg.contract.capabilities import GRID
 if TYPE_CHECKING:
     from attnreg.backends.cudnn.problem import Problem
 
-__all__ = ["FirstTokens", "exact", "round_lengths", "shared"]
-
 # The backward's workspace is a float32 gradient of the query. A shared plan has room for PER_SEQUENCE tokens
 # in each of its sequences, but not for more than 256 MB of numbers or for TOKENS, whichever is more. Beyond
 # that it grows in steps of 4, and of 2 from 256 MB on.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["BACKEND"]
-
 
 class _Forward(Capabilities):
     """The fields and what they can't say of a forward."""

@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = [
-    "empty_results",
-    "is_empty",
-    "keeps_contract",
-    "kernel_cu_seqlens_k",
-    "kernel_lse",
-    "kernel_mask",
-    "kernel_max_lengths",
-    "to_contract",
-    "zero_unused_rows",
-]
-
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether there is no score to compute; the kernels refuse some of these calls."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["Package", "installed", "missing", "package"]
-
 NAME = "flash-attn"
 INSTALL = "pip install 'attnreg[fa2]'"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnreg.contract.launchers import Launcher
     from attnreg.contract.spec import Direction
 
-__all__ = ["PAGES", "SPLITS", "Native"]
-
 OP = "_flash_attention_{}"
 
 _arguments = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}

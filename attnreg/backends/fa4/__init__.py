@@ -12,8 +12,6 @@ from attnreg.backends.fa4.limits import BACKWARD, FORWARD, refuses
 from attnreg.backends.fa4.package import installed, unavailable
 from attnreg.contract.backend import Backend
 
-__all__ = ["BACKEND"]
-
 BACKEND = Backend(
     name="FA4",
     forward=FORWARD,

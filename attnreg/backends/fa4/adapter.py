@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attnreg.contract.launchers import Launcher
     from attnreg.contract.spec import Direction
 
-__all__ = ["load"]
-
 # The package's compiler crashes when two threads use it at once. Held around every call of the package,
 # whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
 # compile. Autograd runs backwards on threads of its own, so both directions share it. Replays don't need it.

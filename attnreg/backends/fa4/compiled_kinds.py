@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attnreg.contract.backend import Call
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["Kind", "have_run", "kind_of", "kind_of_spec", "repeated_dims"]
-
 Kind = tuple[Any, ...]
 
 # Tile edges are multiples of 16, none beyond 256; above 256 sequences one more kernel looks them up.

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import AttentionSpec
 
-__all__ = ["BACKWARD", "FORWARD", "refuses"]
-
 # Unequal head dims of query and value whose backward the package can compile for Hopper.
 UNEQUAL = ((64, 128), (96, 128), (128, 64), (192, 128), (256, 128))
 

@@ -26,20 +26,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "KEYWORDS",
-    "PROVEN_RELEASES",
-    "RESULTS",
-    "PackageCall",
-    "functions",
-    "functions_with_caches",
-    "installed",
-    "launches_are_proven",
-    "quiet",
-    "release",
-    "unavailable",
-]
-
 PACKAGE = "flash-attn-4"
 # The releases whose signatures the adapter has been written for.
 KNOWN = "4.0.0b19 to 4.0.0b36"

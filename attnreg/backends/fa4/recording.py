@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attnreg.backends.fa4.package import PackageCall
     from attnreg.contract.backend import Call
 
-__all__ = ["Allocation", "Description", "Recipe", "Recorded", "all_distinct", "describe", "pick", "record"]
-
 EMPTY = {f"aten::{name}" for name in ("empty_like", "new_empty", "empty_strided", "new_empty_strided")}
 EMPTY |= {"aten::empty.memory_format"}
 ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}

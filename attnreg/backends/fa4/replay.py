@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from attnreg.backends.fa4.package import PackageCall
     from attnreg.backends.fa4.recording import Description, Recipe
 
-__all__ = ["Replays"]
-
 # Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
 MOST = 4096
 # With more than so many, batches come in ever new sizes, and a description may come once for each layer and

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["blanked", "empty_results", "find_unused", "none_unused", "zero_gradient"]
-
 
 def none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that every row belongs to a sequence and counts."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attnreg.backends.math.batch import Group
     from attnreg.contract.backend import Call
 
-__all__ = ["BACKEND"]
-
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Call
 
-__all__ = ["Group", "Sequences", "Span", "as_rows", "groups", "key_sequences", "query_sequences"]
-
 
 class Span(NamedTuple):
     """One side of a group.

@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["survivors"]
-
 WORD = 0xFFFFFFFF
 
 

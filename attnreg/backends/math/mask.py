@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attnreg.backends.math.batch import Group
     from attnreg.contract.backend import Call
 
-__all__ = ["TILE_KEYS", "TILE_QUERIES", "Mask", "Tile"]
-
 TILE_QUERIES = 256
 TILE_KEYS = 512
 

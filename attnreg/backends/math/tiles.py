@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attnreg.backends.math.mask import Mask, Tile
 
-__all__ = ["attend", "attend_backward"]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE (b, H, S_q, 1)."""
