@@ -4,6 +4,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 BACKENDS ?= FA2,FA4,cuDNN,math
+# Processes that share the GPU: the tests wait for the host, which compiles kernels and computes references.
+GPU_PROCESSES ?= 4
 # The tests run with what attnreg compiles where there is a C++ compiler; ROUTERS=python leaves it out.
 ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
 
@@ -40,10 +42,10 @@ test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"
 
 test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
-	$(PY) -m pytest -m "gpu and not slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
+	$(PY) -m pytest -m "gpu and not slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
-	$(PY) -m pytest -m "gpu and slow" --backends=$(BACKENDS) --routers=$(ROUTERS)
+	$(PY) -m pytest -m "gpu and slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@echo "compiling the call cache and the CPU kernel where that hasn't been done and a compiler is there"

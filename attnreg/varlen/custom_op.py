@@ -80,7 +80,7 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    token: Tensor,
+    token: Tensor | None,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
     max_q: int,
@@ -90,13 +90,17 @@ def backward(
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     backend: str,
-    needs_backward: bool = False,
+    choice: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, contiguous and in their shapes."""
+    """Return the gradients of query, key and value, contiguous and in their shapes.
+
+    The choice that the forward ran by is `backend`, or comes by its number, or with the forward's token.
+    """
     numbers = max_q, max_k, scale, (window_size[0], window_size[1])
     call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, None)
-    choice = scope.exclusive(backend) if backend else scope.read_token(token)
-    grads, _ = run_backward((grad_out, query, key, value, out, lse), call, choice)
+    scoped = scope.by_number(choice) if token is None else scope.read_token(token)
+    chosen = scope.exclusive(backend) if backend else scoped
+    grads, _ = run_backward((grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 

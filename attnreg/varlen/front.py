@@ -65,8 +65,7 @@ def varlen_attn(
 
     Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
     Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
-    so does a row that sees no key. Compiled autograd (`torch._dynamo.compiled_autograd`) can trace the
-    backward of a call inside torch.compile; of a call in eager only with `ATTNREG_ROUTERS=python`.
+    so does a row that sees no key.
 
     Args:
         query: (T_q, H, D), the sequences one after the other.
@@ -218,6 +217,13 @@ class _VarlenAttention(torch.autograd.Function):
             return (None,) * 13
         query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
         max_q, max_k, scale, bound = ctx.numbers
+        if torch.compiler.is_compiling():  # by compiled autograd
+            tensors = grad_out, query, key, value, out, lse, None, cu_seq_q, cu_seq_k
+            number = 0 if ctx.choice is None else ctx.choice.number
+            grads = custom_op.backward(
+                *tensors, max_q, max_k, scale, list(bound), seqused_k, block_table, "", number
+            )
+            return (*grads, *(None,) * 10)
         numbers = max_q, max_k, scale, bound
         call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table)
         # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them

@@ -10,7 +10,10 @@ BEGIN = """
 import os, sys, torch, attnreg
 import torch.nn.functional as F
 from pathlib import Path
+from attnreg.aten import routing
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.torchlib import building, captured
+from attnreg.varlen import plans
 building.built = lambda: Path(sys.argv[1])
 torch.set_num_threads(1)
 q = torch.randn(1, 2, 8, 16)
@@ -32,9 +35,19 @@ FORKED = """
 attnreg.register_backend("cpu")
 both()
 assert captured.call_cache_in_use
+planned = []
+
+def counted(run):
+    planned.append(run)
+    return retry_on_decline(run)
+
+routing.retry_on_decline = plans.retry_on_decline = counted
+both(1)
+assert len(planned) == 0, "calls that are kept are planned"
 child = os.fork()
 both(2)
-assert attnreg.stats().calls["cpu"]["forward"] == 10, attnreg.stats()
+assert len(planned) == (0 if child else 2), "the child takes over what another thread may have been changing"
+assert attnreg.stats().calls["cpu"]["forward"] == 12, attnreg.stats()
 with attnreg.register_backend("math"):
     both(2)
 assert attnreg.stats().calls["math"]["forward"] == 4, attnreg.stats()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import truth
 from support.varlen_calls import LENGTHS, assert_right, attend
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
@@ -47,6 +48,23 @@ def test_what_is_written_to_between_forward_and_backward_is_an_error(inputs, pla
         with torch.no_grad():
             (*values, out)[place].add_(0)
         gradients(out, values)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_compiled_autograd_computes_the_same_gradients_with_the_same_backend(inputs, name, ran):
+    ran()
+    for scale in (None, 0.3, 0.4):  # a scale is part of the graph that compiled autograd keeps
+        with attnreg.use_backend(name):
+            out = attend(inputs, scale=scale)
+        expected = gradients(out, inputs, retain_graph=True)
+        for x in inputs[:3]:
+            x.grad = None
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            out.backward(torch.ones_like(out))
+        for x, wanted in zip(inputs[:3], expected, strict=True):
+            assert torch.equal(x.grad, wanted)
+        assert ran() == {name: (1, 2)}
 
 
 def test_a_double_backward_is_an_error_for_those_who_ask_for_it(inputs):

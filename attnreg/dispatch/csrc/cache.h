@@ -92,8 +92,13 @@ inline std::atomic<bool> enabled{true};
 inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
 inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it can hold a choice
 
-inline void open_after_fork() {
-  new (&guard) std::shared_mutex;  // the thread that held it is not in this process
+// A forked child begins with an empty cache: a thread that isn't in it may have held the lock, and left half a change.
+// What was there isn't destroyed, as it can't be known to be whole.
+inline void begin_anew_after_fork() {
+  const uint64_t generation = cache.generation;
+  new (&guard) std::shared_mutex;
+  new (&cache) Cache{generation + 1};
+  passing = false;
 }
 
 struct LookedUp {

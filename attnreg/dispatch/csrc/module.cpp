@@ -131,6 +131,6 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "attnreg_call_cache", nullptr, 
 }  // namespace attnreg
 
 PyMODINIT_FUNC PyInit_attnreg_call_cache() {
-  pthread_atfork(nullptr, nullptr, attnreg::open_after_fork);
+  pthread_atfork(nullptr, nullptr, attnreg::begin_anew_after_fork);
   return PyModule_Create(&attnreg::definition);
 }

@@ -1,0 +1,224 @@
+// The autograd node of `varlen_attn`, for eager calls and for compiled autograd; and how a kept call is run.
+
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <array>
+#include <mutex>
+#include <type_traits>
+
+#include "described.h"
+#include "varlen_call.h"
+
+namespace attnreg {
+
+// Numbers of the sites that aren't ops of aten's.
+constexpr int64_t kVarlenForward = -1, kVarlenBackward = -2;
+
+inline PyObject* plan_forward = nullptr;  // functions of `varlen.plans`; there as long as the process lives
+inline PyObject* plan_backward = nullptr;
+
+using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
+
+// A new node of autograd's. Up to torch 2.12 shared pointers hold them, with a deleter of their own.
+template <class Node, class Pointer = NodePointer, class... Given>
+auto make_node(Given&&... given) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<Node>(new Node(std::forward<Given>(given)...), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Node>(std::forward<Given>(given)...);
+  }
+}
+
+inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors) {
+  std::vector<c10::IValue> arguments(tensors.begin(), tensors.end());
+  call.append_to(arguments);
+  const size_t count = tensors.size();
+  arguments.emplace_back(tensors[count - 2].is_same(tensors[count - 1]));
+  return key_of(site, call.choice, arguments, count, site == kVarlenForward ? 0 : 1);
+}
+
+inline bool offsets_are_known(const Tensors& tensors, size_t query) {
+  const std::shared_lock lock(guard);
+  const size_t count = tensors.size();
+  return every_row_sees_a_key(tensors[count - 2], tensors[count - 1], tensors[query].size(0), tensors[query + 1].size(0));
+}
+
+// Run a kept call; false where there is none, or it can't be run so.
+inline bool run_varlen(const Key& key, const LookedUp& found, const Tensors& tensors, size_t query, bool known, Tensors& results) {
+  const Entry* entry = found.entry.get();
+  if (!entry || entry->is_due() || entry->is_native() ||
+      (entry->needs_offsets && !known && !offsets_are_known(tensors, query))) {
+    return false;
+  }
+  Spare spare;
+  if (!run(*entry, tensors, tensors[query].key_set(), results, spare)) {
+    erase(key);
+    return false;
+  }
+  entry->count();
+  return true;
+}
+
+// The backward of a call. It holds what the forward had; torch checks that it hasn't been written to since.
+struct VarlenBackward final : public torch::autograd::Node {
+  std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
+  VarlenCall call{};
+  bool known = false;  // whether every row was known to see a key
+  bool released = false;
+
+  std::string name() const override {
+    return "VarlenAttnBackward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& one : saved) {
+      one.reset_data();
+    }
+    released = true;
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    if (!grads[0].defined()) {
+      return torch::autograd::variable_list(3);
+    }
+    Tensors tensors{as_memory(grads[0])};
+    for (size_t i = 0; i < saved.size(); i++) {
+      tensors.push_back(saved[i].unpack(i == 3 ? getptr() : nullptr));
+    }
+    torch::autograd::variable_list results;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      for (at::Tensor& one : gradients(tensors)) {
+        results.push_back(std::move(one));
+      }
+    }
+    if (c10::GradMode::is_enabled()) {
+      refuse_second(tensors, results);
+    }
+    return results;
+  }
+
+  // Compiled autograd traces a function of the node's tensors in the place of `apply`. What isn't a tensor is part of
+  // the graph, so that the graph is used again only where all of it is the same.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    for (size_t i = 0; i < saved.size(); i++) {
+      args.collect(saved[i], i == 3);
+    }
+    for (const int64_t number : {call.max_q, call.max_k, call.left, right(), call.choice}) {
+      args.collect(number);
+    }
+    args.collect(call.scale);
+  }
+
+  torch::autograd::variable_list apply_with_saved(
+      const torch::autograd::variable_list& inputs, torch::dynamo::autograd::SwapSavedVariables& swapped) override {
+    using namespace torch::dynamo::autograd;
+    PackedArgs packed;
+    for (auto& one : saved) {
+      swapped.before(one);
+      packed.pack(one.unpack());
+    }
+    packed.pack(call.max_q);
+    packed.pack(call.max_k);
+    packed.pack(call.scale ? c10::IValue(*call.scale) : c10::IValue());
+    packed.pack(c10::IValue(std::vector<int64_t>{call.left, right()}));
+    packed.pack(call.choice);
+    std::vector<at::TypePtr> types;
+    for (const c10::IValue& one : packed.vec()) {
+      types.push_back(one.isTensor() ? at::TensorType::get() : one.type());
+    }
+    const auto& compiler = getPyCompilerInterface();
+    PyObject* const self = swapped.get_py_compiler();
+    const auto function = compiler->bind_function(self, name(), traceable, types, /*is_custom_function=*/true);
+    const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(next_edges()));
+    auto results = compiler->call_function(self, "apply_functional", function, inputs, packed.vec(), metadata);
+    for (auto& one : saved) {
+      swapped.after(one);
+    }
+    return results;
+  }
+
+ private:
+  int64_t right() const {
+    return call.causal ? 0 : call.right;
+  }
+
+  // The backward as the op that torch.compile keeps of a call, which has a fake.
+  static torch::autograd::variable_list traceable(
+      const torch::autograd::variable_list& grads, const std::vector<c10::IValue>& packed) {
+    if (!grads[0].defined()) {
+      return torch::autograd::variable_list(3);
+    }
+    // Packed: query, key, value, output, LSE, both offsets, longest query and key, scale, window, choice.
+    const auto& p = packed;
+    const c10::IValue none;
+    torch::jit::Stack stack{grads[0], p[0], p[1], p[2], p[3], p[4], none, p[5], p[6],
+                            p[7], p[8], p[9], p[10], none, none, "", p[11]};
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
+    op.callBoxed(stack);
+    return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
+  }
+
+  Tensors gradients(const Tensors& tensors) const {
+    const bool use_cache = enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
+    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors) : Key{};
+    const LookedUp found = look_up(key);
+    Tensors results;
+    if (!run_varlen(key, found, tensors, 1, known, results)) {
+      results = planned(key, found.generation, tensors);
+    }
+    TORCH_CHECK(results.size() == 3, "attnreg: a launcher breaks the contract: got ", results.size(), " gradients");
+    for (size_t i = 0; i < 3; i++) {
+      check_result(results[i], tensors[1 + i].sizes(), tensors[1 + i].scalar_type(), "a gradient");
+    }
+    return results;
+  }
+
+  Tensors planned(const Key& key, uint64_t generation, const Tensors& tensors) const {
+    const WithGil gil;
+    std::vector<Object> given;
+    for (const at::Tensor& one : tensors) {
+      given.push_back(owned(THPVariable_Wrap(one)));
+    }
+    for (const int64_t number : {call.max_q, call.max_k}) {
+      given.push_back(owned(PyLong_FromLongLong(number)));
+    }
+    given.push_back(owned(PyBool_FromLong(call.causal)));
+    given.push_back(owned(Py_BuildValue("(LL)", static_cast<long long>(call.left), static_cast<long long>(call.right))));
+    given.push_back(call.scale ? owned(PyFloat_FromDouble(*call.scale)) : (Py_INCREF(Py_None), owned(Py_None)));
+    given.push_back(owned(PyLong_FromLongLong(call.choice)));
+    const Object returned = call_python(plan_backward, given);
+    PyObject *one = nullptr, *two = nullptr, *three = nullptr, *described = nullptr;
+    if (!PyArg_ParseTuple(returned.get(), "OOOO", &one, &two, &three, &described)) {
+      throw_error_of_python();
+    }
+    keep_described(key, generation, described, tensors.size(), nullptr);
+    return {THPVariable_Unpack(one), THPVariable_Unpack(two), THPVariable_Unpack(three)};
+  }
+
+  // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.
+  static void refuse_second(const Tensors& tensors, torch::autograd::variable_list& results) {
+    if (std::none_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.requires_grad(); })) {
+      return;
+    }
+    const auto error = make_node<torch::autograd::NotImplemented>("the backward of attnreg.varlen_attn");
+    error->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3]));
+    for (at::Tensor& one : results) {
+      torch::autograd::set_history(one, error);
+    }
+  }
+};
+
+}  // namespace attnreg
