@@ -27,7 +27,7 @@ from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.dispatch.state import state
 from attnreg.errors import BuildError
 from attnreg.selection import policy
-from attnreg.torchlib import building, caches, compiler
+from attnreg.torchlib import building, caches, libraries
 from attnreg.tuning import tables
 
 
@@ -161,7 +161,7 @@ BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 def compiled_here(library):
     """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
     try:
-        compiler.find()
+        libraries.find()
     except BuildError as error:
         pytest.skip(f"{library.title} can't be compiled: {error}")
     BUILT.mkdir(parents=True, exist_ok=True)

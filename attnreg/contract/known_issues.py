@@ -31,15 +31,12 @@ def against(
     backend: str, version: Callable[[], str | None], spec: AttentionSpec, direction: str
 ) -> tuple[str, ...]:
     """Return the known issues of a backend's kernel for a call; calls `version` only if one depends on it."""
-    found = [
-        issue
-        for issue in _rows()
-        if issue.backend.casefold() == backend.casefold() and issue.affects(spec, direction)
-    ]
-    if any(issue.versions for issue in found):
-        here = _text(version)
-        found = [issue for issue in found if issue.affects_version(here, spec.device.simulated)]
-    return tuple(f"{issue.reason}; see {issue.link}" for issue in found)
+    name = backend.casefold()
+    found = [row for row in _rows() if row.backend.casefold() == name and row.affects(spec, direction)]
+    if any(row.versions for row in found):
+        here = text_of(version)
+        found = [row for row in found if row.affects_version(here, spec.device.simulated)]
+    return tuple(f"{row.reason}; see {row.link}" for row in found)
 
 
 @functools.cache
@@ -50,10 +47,11 @@ def _rows() -> tuple[Issue, ...]:
     return issues
 
 
-def _text(version: Callable[[], str | None]) -> str:
+def text_of(version: Callable[[], str | None]) -> str:
+    """Return a provider's version, or an empty string if it has none or the check raises."""
     try:
         return str(version() or "")
-    except Exception:  # noqa: BLE001 - the same as no version
+    except Exception:  # noqa: BLE001 - only shown and compared
         return ""
 
 
@@ -135,8 +133,7 @@ class Issue:
 
 def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
     """Return the valid rows of a file, and one sentence for each malformed row."""
-    issues: list[Issue] = []
-    problems: list[str] = []
+    issues, problems = [], []
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["issue"]
     except (OSError, ValueError, KeyError) as error:

@@ -15,7 +15,7 @@ import pytest
 from support.processes import environment
 
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, caches, compiler, libraries, locks
+from attnreg.torchlib import background, building, caches, libraries, locks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -146,7 +146,7 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     assert len(working.runs()) == 2
     assert {(nice, stdin) for _, _, nice, stdin in working.runs()} == {(19, "/dev/null")}
     assert f"session {working.runs()[0][1]}" != session
-    assert not any(cache.rglob(f"{compiler.SCRATCH}*")) and not any(cache.rglob("*.failed"))
+    assert not any(cache.rglob(f"{libraries.SCRATCH}*")) and not any(cache.rglob("*.failed"))
     second = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM + "building.loaded(), building.loaded_cpu_kernel()"],
         cwd=tmp_path, env=variables, capture_output=True, text=True, check=True,
@@ -411,7 +411,7 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
         assert locks.lock_file(path) is None
         other.send_signal(signal.SIGKILL)
     assert locks.holder(path) == ""
-    left = building.target(building.CPU_KERNEL).parent / f"{compiler.SCRATCH}left"
+    left = building.target(building.CPU_KERNEL).parent / f"{libraries.SCRATCH}left"
     left.mkdir(parents=True)
     (left / "half.so").touch()
     with pytest.raises(BuildError):

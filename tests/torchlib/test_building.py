@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from attnreg.cli import app
 from attnreg.errors import BuildError, ConfigError
-from attnreg.torchlib import background, building, compiler, libraries, locks
+from attnreg.torchlib import background, building, libraries, locks
 from attnreg.tuning import traces
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
@@ -112,7 +112,7 @@ def test_a_compiler_that_fails_is_quoted_and_run_anew(cache, compile_with):
         result = build("--json")
         assert result.exit_code == 1
         assert f"{script} says\n{line}\nmore" in json.loads(result.stdout)["error"]["message"]
-    assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{compiler.SCRATCH}*"))
+    assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{libraries.SCRATCH}*"))
     # What has failed isn't retried by --missing, which logs a line for each.
     compile_with("echo it is tried again >&2", "exit 1")
     os.utime(script, ns=(0, 0))
@@ -169,7 +169,7 @@ def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, c
 
 def test_a_compiler_that_does_not_end_is_stopped(cache, compile_with, monkeypatch):
     compile_with("exec sleep 60")
-    monkeypatch.setattr(compiler, "TIMEOUT", 0.1)
+    monkeypatch.setattr(libraries, "TIMEOUT", 0.1)
     with pytest.raises(BuildError, match=r"took more than 0\.1 s"):
         building.build(building.CPU_KERNEL)
 

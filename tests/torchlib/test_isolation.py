@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -153,10 +154,14 @@ def test_a_backend_that_fails_to_load_keeps_no_tensor_of_the_call():
 
 
 def test_a_broken_plugin_keeps_no_tensor_of_the_call_that_discovered_it():
+    class Broken(EntryPoint):
+        def load(self):
+            fail()
+
     kept = []
 
     def looked_for():
-        kept.append(discovery._entry("broken", "a test", fail))
+        kept.append(discovery._entry(Broken("broken", "broken:BACKEND", discovery.GROUP), "a test"))
 
     assert call_with_tensors(looked_for)() is None
     assert str(kept[0].cause) == "no engine"
