@@ -99,7 +99,10 @@ class Entry:
         try:
             against = capabilities.unsupported(spec)
             if not against and self.backend.refuses is not None:
-                against = _reasons(self.backend.refuses(spec))
+                against = self.backend.refuses(spec)
+                if isinstance(against, str):  # as a sequence, each letter would be a reason
+                    raise TypeError(f"refuses() returned {against!r}, expected a tuple of reasons")
+                against = tuple(against)
             if not against and not missing:
                 against = known_issues.against(self.name, self.backend.version, spec, direction)
         except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
@@ -137,12 +140,6 @@ class Entry:
             self.cause = strip_tracebacks(error)  # kept for good, and its frames may hold a call's tensors
             return None
         return kernels
-
-
-def _reasons(found: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(found, str):  # as a sequence, each letter would be a reason
-        raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
-    return tuple(found)
 
 
 def discover() -> list[Entry]:

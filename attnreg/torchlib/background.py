@@ -209,14 +209,14 @@ def _detach(found: list[str]) -> None:
     try:
         if not (missing := _missing()):
             return  # another process has just ended
-        process = subprocess.Popen(
+        ended_with = subprocess.call(
             libraries.python(DETACHED, str(lock)),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=path.parent, pass_fds=(lock,), start_new_session=True,
             env=libraries.child_environment() | {"CXX": shlex.join(found)},
         )  # fmt: skip
-        if process.wait():
-            raise BuildError(f"the process that compiles ended with status {process.returncode}")
+        if ended_with:
+            raise BuildError(f"the process that compiles ended with status {ended_with}")
         log.info(
             "compiling %s in the background (process %s, low priority): programs that start after it use "
             "them; ATTNREG_BUILD=off forbids it",
