@@ -24,7 +24,6 @@ from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import rounding
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, counters, scope, trace
-from attnreg.dispatch.state import state
 from attnreg.errors import BuildError
 from attnreg.selection import policy
 from attnreg.torchlib import building, caches, libraries
@@ -352,12 +351,6 @@ def packed():
         )
 
     return make
-
-
-@pytest.fixture
-def current_state():
-    """Return the function that gives the state decisions are made from."""
-    return state
 
 
 @pytest.fixture(scope="session")

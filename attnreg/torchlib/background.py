@@ -136,10 +136,7 @@ def build_missing(level: int = logging.DEBUG) -> None:
 
 def is_left_out() -> bool:
     """Return whether ATTNREG_ROUTERS=python says that nothing compiled is to be used."""
-    try:
-        return environment.read().routers == "python"
-    except AttnregError:
-        return False  # the calls that the settings apply to raise the error
+    return _mode() == "left out"
 
 
 def status(library: Library) -> Status:
@@ -156,20 +153,22 @@ def status(library: Library) -> Status:
         libraries.find()
     except (BuildError, OSError, RuntimeError) as error:
         return Status("not built", reason=str(error))
-    if is_left_out():
+    mode = _mode()
+    if mode == "left out":
         return Status("off", reason="ATTNREG_ROUTERS=python leaves it out")
-    if (mode := _mode()) == "off":
+    if mode == "off":
         return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"
     return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
 
 
 def _mode() -> str:
-    """Return what ATTNREG_BUILD says: "background", "now" or "off"."""
+    """Return what ATTNREG_BUILD says, "background", "now" or "off"; "left out" by ATTNREG_ROUTERS=python."""
     try:
-        return "off" if is_left_out() else environment.read().build or "background"
+        found = environment.read()
     except AttnregError:
-        return "off"
+        return "off"  # the calls that the settings apply to raise the error
+    return "left out" if found.routers == "python" else found.build or "background"
 
 
 def _missing() -> list[Library]:
@@ -209,14 +208,14 @@ def _detach(found: list[str]) -> None:
     try:
         if not (missing := _missing()):
             return  # another process has just ended
-        ended_with = subprocess.call(
+        process = subprocess.Popen(
             libraries.python(DETACHED, str(lock)),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=path.parent, pass_fds=(lock,), start_new_session=True,
             env=libraries.child_environment() | {"CXX": shlex.join(found)},
         )  # fmt: skip
-        if ended_with:
-            raise BuildError(f"the process that compiles ended with status {ended_with}")
+        if process.wait():
+            raise BuildError(f"the process that compiles ended with status {process.returncode}")
         log.info(
             "compiling %s in the background (process %s, low priority): programs that start after it use "
             "them; ATTNREG_BUILD=off forbids it",

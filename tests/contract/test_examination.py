@@ -7,6 +7,7 @@ import torch
 
 import attnreg
 from attnreg.backends import math as math_backend
+from attnreg.dispatch.state import state
 
 
 def backend(forward=None, backward=None):
@@ -61,13 +62,13 @@ def test_a_wrong_gradient_is_named(packed, ran):
     assert ran() == {"plugin": (1, 0)}
 
 
-def test_a_right_backend_is_looked_at_once_and_then_called_directly(packed, fake, current_state):
+def test_a_right_backend_is_looked_at_once_and_then_called_directly(packed, fake):
     inputs = packed([3, 4], grad=False)
     recorder = fake("plugin")
     with attnreg.register_backend(recorder.backend):
         for _ in range(3):
             attnreg.varlen_attn(*inputs)
-        kernels = {plan.kernel for plan in current_state().plans.values()}
+        kernels = {plan.kernel for plan in state().plans.values()}
     assert len(recorder.forwards) == 3
     assert kernels == {recorder.forward}
 

@@ -203,18 +203,6 @@ def test_a_version_that_raises_is_an_unknown_one(shipped, fake):
     assert len(mine.reasons(spec("cuda"), "forward")) == 1
 
 
-def test_explain_shows_reason_and_link_and_another_backend_runs_the_call(shipped, fake, monkeypatch):
-    shipped(ROW | {"where": "{ varlen = true, max_q = 1 }", "backend": "mine"})
-    mine, other = fake("mine", devices=("cuda",), priority=9), fake("other", devices=("cuda",))
-    entries = {one.backend.name: Entry(one.backend.name, "a test", one.backend) for one in (mine, other)}
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    explanation = attnreg.explain(spec(varlen=True, max_q=1))
-    assert explanation.backend == "other"
-    assert "  mine   it is wrong; see https://example.org/1\n" in str(explanation)
-    assert attnreg.explain(spec(varlen=True, max_q=2)).backend == "mine"
-
-
 def test_a_call_goes_to_another_backend_and_the_statistics_say_why(shipped, fake, packed, ran):
     shipped(ROW | {"where": "{ max_q = 3 }", "directions": "forward"})
     mine, other = fake("mine"), fake("other")

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import dataclasses
-import json
 import pickle
 import sys
 import threading
@@ -207,70 +206,6 @@ def test_a_process_may_end_with_everything_registered_and_says_nothing():
         "attnreg.configure({'log_level': 'debug'})\n",
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-# Python without asserts
-
-WRONG = """
-import json, sys
-import torch, torch.nn.functional as F
-import attnreg
-
-def offsets(*numbers, dtype=torch.int32):
-    return torch.tensor(numbers, dtype=dtype)
-
-def spec(**changes):
-    return attnreg.AttentionSpec(**{
-        "device": attnreg.Device("cpu"), "dtype": "float32", "batch": 1, "max_q": 1, "max_k": 1, "heads_q": 4,
-        "heads_k": 4, "head_dim": 8, "head_dim_v": 8, **changes,
-    })
-
-x, long = torch.zeros(4, 2, 8), offsets(0, 4)
-WRONG = (
-    lambda: attnreg.register_backend("FA77"),
-    lambda: attnreg.register_backend("math", devices="nothing"),
-    lambda: attnreg.use_backend(),
-    lambda: attnreg.Device.parse("9.0"),
-    lambda: spec(heads_k=3),
-    lambda: spec(dropout=2.0),
-    lambda: attnreg.Capabilities(devices="cpu", dtypes=("float32",)),
-    lambda: attnreg.Backend(name="", forward=None, load=None),
-    lambda: attnreg.configure({"disabled": ["math"]}),
-    lambda: attnreg.configure("/no/such/file.toml"),
-    lambda: attnreg.explain(x),
-    lambda: attnreg.explain(spec(), backend="FA77"),
-    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 4, dtype=torch.int64), long, 4, 4),
-    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 3, 2), offsets(0, 2, 4), 4, 4),
-    lambda: attnreg.varlen_attn(x, x, x, offsets(0, 9), long, 4, 4),
-    lambda: attnreg.varlen_attn(x, x.double(), x, long, long, 4, 4),
-    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, window_size=(-7, 0)),
-    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, scale=float("nan")),
-    lambda: attnreg.varlen_attn(x, x, x, long, long, 4, 4, backend="FA77"),
-)
-
-def said():
-    lines = []
-    for wrong in WRONG:
-        try:
-            lines.append(f"no error: {wrong()}")
-        except Exception as error:
-            lines.append(f"{type(error).__name__}: {error}")
-    return lines
-"""
-
-
-def test_python_without_asserts_refuses_the_same_in_the_same_words():
-    namespace = {}
-    exec(WRONG, namespace)  # noqa: S102
-    here = namespace["said"]()
-    run = python("-O", "-c", f"assert False\n{WRONG}\nprint(json.dumps(said()))")
-    assert run.stderr == ""
-    assert json.loads(run.stdout) == here
-    kinds = {line.split(":")[0] for line in here}
-    assert kinds == {"UnknownBackendError", "RegistrationError", "InvalidInputError", "ConfigError"}
-    assert here[0].startswith(
-        "UnknownBackendError: no backend is named 'FA77'; did you mean 'FA4'? known backends: "
-    )
 
 
 # Pickles

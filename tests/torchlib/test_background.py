@@ -297,46 +297,44 @@ def test_a_record_of_a_failure_that_cannot_be_read_counts_as_none(cache, compile
     assert building.status(building.CPU_KERNEL).state == "not built"
 
 
+def refuse(error):
+    raise error
+
+
+def let_others_write(patch, cache):
+    patch.setattr(os, "getuid", lambda: 12345)
+    (cache / "call_cache").mkdir(parents=True, mode=0o770)
+    (cache / "call_cache").chmod(0o770)
+
+
+# What the line says, and what brings it about.
 PROBLEMS = {
-    "no compiler": "there is no C++ compiler, looked for CXX=none",
-    "read-only": "can't be written to",
-    "another user's": "belongs to another user, or others may write to it",
-    "no folder": "Not a directory",
-    "no home": "no home",
-    "no Python": "is no Python to compile with; `attnreg build` does it",
-    "no lock": "No locks available",
+    "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
+    "can't be written to": lambda patch, _: patch.setattr(os, "access", lambda _, mode: not mode & os.W_OK),
+    "belongs to another user, or others may write to it": let_others_write,
+    "Not a directory": lambda patch, _: patch.setenv("XDG_CACHE_HOME", "/dev/null"),
+    "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
+    "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
+        sys, "executable", "/opt/application"
+    ),
+    "No locks available": lambda patch, _: patch.setattr(
+        locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
+    ),
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(("problem", "cause"), PROBLEMS.items(), ids=PROBLEMS)
 @pytest.mark.parametrize("mode", ["background", "now"])
-def test_a_problem_changes_nothing_and_is_one_line(cache, compiler, monkeypatch, log, problem, mode):
-    if problem == "no compiler":
-        monkeypatch.setenv("CXX", "none")
-    if problem == "read-only":
-        monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
-    if problem == "another user's":
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-        (cache / "call_cache").mkdir(parents=True, mode=0o770)
-        (cache / "call_cache").chmod(0o770)
-    if problem == "no folder":
-        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    if problem == "no home":
-        monkeypatch.setattr(caches, "folder", lambda purpose: refuse(RuntimeError("no home")))
-    if problem == "no Python":
-        if mode == "now":
-            pytest.skip("no other process is started")
-        monkeypatch.setattr(sys, "executable", "/opt/application")
-    if problem == "no lock":
-        monkeypatch.setattr(
-            locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
-        )
+def test_a_problem_changes_nothing_and_is_one_line(cache, compiler, monkeypatch, log, problem, cause, mode):
+    if "no Python" in problem and mode == "now":
+        pytest.skip("no other process is started")
+    cause(monkeypatch, cache)
     monkeypatch.setenv("ATTNREG_BUILD", mode)
     monkeypatch.setattr(threading, "Thread", Inline)
     building.ensure_built()
     assert compiler.runs() == [] and not any(cache.rglob("*.so"))
     (line,) = [message for message in log if not message.startswith("compiling before")]
-    assert line.startswith("attnreg runs without its compiled part: ") and PROBLEMS[problem] in line
+    assert line.startswith("attnreg runs without its compiled part: ") and problem in line
 
 
 class Inline:
@@ -344,10 +342,6 @@ class Inline:
 
     def __init__(self, target, **_):
         self.start = target
-
-
-def refuse(error):
-    raise error
 
 
 def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):

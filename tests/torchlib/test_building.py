@@ -11,9 +11,8 @@ from support.processes import environment
 from typer.testing import CliRunner
 
 from attnreg.cli import app
-from attnreg.errors import BuildError, ConfigError
+from attnreg.errors import BuildError
 from attnreg.torchlib import background, building, libraries, locks
-from attnreg.tuning import traces
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -277,13 +276,3 @@ def test_a_home_folder_that_cannot_be_read_is_one_line(tmp_path, case):
 def test_a_home_folder_that_is_not_there_is_no_matter():
     *_, calls = served_with_home(Path(os.devnull) / "nonexistent", "not there")
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
-
-
-def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_settings(monkeypatch, tmp_path):
-    def refuse(*arguments, **options):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    monkeypatch.setattr(Path, "exists", refuse)
-    with pytest.raises(ConfigError, match="can't be written, expected a file in an existing folder"):
-        traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
