@@ -11,9 +11,9 @@ def environment(**variables):
     return others | {"ATTNREG_BUILD": "off"} | variables
 
 
-def python(*arguments, **variables):
+def python(*arguments, cwd=None, **variables):
     """Run Python in a process of its own, on one core, so that a fork finds no OpenMP threads."""
     return subprocess.run(
-        [sys.executable, *arguments], env=environment(**{"OMP_NUM_THREADS": "1"} | variables),
+        [sys.executable, *arguments], env=environment(**{"OMP_NUM_THREADS": "1"} | variables), cwd=cwd,
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import environment, python
+from support.processes import python
 
 from attnreg.errors import BuildError
 from attnreg.torchlib import background, building, caches, libraries, locks
@@ -91,14 +91,12 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     # Modules of these names in the program's folder must not get into the process that compiles.
     for name in ("torch", "attnreg", "subprocess", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
-    variables = environment(ATTNREG_BUILD="", PYTHONPATH=str(Path(building.__file__).parents[2]))
     began = time.monotonic()
 
     def run(script):
         # The pipes end with the program: no other process holds them.
-        return subprocess.run(
-            [sys.executable, "-P", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True
-        )
+        root = str(Path(building.__file__).parents[2])
+        return python("-P", "-c", script, cwd=tmp_path, ATTNREG_BUILD="", PYTHONPATH=root)
 
     first = run(PROGRAM)
     assert (first.returncode, first.stderr) == (0, "")
@@ -249,17 +247,13 @@ def test_a_failure_is_remembered_until_the_compiler_or_torch_changes(
     assert len(compiler.runs()) == 2
     found = building.status(building.CPU_KERNEL)
     assert found.state == "failed"
-    assert found.reason.startswith(
-        f"the CPU kernel can't be compiled: {compiler.script} says error 1 (tried at 2"
-    )
-    assert found.reason.endswith("; `attnreg build` tries again)")
+    said = f"the CPU kernel can't be compiled: {compiler.script} says error 1 (tried at 2"
+    assert found.reason.startswith(said) and found.reason.endswith("; `attnreg build` tries again)")
     records = [json.loads(record.read_text()) for record in cache.rglob("*.failed")]
     assert len(records) == 2
     for record in records:
-        assert (
-            record["compiler"].startswith(f"{compiler.script} --an-option ")
-            and "error 3" in record["message"]
-        )
+        assert record["compiler"].startswith(f"{compiler.script} --an-option ")
+        assert "error 3" in record["message"]
     log.clear()
     start()
     assert len(compiler.runs()) == 2
@@ -277,10 +271,8 @@ def test_what_did_not_fail_is_compiled_though_the_other_did(cache, compiler, sta
     with pytest.raises(BuildError, match="no such header"):
         building.build(building.CPU_KERNEL)
     start()
-    assert [name for name, *_ in compiler.runs()] == [
-        building.target(building.CPU_KERNEL).name,
-        building.target().name,
-    ]
+    names = [building.target(library).name for library in (building.CPU_KERNEL, building.CALL_CACHE)]
+    assert [name for name, *_ in compiler.runs()] == names
 
 
 def test_a_full_disk_is_not_remembered(cache, compiler):

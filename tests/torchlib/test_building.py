@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes import environment
+from support.processes import python
 from typer.testing import CliRunner
 
 from attnreg.cli import app
@@ -246,17 +245,21 @@ print(attnreg.stats().calls)
 """
 
 
-def served_with_home(home, case):
-    """Run a program that explains, registers a backend and makes a call of each kind; return its lines."""
-    place = str(Path(building.__file__).parents[2])
-    variables = environment(HOME=str(home), PYTHONPATH=place, ATTNREG_BUILD="background", CXX="/bin/false")
-    variables.pop("XDG_CACHE_HOME", None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, case], env=variables, cwd="/", text=True, check=False,
-        capture_output=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()
+@pytest.fixture
+def served(monkeypatch):
+    """Return what runs a program that explains, registers a backend and makes a call of each kind."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    root = str(Path(building.__file__).parents[2])
+
+    def run(home, case):
+        done = python(
+            "-c", PROGRAM, case, cwd="/", HOME=str(home), PYTHONPATH=root, ATTNREG_BUILD="background",
+            CXX="/bin/false",
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    return run
 
 
 # As in a container that runs under a user id that the image doesn't know.
@@ -265,14 +268,14 @@ UNREADABLE = "hidden", "its folders are hidden", pytest.param("another user", ma
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_a_home_folder_that_cannot_be_read_is_one_line(tmp_path, case):
+def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    problem, calls = served_with_home(home, case)
+    problem, calls = served(home, case)
     assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
 
 
-def test_a_home_folder_that_is_not_there_is_no_matter():
-    *_, calls = served_with_home(Path(os.devnull) / "nonexistent", "not there")
+def test_a_home_folder_that_is_not_there_is_no_matter(served):
+    *_, calls = served(Path(os.devnull) / "nonexistent", "not there")
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
