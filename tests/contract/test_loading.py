@@ -126,7 +126,7 @@ def test_a_backend_that_declares_no_backward_loads_without_one(fake):
         (lambda: "torch finds no CUDA GPU here", "pip install x", "torch finds no CUDA GPU here"),
         (lambda: importlib.util.find_spec("no_such_parent.child"), "",
          "availability check failed: ModuleNotFoundError: No module named 'no_such_parent'"),
-        (lambda: 1 // 0, "", "availability check failed: ZeroDivisionError: "),
+        (lambda: {}["x"], "", "availability check failed: KeyError: 'x'"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(
@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(
 ):
     load, loads = counted(None)
     entry = Entry("mine", "a test", fake("mine", load=load, unavailable=unavailable, install=install).backend)
-    assert entry.unavailable().startswith(f"can't load here: {reason}")
+    assert entry.unavailable() == f"can't load here: {reason}"
     with pytest.raises(BackendUnavailableError) as error:
         entry.kernels()
     assert str(error.value) == f"mine {entry.unavailable()}"
