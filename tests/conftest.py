@@ -24,10 +24,9 @@ from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import rounding
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, counters, scope, trace
-from attnreg.dispatch.state import state
 from attnreg.errors import BuildError
 from attnreg.selection import policy
-from attnreg.torchlib import building, caches, compiler
+from attnreg.torchlib import building, caches, libraries
 from attnreg.tuning import tables
 
 
@@ -161,7 +160,7 @@ BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 def compiled_here(library):
     """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
     try:
-        compiler.find()
+        libraries.find()
     except BuildError as error:
         pytest.skip(f"{library.title} can't be compiled: {error}")
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -278,24 +277,19 @@ class Recorder:
         return math_backend.BACKEND.load().backward(*arguments)
 
 
+SWITCHES = (
+    "varlen", "gqa", "causal", "window", "dropout", "bias", "alibi", "seqused_k", "num_splits", "any_scale",
+    "deterministic", "capture",
+)  # fmt: skip
 EVERYTHING = {
     "devices": ("cpu",),
     "dtypes": ("float16", "bfloat16", "float32", "float64"),
     "head_dim_v": attnreg.Range(0, 4096),
     "page_size": attnreg.Range(1, 4096),
-    "varlen": True,
-    "gqa": True,
-    "causal": True,
-    "window": True,
-    "dropout": True,
-    "bias": True,
-    "alibi": True,
-    "seqused_k": True,
-    "num_splits": True,
-    "any_scale": True,
-    "deterministic": True,
-    "capture": True,
+    **dict.fromkeys(SWITCHES, True),
 }
+# What `fake` takes for the backend itself, besides limits.
+OPTIONS = {"unavailable", "version", "refuses", "install", "priority", "experimental"}
 
 
 @pytest.fixture
@@ -306,18 +300,7 @@ def fake():
         recorder = Recorder()
         # Known issues of a backend of that name are taken for its own while its version is unknown.
         options = {"version": lambda: "1.0"}
-        options |= {
-            key: limits.pop(key)
-            for key in (
-                "unavailable",
-                "version",
-                "refuses",
-                "install",
-                "priority",
-                "experimental",
-            )
-            if key in limits
-        }
+        options |= {key: limits.pop(key) for key in OPTIONS & limits.keys()}
         capabilities = attnreg.Capabilities(**{**EVERYTHING, **limits})
         kernels = attnreg.Kernels(recorder.forward, recorder.backward if backward else None)
         recorder.backend = attnreg.Backend(
@@ -357,22 +340,17 @@ def packed():
         def tokens(lengths, count):
             return torch.randn(sum(lengths), count, dim, generator=generator, dtype=torch.float64).to(dtype)
 
-        query, key, value = (
-            tokens(lengths_q, heads),
-            tokens(lengths_k, heads_k or heads),
-            tokens(lengths_k, heads_k or heads),
-        )
+        counts = heads, heads_k or heads, heads_k or heads
+        inputs = [tokens(*side) for side in zip((lengths_q, lengths_k, lengths_k), counts, strict=True)]
         offsets = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
-        inputs = [tensor.requires_grad_(grad) for tensor in (query, key, value)]
-        return (*inputs, *offsets, max(lengths_q, default=0), max(lengths_k, default=0))
+        return (
+            *(x.requires_grad_(grad) for x in inputs),
+            *offsets,
+            max(lengths_q, default=0),
+            max(lengths_k, default=0),
+        )
 
     return make
-
-
-@pytest.fixture
-def current_state():
-    """Return the function that gives the state decisions are made from."""
-    return state
 
 
 @pytest.fixture(scope="session")

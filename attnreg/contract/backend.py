@@ -100,19 +100,10 @@ class Call(NamedTuple):
 # missing here is an error at import: two calls that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
-    "max_q": "value",
-    "max_k": "value",
-    "window": "value",
-    "cu_seqlens_q": "tensor",
-    "cu_seqlens_k": "tensor",
-    "seqused_k": "tensor",
-    "block_table": "tensor",
-    "attn_bias": "tensor",
-    "alibi_slopes": "tensor",
-    "dropout": "value",
     "rng_state": "nothing",
-    "num_splits": "value",
-    "deterministic": "value",
+    **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits", "deterministic"), "value"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
+    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
 }
 _values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))

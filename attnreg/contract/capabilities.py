@@ -98,14 +98,12 @@ class Capabilities:
         return (*self._limits(spec), *self._switches(spec))
 
     def _limits(self, spec: AttentionSpec) -> Iterator[str]:
-        if self.compute_capability is not None and spec.device.capability is not None:
+        got = spec.device.capability
+        if self.compute_capability is not None and got is not None:
             low, high = self.compute_capability
-            if not low <= spec.device.capability <= high:
-                side = "old" if spec.device.capability < low else "new"
-                yield (
-                    f"compute capability must be {_dotted(low)} to {_dotted(high)}, "
-                    f"got {_dotted(spec.device.capability)} (too {side})"
-                )
+            if not low <= got <= high:
+                expected, side = f"{_dotted(low)} to {_dotted(high)}", "old" if got < low else "new"
+                yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
         if spec.dtype not in self.dtypes:
             yield f"dtype must be {_listed(self.dtypes)}, got {spec.dtype}"
         if spec.head_dim not in self.head_dim:
@@ -124,14 +122,12 @@ class Capabilities:
             yield f"query heads must be {self.heads}, got {spec.heads_q}"
 
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
-        requested_and_supported = (
+        q, k, splits = spec.heads_q, spec.heads_k, spec.num_splits
+        not_deterministic = "not deterministic, and deterministic algorithms are on"
+        for requested, supported, reason in (
             (spec.varlen, self.varlen, "input must be dense, got varlen"),
             (not spec.varlen, self.dense, "input must be varlen, got dense"),
-            (
-                spec.heads_q != spec.heads_k,
-                self.gqa,
-                f"query and key must have as many heads, got {spec.heads_q} and {spec.heads_k}",
-            ),
+            (q != k, self.gqa, f"query and key must have as many heads, got {q} and {k}"),
             (spec.causal, self.causal, "is_causal must be False, got True"),
             (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),
             (spec.dropout > 0.0, self.dropout, f"dropout_p must be 0, got {spec.dropout}"),
@@ -139,28 +135,18 @@ class Capabilities:
             (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
-            (
-                spec.num_splits is not None,
-                self.num_splits,
-                f"num_splits must be None, got {spec.num_splits}",
-            ),
-            (
-                spec.deterministic,
-                self.deterministic,
-                "not deterministic, and deterministic algorithms are on",
-            ),
+            (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),
+            (spec.deterministic, self.deterministic, not_deterministic),
             (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
-        )
-        return (
-            reason for requested, supported, reason in requested_and_supported if requested and not supported
-        )
+        ):
+            if requested and not supported:
+                yield reason
 
 
 def one_line(reasons: Iterable[str]) -> str:
     """Return reasons as one line, for logs and for sentences about one backend."""
-    return "; ".join(
-        " ".join(reason.split()) for reason in reasons
-    )  # the text of an exception may have lines
+    # The text of an exception may have lines.
+    return "; ".join(" ".join(reason.split()) for reason in reasons)
 
 
 def _badly_typed(name: str, value: object) -> str:
@@ -177,18 +163,18 @@ def _badly_typed(name: str, value: object) -> str:
 
 
 def _is_range(value: object) -> bool:
-    return isinstance(value, Range) and all(isinstance(number, int) for number in value) and value.step > 0
+    return isinstance(value, Range) and _are_whole(value) and value.step > 0
 
 
 def _is_version_range(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(
-            isinstance(end, tuple) and len(end) == 2 and all(isinstance(part, int) for part in end)
-            for end in value
-        )
+    pairs = value if isinstance(value, tuple) else ()
+    return len(pairs) == 2 and all(
+        isinstance(end, tuple) and len(end) == 2 and _are_whole(end) for end in pairs
     )
+
+
+def _are_whole(numbers: tuple[object, ...]) -> bool:
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -10,7 +10,8 @@ import functools
 import importlib
 import pkgutil
 import threading
-from importlib.metadata import entry_points
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from attnreg.contract import known_issues
@@ -30,6 +31,7 @@ GROUP = "attnreg.backends"
 _loading = open_after_fork(threading.RLock())
 
 
+@dataclass(eq=False)
 class Entry:
     """A backend in the registry: its origin, its declaration, and its kernels once they are loaded.
 
@@ -41,21 +43,13 @@ class Entry:
         own: whether the program registered its object, so that it is dropped with its last registration.
     """
 
-    def __init__(
-        self,
-        name: str,
-        origin: str,
-        backend: Backend | None = None,
-        cause: BaseException | None = None,
-        own: bool = False,
-    ) -> None:
-        self.name = name
-        self.origin = origin
-        self.backend = backend
-        self.cause = cause
-        self.own = own
-        self._kernels: Kernels | None = None
-        self._missing: str | None = None
+    name: str
+    origin: str
+    backend: Backend | None = None
+    cause: BaseException | None = None
+    own: bool = False
+    _kernels: Kernels | None = field(default=None, init=False)
+    _missing: str | None = field(default=None, init=False)
 
     def unavailable(self) -> str:
         """Return why the backend can't load here, or an empty string; imports no kernel package."""
@@ -80,11 +74,7 @@ class Entry:
             return self._kernels
 
     def kernel(self, direction: Direction) -> Callable[..., Any]:
-        """Load the backend and return its function for one direction.
-
-        Raises:
-            BackendUnavailableError: it can't load here, or has no such direction.
-        """
+        """Return the function of one direction as `kernels` does; an error as well where there is none."""
         kernels = self.kernels()
         found = kernels.forward if direction == "forward" else kernels.backward
         if found is None:
@@ -92,11 +82,7 @@ class Entry:
         return found
 
     def specializer(self, direction: Direction) -> Callable[..., Any] | None:
-        """Load the backend and return its `Kernels.specialize` for one direction; None if it has none.
-
-        Raises:
-            BackendUnavailableError: it can't load here.
-        """
+        """Return `Kernels.specialize` for one direction, loaded as by `kernels`; None if it has none."""
         found = self.kernels().specialize
         return None if found is None else functools.partial(found, direction)
 
@@ -113,7 +99,10 @@ class Entry:
         try:
             against = capabilities.unsupported(spec)
             if not against and self.backend.refuses is not None:
-                against = _reasons(self.backend.refuses(spec))
+                against = self.backend.refuses(spec)
+                if isinstance(against, str):  # as a sequence, each letter would be a reason
+                    raise TypeError(f"refuses() returned {against!r}, expected a tuple of reasons")
+                against = tuple(against)
             if not against and not missing:
                 against = known_issues.against(self.name, self.backend.version, spec, direction)
         except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
@@ -122,20 +111,17 @@ class Entry:
 
     def version(self) -> str:
         """Return the provider's version, or an empty string if it has none or the check raises."""
-        try:
-            found = self.backend.version() if self.backend else None
-            return str(found) if found else ""
-        except Exception:  # noqa: BLE001 - only shown and compared
-            return ""
+        return known_issues.text_of(self.backend.version) if self.backend is not None else ""
 
     def _probe(self, backend: Backend) -> str:
         try:
             missing = backend.unavailable()
         except Exception as error:  # noqa: BLE001 - as in `reasons`
             missing = f"availability check failed: {type(error).__name__}: {error}"
-        if missing and missing.startswith("torch "):
-            return f"can't load here: {missing}"  # installing a package wouldn't help
-        return f"can't load here: {missing}{self._hint()}" if missing else ""
+        if not missing:
+            return ""
+        # Where torch lacks something, installing a package wouldn't help.
+        return f"can't load here: {missing}" + ("" if missing.startswith("torch ") else self._hint())
 
     def _hint(self) -> str:
         install = self.backend.install if self.backend is not None else ""
@@ -156,43 +142,30 @@ class Entry:
         return kernels
 
 
-def _reasons(found: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(found, str):  # as a sequence, each letter would be a reason
-        raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
-    return tuple(found)
-
-
 def discover() -> list[Entry]:
     """Return all backends of this installation, broken ones included."""
-    return [*_builtin(), *_plugins()]
+    return [_entry(point, origin) for point, origin in _points()]
 
 
-def _builtin() -> Iterator[Entry]:
+def _points() -> Iterator[tuple[EntryPoint, str]]:
     # By name: the contract is below the backends in the order of imports.
     for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__):
         if not module.name.startswith("_"):
             path = f"{GROUP}.{module.name}"
-            yield _entry(module.name, path, functools.partial(_declared_in, path))
-
-
-def _plugins() -> Iterator[Entry]:
+            yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path
     # Sorted: which of two backends of one name comes first mustn't depend on the file system.
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
-        yield _entry(point.name, f"entry point {point.value}{package}", point.load)
+        yield point, f"entry point {point.value}{package}"
 
 
-def _declared_in(path: str) -> object:
-    return importlib.import_module(path).BACKEND
-
-
-def _entry(name: str, origin: str, load: Callable[[], object]) -> Entry:
+def _entry(point: EntryPoint, origin: str) -> Entry:
     try:
-        found = load()
+        found = point.load()
         if not isinstance(found, Backend):
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the other backends have to load
-        return Entry(name, origin, cause=strip_tracebacks(error))
+        return Entry(point.name, origin, cause=strip_tracebacks(error))
     return Entry(found.name, origin, found)

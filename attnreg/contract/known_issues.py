@@ -31,15 +31,12 @@ def against(
     backend: str, version: Callable[[], str | None], spec: AttentionSpec, direction: str
 ) -> tuple[str, ...]:
     """Return the known issues of a backend's kernel for a call; calls `version` only if one depends on it."""
-    found = [
-        issue
-        for issue in _rows()
-        if issue.backend.casefold() == backend.casefold() and issue.affects(spec, direction)
-    ]
-    if any(issue.versions for issue in found):
-        here = _text(version)
-        found = [issue for issue in found if issue.affects_version(here, spec.device.simulated)]
-    return tuple(f"{issue.reason}; see {issue.link}" for issue in found)
+    name = backend.casefold()
+    found = [row for row in _rows() if row.backend.casefold() == name and row.affects(spec, direction)]
+    if any(row.versions for row in found):
+        here = text_of(version)
+        found = [row for row in found if row.affects_version(here, spec.device.simulated)]
+    return tuple(f"{row.reason}; see {row.link}" for row in found)
 
 
 @functools.cache
@@ -50,10 +47,11 @@ def _rows() -> tuple[Issue, ...]:
     return issues
 
 
-def _text(version: Callable[[], str | None]) -> str:
+def text_of(version: Callable[[], str | None]) -> str:
+    """Return a provider's version, or an empty string if it has none or the check raises."""
     try:
         return str(version() or "")
-    except Exception:  # noqa: BLE001 - the same as no version
+    except Exception:  # noqa: BLE001 - only shown and compared
         return ""
 
 
@@ -135,8 +133,7 @@ class Issue:
 
 def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
     """Return the valid rows of a file, and one sentence for each malformed row."""
-    issues: list[Issue] = []
-    problems: list[str] = []
+    issues, problems = [], []
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["issue"]
     except (OSError, ValueError, KeyError) as error:
@@ -144,32 +141,27 @@ def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
     for number, row in enumerate(rows, 1):
         try:
             issues.append(_issue(row))
-        except _MalformedError as error:
+        except ValueError as error:
             problems.append(f"{path.name}: issue {number}: {error}")
     return tuple(issues), tuple(problems)
 
 
-class _MalformedError(Exception):
-    """A row is malformed; the message names the key, what was got and what was expected."""
-
-
 def _issue(row: dict[str, Any]) -> Issue:
+    """Read one row; raises ValueError, which names the key, what was got and what was expected."""
     _expect_one_of("key", row, [field.name for field in fields(Issue)])
     for key in ("backend", "reason", "link", "directions"):
         _expect(isinstance(row.get(key), str) and row[key], key, row.get(key), "a string")
-    sentence, link = row["reason"], row["link"]
-    _expect(sentence == sentence.strip(" .\n"), "reason", sentence, "one sentence without a full stop")
+    reason, link = row["reason"], row["link"]
+    _expect(reason == reason.strip(" .\n"), "reason", reason, "one sentence without a full stop")
     _expect(link.startswith("https://"), "link", link, "an address that begins with https://")
     _expect_one_of("directions", [row["directions"]], DIRECTIONS)
-    return Issue(
-        backend=row["backend"],
-        reason=sentence,
-        link=link,
-        directions=DIRECTIONS[row["directions"]],
-        versions=_versions(row.get("versions", "")),
-        compute_capability=_capabilities(row.get("compute_capability")),
-        where=tuple(_tests(row.get("where", {}))),
-    )
+    converted = {
+        "directions": DIRECTIONS[row["directions"]],
+        "versions": _versions(row.get("versions", "")),
+        "compute_capability": _capabilities(row.get("compute_capability")),
+        "where": tuple(_tests(row.get("where", {}))),
+    }
+    return Issue(**row | converted)
 
 
 def _versions(text: Any) -> str:
@@ -179,7 +171,7 @@ def _versions(text: Any) -> str:
         return str(SpecifierSet(text))
     except (InvalidSpecifier, TypeError, AttributeError):
         problem = f"versions: got {text!r}, expected a specifier such as '>=9.10,<9.10.2'"
-        raise _MalformedError(problem) from None
+        raise ValueError(problem) from None
 
 
 def _capabilities(ends: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
@@ -224,7 +216,7 @@ def _operand(field: str, test: str, operand: Any) -> Any:
 
 def _expect(fine: Any, key: str, got: object, expected: str) -> None:
     if not fine:
-        raise _MalformedError(f"{key}: got {got!r}, expected {expected}")
+        raise ValueError(f"{key}: got {got!r}, expected {expected}")
 
 
 def _expect_one_of(what: str, got: Iterable[str], known: Iterable[str]) -> None:

@@ -99,12 +99,8 @@ _UNKNOWN = Facts()
 def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return the known properties of a packed call's sequences."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if (
-        cu_seqlens_q is None
-        or cu_seqlens_k is None
-        or call.seqused_k is not None
-        or call.block_table is not None
-    ):
+    shortened = call.seqused_k is not None or call.block_table is not None
+    if cu_seqlens_q is None or cu_seqlens_k is None or shortened:
         return _UNKNOWN
     return facts_of(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k, stream)
 
@@ -118,12 +114,9 @@ def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k
         or cu_seqlens_k.is_inference()
     ):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
+    given = cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k
     purpose = ("facts", tokens_q, tokens_k)
-
-    def start_readback() -> Facts:
-        return Facts(AsyncReadback(_properties(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)))
-
-    return derived_from([cu_seqlens_q, cu_seqlens_k], stream, purpose, start_readback)
+    return derived_from([*given[:2]], stream, purpose, lambda: Facts(AsyncReadback(_properties(*given))))
 
 
 def _properties(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:

@@ -1,23 +1,28 @@
-"""Checks of a call's arguments against the contract; errors say what was got and what was expected.
+"""Checks of a call's arguments and of a kernel's results; errors say what was got and what was expected.
 
 `check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
-chosen. `check_values` reads values, which on a GPU would mean a synchronization.
+chosen. `check_values` reads values, which on a GPU would mean a synchronization. Results are looked at the
+first time that a plan runs a kernel: another shape or dtype than promised would give wrong numbers further
+on, or a message about something else.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, RegistrationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from attnreg.contract.backend import Call
+    from attnreg.contract.spec import Direction
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
@@ -27,7 +32,12 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         InvalidInputError: a rank, dtype, device, head count or length doesn't.
     """
     tensors = {"query": query, "key": key, "value": value}
-    _check_kind(tensors)
+    for what in ("dtype", "device"):
+        if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
+            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
+            raise _wrong(what, got, f"one {what}")
+    if not query.dtype.is_floating_point:
+        raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
     rank = 3 if call.varlen else 4
     ranks = (rank, 4, 4) if call.block_table is not None else (rank, rank, rank)
     for (name, tensor), expected in zip(tensors.items(), ranks, strict=True):
@@ -45,17 +55,6 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
         raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
-
-
-def _check_kind(tensors: dict[str, Tensor]) -> None:
-    """Check that all tensors have one device and one floating-point dtype."""
-    for what in ("dtype", "device"):
-        if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
-            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
-            raise _wrong(what, got, f"one {what}")
-    dtype = tensors["query"].dtype
-    if not dtype.is_floating_point:
-        raise _wrong("dtype", str(dtype), "a floating-point dtype")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:
@@ -103,7 +102,7 @@ def check_values(query: Tensor, key: Tensor, call: Call) -> None:
         return
     lengths = _checked_lengths(offsets_q.tolist(), query.shape[0], call.max_q, "q")
     if call.block_table is not None:
-        _check_pages(key, call)
+        _check_pages(key, call.block_table.tolist(), call)
         return
     if offsets_k is None:
         return
@@ -135,11 +134,8 @@ def _check_used(used: list[int], lengths: list[int]) -> None:
             raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the keys there are")
 
 
-def _check_pages(key: Tensor, call: Call) -> None:
-    if call.block_table is None:
-        return
+def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
     pages, size = key.shape[:2]
-    table = call.block_table.tolist()
     capacity = [len(row) * size for row in table]
     used = capacity if call.seqused_k is None else call.seqused_k.tolist()
     _check_used(used, capacity)
@@ -163,3 +159,47 @@ def check_scale(scale: float) -> None:
 
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:
     return InvalidInputError(f"{what}: got {got}, expected {expected}")
+
+
+def checked_against_contract(
+    kernel: Callable[..., Any], direction: Direction, backend: str, passed: Callable[[], None]
+) -> Callable[..., Any]:
+    """Return the kernel with a look at its results; calls `passed` once they are as promised.
+
+    The returned function raises RegistrationError where they aren't.
+    """
+
+    def run(*arguments: Any) -> Any:
+        results = kernel(*arguments)
+        if direction == "forward":
+            expected = _promised(*arguments)
+        else:
+            expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
+        problems = "; ".join(_differences(results, expected))
+        if problems:
+            raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
+        passed()
+        return results
+
+    return run
+
+
+def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Tensor]:
+    """Return what a forward's results have to be like, as tensors without values."""
+    *rows, heads, _ = query.shape
+    meta = query.new_empty(0, device="meta")
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return {"out": meta.new_empty((*rows, heads, value.shape[-1])), "lse": meta.new_empty(shape, dtype=dtype)}
+
+
+def _differences(results: Any, expected: dict[str, Tensor]) -> Iterator[str]:
+    if not isinstance(results, tuple) or len(results) != len(expected):
+        got = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
+        yield f"got {got}, expected the tuple ({', '.join(expected)})"
+        return
+    for result, (name, model) in zip(results, expected.items(), strict=True):
+        tensor = isinstance(result, torch.Tensor)
+        shape, dtype = (tuple(result.shape), result.dtype) if tensor else (result, type(result))
+        if (shape, dtype) != (tuple(model.shape), model.dtype):
+            yield f"{name}: got {shape} {dtype}, expected {tuple(model.shape)} {model.dtype}"

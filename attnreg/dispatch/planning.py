@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg.contract.discovery import Entry
-from attnreg.contract.results import checked_against_contract
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, declined, trace
 from attnreg.dispatch.state import Plan
 from attnreg.errors import BackendUnavailableError

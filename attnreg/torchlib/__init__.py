@@ -1,6 +1,6 @@
 """What attnreg needs of torch's inside, and of the operating system below it.
 
 Torch's own kernels, captured before a router covers them; asynchronous read-backs; memory layouts; and the
-libraries in C++, which `compiler` compiles, `background` has compiled by itself, and `building` loads.
+libraries in C++, which `libraries` compiles, `background` has compiled by itself, and `building` loads.
 May import: errors, settings. Read `captured.py` first; of the C++ libraries, `building.py`.
 """

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
-from attnreg.torchlib import caches, compiler, locks
+from attnreg.torchlib import caches, libraries, locks
 from attnreg.torchlib.libraries import LIBRARIES, Library, existing, target
 
 if TYPE_CHECKING:
@@ -52,17 +52,11 @@ _waiting = locks.open_after_fork(threading.Lock())
 
 
 class Status(NamedTuple):
-    """How a library is.
+    """How a library is."""
 
-    Attributes:
-        state: "built", "building", "failed", "off" or "not built".
-        file: where it is, if it is built.
-        reason: why it isn't, and what to do.
-    """
-
-    state: str
+    state: str  # "built", "building", "failed", "off" or "not built"
     file: Path | None = None
-    reason: str = ""
+    reason: str = ""  # why it isn't built, and what to do
 
 
 def ensure_built() -> None:
@@ -75,15 +69,13 @@ def ensure_built() -> None:
     if _considered:
         return
     _considered = True
-    try:
+    with _logged(logging.INFO):
         mode = _mode()
         if mode == "now":
             wait_built()
         if mode == "background" and _missing():
             # A daemon: a program that ends doesn't wait for it.
             threading.Thread(target=_start, name="attnreg-build", daemon=True).start()
-    except Exception as error:  # noqa: BLE001 - calls are served without it
-        log.info("attnreg runs without its compiled part: %s", error)
 
 
 def wait_built() -> None:
@@ -95,28 +87,31 @@ def wait_built() -> None:
     if _waited or _mode() != "now":
         return
     with _waiting:
-        if not _waited:
-            try:
-                if _missing():
-                    compiler.find()
-                    _check_places()
-                    log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
-                    with _locked():
-                        build_missing(logging.WARNING)
-            except Exception as error:  # noqa: BLE001 - calls are served without it
-                log.warning("attnreg runs without its compiled part: %s", error)
-            _waited = True
+        if _waited:
+            return
+        with _logged(logging.WARNING):
+            if _missing():
+                libraries.find()
+                _check_places()
+                log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
+                with _locked():
+                    build_missing(logging.WARNING)
+        _waited = True
+
+
+@contextlib.contextmanager
+def _logged(level: int) -> Iterator[None]:
+    """Log an error instead of raising it: calls are served without what isn't compiled."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the program goes on in any case
+        log.log(level, "attnreg runs without its compiled part: %s", error)
 
 
 def build(library: Library, only_missing: bool = False) -> Path:
-    """Compile a library now and return its file; waits for others that compile.
+    """Compile a library now and return its file, even if that has failed before; waits for other processes.
 
-    Args:
-        library: what to compile, even if that has failed before.
-        only_missing: leave one alone that is there.
-
-    Raises:
-        BuildError: it can't be compiled; says why.
+    With `only_missing` one that is there is left alone. Raises BuildError with the reason if it fails.
     """
     try:
         _check_places()
@@ -131,10 +126,9 @@ def build(library: Library, only_missing: bool = False) -> Path:
 def build_missing(level: int = logging.DEBUG) -> None:
     """Compile what is missing and hasn't failed before; the caller holds the lock."""
     for library in _missing():
-        if failure := _failure(library):
-            log.log(level, "%s", failure)
-            continue
         try:
+            if failure := _failure(library):
+                raise BuildError(failure)
             _build(library)
         except BuildError as error:
             log.log(level, "%s", error)
@@ -142,10 +136,7 @@ def build_missing(level: int = logging.DEBUG) -> None:
 
 def is_left_out() -> bool:
     """Return whether ATTNREG_ROUTERS=python says that nothing compiled is to be used."""
-    try:
-        return environment.read().routers == "python"
-    except AttnregError:
-        return False  # the calls that the settings apply to raise the error
+    return _mode() == "left out"
 
 
 def status(library: Library) -> Status:
@@ -159,23 +150,25 @@ def status(library: Library) -> Status:
         if failure := _failure(library):
             return Status("failed", reason=failure)
         caches.check_writable(file.parent)
-        compiler.find()
+        libraries.find()
     except (BuildError, OSError, RuntimeError) as error:
         return Status("not built", reason=str(error))
-    if is_left_out():
+    mode = _mode()
+    if mode == "left out":
         return Status("off", reason="ATTNREG_ROUTERS=python leaves it out")
-    if (mode := _mode()) == "off":
+    if mode == "off":
         return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"
     return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
 
 
 def _mode() -> str:
-    """Return what ATTNREG_BUILD says: "background", "now" or "off"."""
+    """Return what ATTNREG_BUILD says, "background", "now" or "off"; "left out" by ATTNREG_ROUTERS=python."""
     try:
-        return "off" if is_left_out() else environment.read().build or "background"
+        found = environment.read()
     except AttnregError:
-        return "off"
+        return "off"  # the calls that the settings apply to raise the error
+    return "left out" if found.routers == "python" else found.build or "background"
 
 
 def _missing() -> list[Library]:
@@ -184,23 +177,17 @@ def _missing() -> list[Library]:
 
 def _start() -> None:
     """Start the process that compiles, unless another is at it or it would fail."""
-    try:
+    with _logged(logging.INFO):
         failures = [_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
-        found = compiler.find()
+        found = libraries.find()
         _check_places()
         _detach(found)
-    except Exception as error:  # noqa: BLE001 - the program goes on in any case
-        log.info("attnreg runs without its compiled part: %s", error)
 
 
 def _check_places() -> None:
-    """Check that what would be compiled could be loaded from where it would lie.
-
-    Raises:
-        OSError: this user can't write there, or others can.
-    """
+    """Raise OSError if this user can't write where the libraries go, or others can too."""
     for folder in (_lock_path().parent, *(target(library).parent for library in LIBRARIES)):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if problem := caches.unsafe(folder):
@@ -222,10 +209,10 @@ def _detach(found: list[str]) -> None:
         if not (missing := _missing()):
             return  # another process has just ended
         process = subprocess.Popen(
-            compiler.python(DETACHED, str(lock)),
+            libraries.python(DETACHED, str(lock)),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=path.parent, pass_fds=(lock,), start_new_session=True,
-            env=compiler.child_environment() | {"CXX": shlex.join(found)},
+            env=libraries.child_environment() | {"CXX": shlex.join(found)},
         )  # fmt: skip
         if process.wait():
             raise BuildError(f"the process that compiles ended with status {process.returncode}")
@@ -254,14 +241,15 @@ def _locked() -> Iterator[None]:
 
 
 def _build(library: Library) -> Path:
-    for left in target(library).parent.glob(f"{compiler.SCRATCH}*"):
+    for left in target(library).parent.glob(f"{libraries.SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
     record = _record(library)
     try:
-        file = compiler.compile_library(library)
+        file = libraries.compile_library(library)
     except BuildError as error:
         with contextlib.suppress(BuildError, OSError):
-            _remember(record, str(error))
+            if not any(text in str(error) for text in DISK_FULL):
+                _remember(record, str(error))
         raise
     record.unlink(missing_ok=True)
     return file
@@ -272,10 +260,8 @@ def _record(library: Library) -> Path:
 
 
 def _remember(record: Path, message: str) -> None:
-    if any(text in message for text in DISK_FULL):
-        return
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    text = json.dumps({"compiler": compiler.identity(compiler.find()), "when": now, "message": message})
+    text = json.dumps({"compiler": libraries.identity(libraries.find()), "when": now, "message": message})
     temporary = record.with_suffix(f".{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(record)
@@ -285,7 +271,7 @@ def _failure(library: Library) -> str:
     """Return how compiling it has failed with the compiler that is there; empty if it hasn't."""
     try:
         found = json.loads(_record(library).read_text(encoding="utf-8"))
-        if found["compiler"] != compiler.identity(compiler.find()):
+        if found["compiler"] != libraries.identity(libraries.find()):
             return ""
         first, *rest = str(found["message"]).splitlines()
         said = "".join(f" {line.strip()}" for line in rest[:1])

@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "CALL_CACHE",
-    "CPU_KERNEL",
-    "LIBRARIES",
-    "Status",
-    "build",
-    "built",
-    "ensure_built",
-    "has_cpu_kernel",
-    "has_cpu_kernel_file",
-    "loaded",
-    "loaded_cpu_kernel",
-    "status",
-    "target",
-]
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_cpu_kernel",
+    "has_cpu_kernel_file", "loaded", "loaded_cpu_kernel", "status", "target",
+]  # fmt: skip
 
 log = logging.getLogger("attnreg")
 
@@ -48,8 +37,7 @@ def built() -> Path | None:
 def loaded() -> ModuleType:
     """Return the call cache as a module, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises:
-        BuildError: it isn't compiled, or can't be loaded, or others can write to it.
+    Raises BuildError if it isn't compiled, or can't be loaded, or others can write to it.
     """
     wait_built()
     file = built()
@@ -63,10 +51,8 @@ def _load(file: Path) -> ModuleType:
     _check_safe(file)
     loader = importlib.machinery.ExtensionFileLoader(CALL_CACHE.name, str(file))
     spec = importlib.util.spec_from_file_location(CALL_CACHE.name, file, loader=loader)
-    if spec is None:
-        raise BuildError(f"{file} is no module of Python")
     try:
-        module = importlib.util.module_from_spec(spec)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # there is a loader
         loader.exec_module(module)
     except ImportError as error:
         raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
@@ -77,8 +63,7 @@ def _load(file: Path) -> ModuleType:
 def loaded_cpu_kernel() -> ctypes.CDLL:
     """Return the kernel of the CPU backend; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises:
-        BuildError: as `loaded`, or ATTNREG_ROUTERS leaves out what is compiled.
+    Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
     """
     file = _cpu_kernel_to_load()
     try:

@@ -10,10 +10,8 @@ from pathlib import Path
 def folder(purpose: str) -> Path:
     """Return the folder for a purpose, below the user's cache folder; it may not exist yet.
 
-    That is `XDG_CACHE_HOME`, or `~/.cache`, as the XDG Base Directory Specification has it.
-
-    Raises:
-        RuntimeError: the user has no home folder.
+    That is `XDG_CACHE_HOME`, or `~/.cache`, as the XDG Base Directory Specification has it. Raises
+    RuntimeError if the user has no home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification has relative paths ignored.
@@ -21,11 +19,7 @@ def folder(purpose: str) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that this user can make files in a folder, or make the folder; makes neither.
-
-    Raises:
-        OSError: no; says where.
-    """
+    """Raise OSError if this user can't make files in a folder, or can't make the folder; makes neither."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
@@ -34,8 +28,7 @@ def check_writable(folder: Path) -> None:
 def unsafe(*places: Path) -> str:
     """Return why code in these files and folders must not be run: others can write to it; empty if none can.
 
-    Raises:
-        OSError: one of them isn't there or can't be looked at.
+    Raises OSError if one of them isn't there or can't be looked at.
     """
     for place in places:
         found = place.stat()

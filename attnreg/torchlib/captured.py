@@ -30,10 +30,8 @@ def capture(op: str, key: str) -> Callable[..., Any] | None:
     """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
 
     The first call for a pair decides; later ones return the same kernel, also after a router has
-    been registered over it.
-
-    Raises:
-        RegistrationError: this torch can't return kernels, or other Python code overrides the op.
+    been registered over it. Raises RegistrationError if this torch can't return kernels, or other Python code
+    overrides the op.
     """
     with _lock:
         if (op, key) not in _captured:
@@ -42,11 +40,7 @@ def capture(op: str, key: str) -> Callable[..., Any] | None:
 
 
 def kernel(op: str, key: str) -> Callable[..., Any]:
-    """Return torch's kernel as `capture` does, as a function of the op's own arguments.
-
-    Raises:
-        RegistrationError: torch has no kernel for that op and key.
-    """
+    """Return torch's kernel as `capture` does; raises RegistrationError as well if torch has none."""
     found = capture(op, key)
     if found is None:
         raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
@@ -54,11 +48,9 @@ def kernel(op: str, key: str) -> Callable[..., Any]:
 
 
 def check_not_overridden(op: str, key: str) -> None:
-    """Check, before routers are registered, that no Python code has overridden `aten::op`.
+    """Raise RegistrationError if Python code has overridden `aten::op`, before routers are registered.
 
-    Raises:
-        RegistrationError: it has. Its kernel would be called instead of torch's, and would be gone as soon
-            as that code removes it.
+    Its kernel would be called instead of torch's, and would be gone as soon as that code removes it.
     """
     for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
         # What Python registers has no C++ signature.

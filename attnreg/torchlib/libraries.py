@@ -1,4 +1,4 @@
-"""What attnreg has in C++, and the file that each library is compiled into.
+"""What attnreg has in C++, the file of each library, and running the compiler that makes it.
 
 There are two: the call cache, which serves repeated calls without Python, and the kernel of the CPU backend.
 The `module.cpp` of each says more. A library has a file for each version of torch and Python.
@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +25,12 @@ from attnreg.errors import BuildError
 from attnreg.torchlib import caches
 
 ROOT = Path(__file__).parents[1]
+
+COMPILERS = ("c++", "g++", "clang++")
+# What the folders of builds under way begin with; nothing else in the cache does.
+SCRATCH = ".building-"
+# How much of what a compiler prints goes into a message, and after how many seconds it is stopped.
+MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
 # What a process of its own does with a new file, given a name and the file: it may be broken in any way.
 TRY_MODULE = """
@@ -58,8 +71,10 @@ class Library(NamedTuple):
     is_native: bool = False
 
     def all_flags(self) -> tuple[str, ...]:
-        """Return the flags with those for this machine."""
-        return ("-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *(_native() if self.is_native else ()))
+        """Return the flags with those for the instructions that torch uses here, in their portable steps."""
+        known = torch.backends.cpu.get_cpu_capability() if self.is_native else ""
+        native = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(known[:6], ())
+        return "-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *native
 
 
 CALL_CACHE = Library(
@@ -89,10 +104,7 @@ def target(library: Library = CALL_CACHE) -> Path:
     """Return the file of a library: another for each torch, Python and state of the source.
 
     One that is compiled for the machine's instructions has a file for each set of them: a home folder may be
-    shared by machines.
-
-    Raises:
-        BuildError: the source isn't there, or the user has no home folder.
+    shared by machines. Raises BuildError if the source isn't there, or the user has no home folder.
     """
     try:
         files = library.main, *sorted(library.main.parent.glob("*.h"))
@@ -118,9 +130,98 @@ def _versions() -> tuple[str | None, ...]:
     return torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
 
 
-def _native() -> tuple[str, ...]:
-    """Return the flags for the instructions that torch uses here, in their portable steps."""
-    known = torch.backends.cpu.get_cpu_capability()
-    if known.startswith("AVX512"):
-        return ("-march=x86-64-v4",)
-    return ("-march=x86-64-v3",) if known == "AVX2" else ()
+def compile_library(library: Library) -> Path:
+    """Compile a library and load it in another process; replaces the file that was there.
+
+    Raises BuildError, with the output, if there is no compiler, it fails, or what it made can't be loaded.
+    """
+    file, problem = target(library), f"{library.title} can't be compiled"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Other processes may load the file or compile it as well: it is there completely or not at all.
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=file.parent) as folder:
+            made = Path(folder) / file.name
+            _run([*find(), *_arguments(library, made)])
+            _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)))
+            made.chmod(0o700)
+            # Have the contents on the disk before the name is: after a crash the file isn't an empty one.
+            with made.open("rb") as contents:
+                os.fsync(contents.fileno())
+            made.replace(file)
+    except BuildError as error:
+        raise BuildError(f"{problem}: {error}") from error
+    except OSError as error:
+        raise BuildError(f"{problem} into {file}: {error}") from error
+    return file
+
+
+def find() -> list[str]:
+    """Return the compiler, as CXX names it or by its usual names, with the arguments that CXX has.
+
+    Raises BuildError if there is none, or CXX can't be read.
+    """
+    if sys.platform != "linux":
+        raise BuildError(f"attnreg compiles on Linux only, got {sys.platform}")
+    wanted = os.environ.get("CXX", "").strip()
+    try:
+        choices = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise BuildError(f"CXX={wanted}: {error}") from error
+    for name, *arguments in choices:
+        if found := shutil.which(name):
+            return [str(Path(found).absolute()), *arguments]
+    looked_for = f"CXX={wanted}" if wanted else " or ".join(COMPILERS)
+    raise BuildError(f"there is no C++ compiler, looked for {looked_for}")
+
+
+def identity(command: list[str]) -> str:
+    """Return a text that is another for each compiler and version, or raise OSError; runs nothing."""
+    file = Path(command[0]).resolve()
+    found = file.stat()
+    return f"{shlex.join([str(file), *command[1:]])} {found.st_size} {found.st_mtime_ns}"
+
+
+def python(script: str, *arguments: str) -> list[str]:
+    """Return the command of a Python that imports torch and this attnreg, and nothing by accident.
+
+    The current folder, that of the program's script and PYTHONPATH may hold modules of any name: only the
+    standard library comes first, then the folders of attnreg and torch, then what is installed.
+    """
+    installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    own = [Path(__file__).parents[2], Path(torch.__file__).parents[1]]
+    places = [*(str(place.absolute()) for place in own), *installed]
+    begin = "import json, sys\nplaces, arguments = json.loads(sys.argv[1])\nsys.path += places\n"
+    return [sys.executable, "-I", "-S", "-c", begin + script, json.dumps([places, arguments])]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the variables of a process that compiles: `import torch` installs no routers there."""
+    return os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ATTNREG_BUILD": "off"}
+
+
+def _arguments(library: Library, output: Path) -> list[str]:
+    inside = Path(torch.__file__).parent
+    headers = inside / "include"
+    includes = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")
+    runtime = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}"
+    return [
+        *library.all_flags(),
+        f'-DATTNREG_CUDART="{runtime}"',
+        *(f"-I{folder}" for folder in includes),
+        *(str(library.main), "-o", str(output)),
+        f"-L{inside / 'lib'}",
+        *(f"-l{name}" for name in library.libraries),
+    ]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",
+            check=False, timeout=TIMEOUT, env=child_environment(),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from error
+    if done.returncode:
+        output = done.stderr.strip()[:MOST_CHARACTERS] or f"exit status {done.returncode}"
+        raise BuildError(f"{command[0]} says\n{output}")

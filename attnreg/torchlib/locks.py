@@ -27,15 +27,9 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
     """Lock a file for this process and those that inherit it; None where another process holds it.
 
     The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
-    there are no stale locks, and the file stays where it is. A process inherits it if it is started with
-    `pass_fds`, a fork doesn't.
-
-    Args:
-        path: the file; made if it isn't there.
-        wait: wait for the process that holds it.
-
-    Raises:
-        OSError: the file can't be made or opened, or its file system has no locks.
+    there are no stale locks, and the file, which is made if it isn't there, stays where it is. A process
+    inherits the lock if it is started with `pass_fds`, a fork doesn't. With `wait` it waits for the holder.
+    Raises OSError if the file can't be made or opened, or its file system has no locks.
     """
     import fcntl
 

@@ -24,8 +24,7 @@ LEAST = {"name": "mine", "forward": ON_CPU, "load": load}
 def test_a_name_a_forward_and_a_load_function_make_a_backend():
     backend = Backend(**LEAST)
     assert (backend.name, backend.forward, backend.load) == ("mine", ON_CPU, load)
-    assert backend.backward is None
-    assert backend.refuses is None
+    assert (backend.backward, backend.refuses, load().backward) == (None, None, None)
     assert (backend.unavailable(), backend.version()) == (None, None)
     assert (backend.install, backend.priority, backend.experimental) == ("", 0, False)
 
@@ -44,27 +43,15 @@ def test_a_backend_serves_the_devices_of_either_direction_each_once(forward, bac
 
 
 BAD = [
-    ("name", "", "a name without commas and outer spaces"),
-    ("name", "  ", "a name without commas and outer spaces"),
-    ("name", " mine", "a name without commas and outer spaces"),
-    ("name", "FA2,FA4", "a name without commas and outer spaces"),
-    ("name", None, "a name without commas and outer spaces"),
-    ("name", 4, "a name without commas and outer spaces"),
-    ("forward", None, "Capabilities"),
-    ("forward", {"devices": ("cpu",)}, "Capabilities"),
-    ("forward", Capabilities, "Capabilities"),
+    *(("name", value, "a name without commas and outer spaces") for value in ("", " m", "FA2,FA4", None, 4)),
+    *(("forward", value, "Capabilities") for value in (None, {"devices": ("cpu",)}, Capabilities)),
     ("backward", True, "Capabilities or None"),
-    ("load", None, "a function"),
-    ("load", Kernels(print), "a function"),
-    ("unavailable", None, "a function"),
-    ("unavailable", "not here", "a function"),
+    *(("load", value, "a function") for value in (None, Kernels(print))),
+    *(("unavailable", value, "a function") for value in (None, "not here")),
     ("version", "1.0", "a function"),
     ("refuses", "never", "a function"),
-    ("install", None, "a string"),
-    ("install", ["pip", "install", "mine"], "a string"),
-    ("priority", "high", "a whole number"),
-    ("priority", None, "a whole number"),
-    ("priority", 1.5, "a whole number"),
+    *(("install", value, "a string") for value in (None, ["pip", "install", "mine"])),
+    *(("priority", value, "a whole number") for value in ("high", None, 1.5)),
     ("experimental", "no", "True or False"),
 ]
 
@@ -99,23 +86,17 @@ def test_making_a_backend_neither_probes_nor_loads_it():
         backend.load()
 
 
-def test_kernels_may_do_without_a_backward():
-    assert Kernels(print).backward is None
-
-
 @pytest.mark.parametrize(
     ("window", "causal"),
     [((-1, -1), False), ((-1, 0), True), ((8, 0), True), ((0, 0), True), ((8, 8), False)],
 )
-def test_a_call_is_causal_if_its_window_ends_at_the_diagonal(window, causal):
-    assert Call(1.0, 4, 4, window).causal is causal
-
-
-def test_a_call_is_varlen_if_it_has_offsets():
+def test_a_call_is_causal_if_its_window_ends_at_the_diagonal_and_varlen_if_it_has_offsets(window, causal):
     offsets = torch.tensor([0, 4], dtype=torch.int32)
-    assert not Call(1.0, 4, 4).varlen
-    assert Call(1.0, 4, 4, cu_seqlens_q=offsets, cu_seqlens_k=offsets).varlen
-    assert Call(1.0, 4, 4, cu_seqlens_q=offsets, block_table=offsets[None]).varlen
+    call = Call(1.0, 4, 4, window)
+    assert (call.causal, call.varlen) == (causal, False)
+    for options in ({"cu_seqlens_k": offsets}, {"block_table": offsets[None]}):
+        varlen = call._replace(cu_seqlens_q=offsets, **options)
+        assert (varlen.causal, varlen.varlen) == (causal, True)
 
 
 def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():

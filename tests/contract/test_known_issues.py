@@ -1,11 +1,9 @@
 """Promises of the known issues: a row speaks of the calls that it describes and of no other."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support.processes import python
 
 import attnreg
 from attnreg import _registry
@@ -14,26 +12,20 @@ from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
 from attnreg.measure import Case, verify
 
-GPU = {"devices": ("cuda",), "dtypes": ("float16", "bfloat16")}
-
 ROW = {"backend": "mine", "directions": "both", "reason": "it is wrong", "link": "https://example.org/1"}
 
 
 def spec(device="sm_90", **changes):
-    return attnreg.AttentionSpec(
-        **{
-            "device": attnreg.Device.parse(device),
-            "dtype": "bfloat16",
-            "batch": 2,
-            "max_q": 256,
-            "max_k": 192,
-            "heads_q": 8,
-            "heads_k": 2,
-            "head_dim": 64,
-            "head_dim_v": 64,
-            **changes,
-        }
-    )
+    sizes = {
+        "dtype": "bfloat16", "batch": 2, "max_q": 256, "max_k": 192, "heads_q": 8, "heads_k": 2,
+        "head_dim": 64, "head_dim_v": 64,
+    }  # fmt: skip
+    return attnreg.AttentionSpec(**{"device": attnreg.Device.parse(device), **sizes, **changes})
+
+
+def entry(fake, name="mine", **options):
+    """Return the entry of a fake backend for GPUs."""
+    return Entry(name, "a test", fake(name, **{"devices": ("cuda",), **options}).backend)
 
 
 def toml(*rows):
@@ -173,23 +165,18 @@ def test_on_a_simulated_machine_no_row_applies_to_an_unknown_version(rows):
 
 def test_a_row_is_a_reason_that_ends_with_its_link(shipped, fake):
     shipped(ROW | {"where": "{ max_q = 8 }", "directions": "backward"})
-    entry = Entry("Mine", "a test", fake("Mine", devices=("cuda",)).backend)
-    assert entry.reasons(spec(max_q=8), "backward") == ("it is wrong; see https://example.org/1",)
-    assert entry.reasons(spec(max_q=8), "forward") == ()
-    assert entry.reasons(spec(max_q=9), "backward") == ()
-    other = Entry("other", "a test", fake("other", devices=("cuda",)).backend)
-    assert other.reasons(spec(max_q=8), "backward") == ()
+    mine = entry(fake, "Mine")
+    assert mine.reasons(spec(max_q=8), "backward") == ("it is wrong; see https://example.org/1",)
+    assert mine.reasons(spec(max_q=8), "forward") == mine.reasons(spec(max_q=9), "backward") == ()
+    assert entry(fake, "other").reasons(spec(max_q=8), "backward") == ()
 
 
 def test_what_cannot_run_a_call_anyway_has_no_further_reason(shipped, fake):
     shipped(ROW)
-    refusing = fake("mine", devices=("cuda",), refuses=lambda spec: ("no",)).backend
-    assert Entry("mine", "a test", refusing).reasons(spec(), "forward") == ("no",)
-    assert len(Entry("mine", "a test", fake("mine").backend).reasons(spec(), "forward")) == 1
-    missing = fake("mine", devices=("cuda",), unavailable=lambda: "it is not here").backend
-    assert Entry("mine", "a test", missing).reasons(spec("cuda"), "forward") == (
-        "can't load here: it is not here",
-    )
+    assert entry(fake, refuses=lambda spec: ("no",)).reasons(spec(), "forward") == ("no",)
+    assert len(entry(fake, devices=("cpu",)).reasons(spec(), "forward")) == 1
+    missing = entry(fake, unavailable=lambda: "it is not here")
+    assert missing.reasons(spec("cuda"), "forward") == ("can't load here: it is not here",)
 
 
 def test_the_version_is_read_only_where_a_row_needs_it(shipped, fake):
@@ -200,10 +187,9 @@ def test_the_version_is_read_only_where_a_row_needs_it(shipped, fake):
         asked.append(1)
         return "1.5 (something else 3.0)"
 
-    entry = Entry("mine", "a test", fake("mine", devices=("cuda",), version=version).backend)
-    assert (entry.reasons(spec(max_q=7), "forward"), asked) == ((), [])
-    assert (len(entry.reasons(spec(max_q=9), "forward")), asked) == (1, [])
-    assert (len(entry.reasons(spec(max_q=8), "forward")), asked) == (1, [1])
+    mine = entry(fake, version=version)
+    found = [(len(mine.reasons(spec(max_q=max_q), "forward")), len(asked)) for max_q in (7, 9, 8)]
+    assert found == [(0, 0), (1, 0), (1, 1)]
 
 
 def fail():
@@ -212,21 +198,9 @@ def fail():
 
 def test_a_version_that_raises_is_an_unknown_one(shipped, fake):
     shipped(ROW | {"versions": "<2"})
-    entry = Entry("mine", "a test", fake("mine", devices=("cuda",), version=fail).backend)
-    assert entry.reasons(spec(), "forward") == ()
-    assert len(entry.reasons(spec("cuda"), "forward")) == 1
-
-
-def test_explain_shows_reason_and_link_and_another_backend_runs_the_call(shipped, fake, monkeypatch):
-    shipped(ROW | {"where": "{ varlen = true, max_q = 1 }", "backend": "mine"})
-    mine, other = fake("mine", devices=("cuda",), priority=9), fake("other", devices=("cuda",))
-    entries = {one.backend.name: Entry(one.backend.name, "a test", one.backend) for one in (mine, other)}
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    explanation = attnreg.explain(spec(varlen=True, max_q=1))
-    assert explanation.backend == "other"
-    assert "  mine   it is wrong; see https://example.org/1\n" in str(explanation)
-    assert attnreg.explain(spec(varlen=True, max_q=2)).backend == "mine"
+    mine = entry(fake, version=fail)
+    assert mine.reasons(spec(), "forward") == ()
+    assert len(mine.reasons(spec("cuda"), "forward")) == 1
 
 
 def test_a_call_goes_to_another_backend_and_the_statistics_say_why(shipped, fake, packed, ran):
@@ -257,64 +231,38 @@ def test_verification_does_not_run_what_is_known_to_be_wrong(shipped, fake):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("key", "value", "message"),
     [
-        (
-            {"version": "<2"},
-            "key: got 'version', expected one of backend, reason, link, directions, versions, ",
-        ),
-        ({"versions": "<<2"}, "versions: got '<<2', expected a specifier such as '>=9.10,<9.10.2'"),
-        ({"versions": 2}, "versions: got 2, expected a specifier such as"),
-        ({"directions": "all"}, "directions: got 'all', expected one of forward, backward, both"),
-        ({"backend": ""}, "backend: got '', expected a string"),
-        (
-            {"link": "see the forum"},
-            "link: got 'see the forum', expected an address that begins with https://",
-        ),
-        ({"reason": "it is wrong."}, "reason: got 'it is wrong.', expected one sentence without a full stop"),
-        (
-            {"compute_capability": "9.0"},
-            "compute_capability: got '9.0', expected the lowest and the highest, such as ['8.0', '9.0']",
-        ),
-        (
-            {"compute_capability": '["9.0", "8.0"]'},
-            "compute_capability: got ['9.0', '8.0'], expected the lowest",
-        ),
-        ({"compute_capability": '["9.0"]'}, "compute_capability: got ['9.0'], expected the lowest"),
-        ({"where": '"varlen"'.strip('"')}, "where: got 'varlen', expected a table"),
-        ({"where": "{ max_qq = 1 }"}, "where: field: got 'max_qq', expected one of dtype, batch, max_q, "),
-        ({"where": "{ device = 1 }"}, "where: field: got 'device', expected one of "),
-        ({"where": "{ max_q = { above = 1 } }"}, "where.max_q: test: got 'above', expected one of equals, "),
-        (
-            {"where": "{ max_q = true }"},
-            "where.max_q.equals: got True, expected a number, or a field such as",
-        ),
-        ({"where": '{ max_q = "max_kk" }'}, "where.max_q.equals: field: got 'max_kk', expected one of batch"),
-        (
-            {"where": '{ max_q = "max_k * 2" }'},
-            "where.max_q.equals: got 'max_k * 2', expected a number, or a",
-        ),
-        (
-            {"where": "{ max_q = { multiple_of = 0 } }"},
-            "where.max_q.multiple_of: got 0, expected a number above",
-        ),
-        (
-            {"where": "{ max_q = { modulo = 64 } }"},
-            "where.max_q.modulo: got 64, expected [divisor, remainder]",
-        ),
-        ({"where": "{ varlen = 1 }"}, "where.varlen.equals: got 1, expected true or false"),
-        ({"where": "{ dtype = true }"}, "where.dtype.equals: got True, expected a string"),
-        (
-            {"where": "{ varlen = { at_least = true } }"},
-            "where.varlen.at_least: got True, expected no such test, as varlen is no number",
-        ),
+        ("version", "<2", "key: got 'version', expected one of backend, reason, link, directions, "),
+        ("versions", "<<2", "versions: got '<<2', expected a specifier such as '>=9.10,<9.10.2'"),
+        ("versions", 2, "versions: got 2, expected a specifier such as"),
+        ("directions", "all", "directions: got 'all', expected one of forward, backward, both"),
+        ("backend", "", "backend: got '', expected a string"),
+        ("link", "see the forum", "link: got 'see the forum', expected an address that begins with https://"),
+        ("reason", "it is wrong.", "reason: got 'it is wrong.', expected one sentence without a full stop"),
+        ("compute_capability", "9.0",
+         "compute_capability: got '9.0', expected the lowest and the highest, such as ['8.0', '9.0']"),
+        ("compute_capability", '["9.0", "8.0"]', "compute_capability: got ['9.0', '8.0'], expected the"),
+        ("compute_capability", '["9.0"]', "compute_capability: got ['9.0'], expected the lowest"),
+        ("where", '"varlen"'.strip('"'), "where: got 'varlen', expected a table"),
+        ("where", "{ max_qq = 1 }", "where: field: got 'max_qq', expected one of dtype, batch, max_q, "),
+        ("where", "{ device = 1 }", "where: field: got 'device', expected one of "),
+        ("where", "{ max_q = { above = 1 } }", "where.max_q: test: got 'above', expected one of equals, "),
+        ("where", "{ max_q = true }", "where.max_q.equals: got True, expected a number, or a field"),
+        ("where", '{ max_q = "max_kk" }', "where.max_q.equals: field: got 'max_kk', expected one of batch"),
+        ("where", '{ max_q = "max_k * 2" }', "where.max_q.equals: got 'max_k * 2', expected a number, or a"),
+        ("where", "{ max_q = { multiple_of = 0 } }", "where.max_q.multiple_of: got 0, expected a number"),
+        ("where", "{ max_q = { modulo = 64 } }", "where.max_q.modulo: got 64, expected [divisor, remainder]"),
+        ("where", "{ varlen = 1 }", "where.varlen.equals: got 1, expected true or false"),
+        ("where", "{ dtype = true }", "where.dtype.equals: got True, expected a string"),
+        ("where", "{ varlen = { at_least = true } }",
+         "where.varlen.at_least: got True, expected no such test, as varlen is no number"),
     ],
-)
-def test_an_error_names_file_row_and_field_of_a_malformed_row_and_the_others_hold(rows, changes, message):
-    issues, problems = rows(ROW, ROW | changes, ROW)
+)  # fmt: skip
+def test_an_error_names_file_row_and_field_of_a_malformed_row_and_the_others_hold(rows, key, value, message):
+    issues, (problem,) = rows(ROW, ROW | {key: value}, ROW)
     assert len(issues) == 2
-    assert len(problems) == 1
-    assert problems[0].startswith(f"issues.toml: issue 2: {message}")
+    assert problem.startswith(f"issues.toml: issue 2: {message}")
 
 
 @pytest.mark.parametrize("missing", ["backend", "directions", "reason", "link"])
@@ -342,39 +290,25 @@ def test_a_malformed_row_costs_a_warning_and_no_call(rows, tmp_path, monkeypatch
     known_issues._rows.cache_clear()
     monkeypatch.setattr(known_issues, "FILE", tmp_path / "issues.toml")
     try:
-        entry = Entry("mine", "a test", fake("mine", devices=("cuda",)).backend)
-        assert len(entry.reasons(spec(max_q=8), "forward")) == 1
-        assert entry.reasons(spec(), "forward") == ()
+        mine = entry(fake)
+        assert len(mine.reasons(spec(max_q=8), "forward")) == 1
+        assert mine.reasons(spec(), "forward") == ()
     finally:
         known_issues._rows.cache_clear()
     (record,) = caplog.records
-    assert re.match(
-        r"issues.toml: issue 1: where: field: got 'max_qq'.*; the row is left out", record.message
-    )
+    assert re.match("issues.toml: issue 1: where: field: got 'max_qq'.*; the row is left out", record.message)
 
 
 # The rows that are shipped
 
 
-def shipped_rows():
-    return known_issues.read(known_issues.FILE)[0]
-
-
-def test_every_row_that_is_shipped_is_well_formed():
+def test_the_rows_that_are_shipped_are_well_formed_of_existing_backends_and_worded_as_all_reasons():
     issues, problems = known_issues.read(known_issues.FILE)
-    assert problems == ()
-    assert issues
-
-
-def test_every_row_that_is_shipped_names_an_existing_backend():
-    known = {entry.name for entry in _registry.entries().values()} | {one.name for one in ROUTED.values()}
-    assert {issue.backend for issue in shipped_rows()} <= known
-
-
-def test_the_reasons_that_are_shipped_are_worded_as_all_others():
-    for issue in shipped_rows():
-        assert not issue.reason[0].isupper(), issue
-        assert "\n" not in issue.reason, issue
+    assert problems == () and issues
+    known = {one.name for one in _registry.entries().values()} | {one.name for one in ROUTED.values()}
+    assert {issue.backend for issue in issues} <= known
+    for issue in issues:
+        assert not issue.reason[0].isupper() and "\n" not in issue.reason, issue
 
 
 @pytest.mark.parametrize(
@@ -411,9 +345,5 @@ def test_importing_and_listing_read_no_row():
         "assert not known_issues._rows.cache_info().currsize; import sys; "
         "assert 'packaging' not in sys.modules or 'torch' in sys.modules"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    run = python("-c", script)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_the_file_is_in_the_folder_of_the_module_that_reads_it():
-    assert Path(attnreg.__file__).parent / "contract" / "known_issues.toml" == known_issues.FILE

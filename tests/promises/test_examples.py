@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from support.processes import environment
+from support.processes import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def printed(name):
     """Run an example in a process of its own, as its reader would, and return what it prints."""
-    ended = subprocess.run(
-        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False,
-        env=environment(OMP_NUM_THREADS="1"),  # two would wait for each other on a busy machine
-    )  # fmt: skip
+    ended = python(EXAMPLES / name)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

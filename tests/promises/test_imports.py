@@ -4,39 +4,22 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes import environment
+from support.processes import python
 
 import attnreg
 
 ROOT = Path(attnreg.__file__).parent
 
-# The lowest first: a room knows the rooms of earlier lines only. Imports under TYPE_CHECKING count as well.
-LAYERS = [
-    line.split()
-    for line in (
-        "errors",
-        "settings",
-        "torchlib",
-        "contract",
-        "backends measure",
-        "_registry tuning",
-        "selection",
-        "dispatch",
-        "aten",
-        "varlen",
-        "_autoload api explanation",
-        "bench",
-        "demo",
-        "cli",
-        "__main__",
-    )
-]
-LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+# The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
+LAYERS = (
+    "errors, settings, torchlib, contract, backends measure, _registry tuning, selection, dispatch, aten, "
+    "varlen, _autoload api explanation, bench, demo, cli, __main__"
+)
+LAYER = {room: number for number, rooms in enumerate(LAYERS.split(",")) for room in rooms.split()}
 
 # Who may import what from outside the standard library; "torch" any module may.
 OUTSIDE = {
@@ -94,16 +77,6 @@ def inner(module, **options):
     return {name for name in imports(module, **options) if name in MODULES}
 
 
-def python(script, *arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 # What `import attnreg` costs
 
 AUDIT = """
@@ -124,7 +97,7 @@ print(json.dumps([sorted(roots), touched]))
 
 def cost_of(statement):
     """Return the packages that a statement loads beyond Python's own, and what it opens or starts."""
-    run = python(AUDIT, statement)
+    run = python("-W", "error", "-c", AUDIT, statement)
     assert (run.returncode, run.stderr) == (0, "")
     return json.loads(run.stdout)
 
@@ -133,22 +106,13 @@ def test_importing_attnreg_loads_nothing_but_itself_and_opens_no_file():
     assert cost_of("import attnreg; attnreg.__version__; dir(attnreg)") == [["attnreg"], []]
 
 
-@pytest.mark.parametrize(
-    ("statement", "loaded", "touched"),
-    [
-        ("import attnreg, pydantic", ["pydantic"], []),
-        ("import attnreg.cli", ["typer"], []),
-        ("import attnreg; attnreg.Settings", ["pydantic"], []),
-        ("import attnreg; attnreg.list_backends()", ["torch"], []),
-        (f"import attnreg; open({os.devnull!r}).close()", [], [f"open {os.devnull}"]),
-        (f"import attnreg, pathlib; list(pathlib.Path({os.sep!r}).iterdir())", [], [f"os.listdir {os.sep}"]),
-        ("import attnreg, subprocess; subprocess.run(['true'])", [], ["subprocess.Popen true"]),
-    ],
-)
-def test_the_look_at_what_an_import_costs_would_see_it(statement, loaded, touched):
-    seen_loaded, seen_touched = cost_of(statement)
-    assert set(loaded) | {"attnreg"} <= set(seen_loaded)
-    assert set(touched) <= set(seen_touched)
+def test_the_look_at_what_an_import_costs_would_see_it():
+    loaded, touched = cost_of(
+        "import attnreg.cli, pathlib, subprocess; attnreg.Settings; attnreg.list_backends(); "
+        f"open({os.devnull!r}).close(); list(pathlib.Path({os.sep!r}).iterdir()); subprocess.run(['true'])"
+    )
+    assert {"attnreg", "pydantic", "torch", "typer"} <= set(loaded)
+    assert {f"open {os.devnull}", f"os.listdir {os.sep}", "subprocess.Popen true"} <= set(touched)
 
 
 # What it offers
@@ -172,9 +136,7 @@ def test_no_name_is_offered_that_is_not_public():
 
 def test_type_checkers_see_the_same_names_from_the_same_modules():
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    block = next(
-        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
+    (block,) = (node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING:"))
     declared = {
         alias.name: node.module.removeprefix("attnreg.")
         for node in block.body
@@ -194,9 +156,7 @@ def test_every_name_in_an_all_is_there():
     for name in MODULES:
         if name != "__main__":
             module = importlib.import_module(f"attnreg.{name}")
-            assert [
-                missing for missing in getattr(module, "__all__", ()) if not hasattr(module, missing)
-            ] == []
+            assert {n for n in getattr(module, "__all__", ()) if not hasattr(module, n)} == set(), name
 
 
 ALONE = """
@@ -215,7 +175,7 @@ for name in sys.argv[1:]:
 def test_every_module_can_be_imported_first():
     # Forked from a process that has what they all use, which takes longer than they do.
     names = [name for name in MODULES if name != "__main__"]
-    run = python(ALONE, *names, "no_such_module", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    run = python("-W", "error", "-c", ALONE, *names, "no_such_module", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.stdout.split() == ["no_such_module"]
     assert run.stderr.count("Traceback") == 1
 
@@ -229,12 +189,8 @@ def test_every_module_has_its_place_in_the_layers():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_lower_rooms_only(module):
-    above = {
-        name
-        for name in inner(module)
-        if room(name) != room(module) and LAYER[room(name)] >= LAYER[room(module)]
-    }
-    assert above == set()
+    others = {name for name in inner(module) if room(name) != room(module)}
+    assert {name for name in others if LAYER[room(name)] >= LAYER[room(module)]} == set()
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -262,22 +218,15 @@ def test_a_backend_knows_its_own_folder_and_no_other_backend():
 
 
 def test_nobody_knows_a_backend_by_name():
-    assert {name for module in MODULES if room(module) != "backends" for name in inner(module)} & {
-        module for module in MODULES if module.startswith("backends.")
-    } == set()
+    known = {name for module in MODULES if room(module) != "backends" for name in inner(module)}
+    assert {name for name in known if name.startswith("backends.")} == set()
 
 
 def test_measure_knows_the_contract_only():
     known = {name for module in MODULES if room(module) == "measure" for name in inner(module)}
-    assert {name for name in known if room(name) != "measure"} <= {
-        "errors",
-        "contract.spec",
-        "contract.capabilities",
-        "contract.backend",
-        "contract.known_issues",
-        "contract.launchers",
-        "contract.discovery",
-    }
+    contract = ("spec", "capabilities", "backend", "known_issues", "launchers", "discovery")
+    allowed = {"errors", *(f"contract.{name}" for name in contract)}
+    assert {name for name in known if room(name) != "measure"} <= allowed
 
 
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
@@ -334,3 +283,19 @@ def test_the_reader_of_imports_sees_them_all(source, seen, monkeypatch, tmp_path
     assert inner("sample") == seen
     deferred = source.startswith(("def", "if"))
     assert inner("sample", only_at_import=True) == (set() if deferred else seen)
+
+
+# Conditions that only tell the type checker what is so anyway.
+NARROWING = {"rest is not None", "isinstance(out, torch.Tensor)"}
+
+
+def test_no_check_is_an_assert_so_that_python_without_asserts_refuses_the_same():
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+    found = {
+        module: ast.unparse(node)
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Assert) and ast.unparse(node.test) not in NARROWING)
+        or (isinstance(node, ast.Name) and node.id == "__debug__")
+    }
+    assert found == {}

@@ -12,27 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import environment
+from support.processes import python
 
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, caches, compiler, libraries, locks
+from attnreg.torchlib import background, building, caches, libraries, locks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
 LIBRARIES = building.LIBRARIES
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """Return a cache folder where nothing is compiled, for a process that has served no call yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(autouse=True)
+def in_background(monkeypatch):
+    """Have each program compile in the background, as it does unless a variable says otherwise."""
     monkeypatch.delenv("ATTNREG_BUILD")
-    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
-    monkeypatch.setattr(background, "_considered", False)
-    monkeypatch.setattr(background, "_waited", False)
-    building.target.cache_clear()
-    yield tmp_path / "cache" / "attnreg"
-    building.target.cache_clear()
 
 
 @pytest.fixture
@@ -46,45 +39,11 @@ def log(monkeypatch):
     return messages
 
 
-class FakeCompiler:
-    """A script that stands in for the compiler, and writes down how each run of it was started."""
-
-    def __init__(self, folder, monkeypatch):
-        self.script, self.runs_file = folder / "fake-c++", folder / "runs"
-        monkeypatch.setenv("CXX", f"{self.script} --an-option")
-
-    def does(self, *lines):
-        # Fields of /proc: 4 is the parent, 6 the session, 19 the nice value.
-        start = [
-            f'echo "$2 $(cut -d " " -f 6,19 /proc/$$/stat) $(readlink /proc/$$/fd/0)" >> {self.runs_file}'
-        ]
-        text = "\n".join(["#!/bin/sh", 'while [ "$1" != -o ]; do shift; done', *start, *lines])
-        self.script.write_text(f"{text}\n")
-        self.script.chmod(0o755)
-
-    def runs(self):
-        """Return one line for each run: the output's name, the session, the nice value and stdin."""
-        if not self.runs_file.exists():
-            return []
-        lines = [line.split() for line in self.runs_file.read_text().splitlines()]
-        return [(Path(output).name, int(session), int(nice), stdin) for output, session, nice, stdin in lines]
-
-
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """Return a compiler that fails until `does` says something else."""
-    made = FakeCompiler(tmp_path, monkeypatch)
-    made.does("echo no such header >&2", "exit 1")
-    return made
-
-
-@pytest.fixture
-def working(fake, built_routers, built_cpu_kernel):
+def working(compiler, copying):
     """Return a compiler that takes half a second and makes what was compiled before."""
-    copy = f'case "$2" in *attnreg_cpu*) cp {built_cpu_kernel} "$2";; *) cp {built_routers} "$2";; esac'
-    fake.does("sleep 0.5", copy)
-    building.target.cache_clear()
-    return fake
+    compiler.does("sleep 0.5", copying)
+    return compiler
 
 
 def until(condition, seconds=200):  # a process of low priority waits for all others
@@ -132,12 +91,14 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     # Modules of these names in the program's folder must not get into the process that compiles.
     for name in ("torch", "attnreg", "subprocess", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
-    variables = environment(ATTNREG_BUILD="", PYTHONPATH=str(Path(building.__file__).parents[2]))
     began = time.monotonic()
-    # The pipes end with the program: no other process holds them.
-    first = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )  # fmt: skip
+
+    def run(script):
+        # The pipes end with the program: no other process holds them.
+        root = str(Path(building.__file__).parents[2])
+        return python("-P", "-c", script, cwd=tmp_path, ATTNREG_BUILD="", PYTHONPATH=root)
+
+    first = run(PROGRAM)
     assert (first.returncode, first.stderr) == (0, "")
     assert not is_built(), f"the program waited {time.monotonic() - began} s"
     said, session = first.stdout.splitlines()
@@ -146,11 +107,8 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     assert len(working.runs()) == 2
     assert {(nice, stdin) for _, _, nice, stdin in working.runs()} == {(19, "/dev/null")}
     assert f"session {working.runs()[0][1]}" != session
-    assert not any(cache.rglob(f"{compiler.SCRATCH}*")) and not any(cache.rglob("*.failed"))
-    second = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM + "building.loaded(), building.loaded_cpu_kernel()"],
-        cwd=tmp_path, env=variables, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    assert not any(cache.rglob(f"{libraries.SCRATCH}*")) and not any(cache.rglob("*.failed"))
+    second = run(PROGRAM + "building.loaded(), building.loaded_cpu_kernel()")
     _, cached, kernel = second.stdout.splitlines()
     assert cached == f"repeated calls use the compiled call cache, {building.target()}"
     assert kernel == f"the cpu backend uses the compiled kernel, {building.target(building.CPU_KERNEL)}"
@@ -172,22 +130,19 @@ print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
-def test_several_processes_that_start_together_compile_once(cache, fake):
-    fake.does("sleep 1", "exit 1")
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL], env=environment(ATTNREG_BUILD="background"),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def test_several_processes_that_start_together_compile_once(cache, compiler):
+    compiler.does("sleep 1", "exit 1")
+    done = python("-c", SEVERAL, ATTNREG_BUILD="background")
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     until(is_idle)
     assert building.status(building.CPU_KERNEL).state == "failed"
-    assert sorted(name for name, *_ in fake.runs()) == sorted(
+    assert sorted(name for name, *_ in compiler.runs()) == sorted(
         building.target(library).name for library in LIBRARIES
     )
 
 
-def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, fake, log):
-    fake.does("sleep 0.5", "exit 1")
+def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compiler, log):
+    compiler.does("sleep 0.5", "exit 1")
     background._start()
     process = locks.holder(background._lock_path())
     assert f"(process {process}, low priority)" in log[0]
@@ -198,7 +153,7 @@ def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, fake,
     )  # fmt: skip
     background._start()  # does nothing
     until(is_idle)
-    assert len(fake.runs()) == 2
+    assert len(compiler.runs()) == 2
 
 
 def test_only_the_first_call_of_a_process_looks(cache, monkeypatch):
@@ -216,13 +171,13 @@ def test_only_the_first_call_of_a_process_looks(cache, monkeypatch):
 )
 @pytest.mark.parametrize("function", [building.ensure_built, background.wait_built])
 def test_nothing_is_compiled_where_a_variable_forbids_it_or_is_wrong(
-    cache, fake, monkeypatch, variables, function
+    cache, compiler, monkeypatch, variables, function
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
     function()
-    assert fake.runs() == [] and not cache.exists()
+    assert compiler.runs() == [] and not cache.exists()
 
 
 def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
@@ -236,9 +191,8 @@ def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
 # With ATTNREG_BUILD=now
 
 
-def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatch, log, built_routers):
+def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
-    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
     together = [threading.Thread(target=building.loaded) for _ in range(3)]
     for thread in together:
         thread.start()
@@ -250,7 +204,7 @@ def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatc
     assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
 
 
-def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
+def test_now_waits_for_another_process_that_compiles(cache, compiler, monkeypatch):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     background._lock_path().parent.mkdir(parents=True)
     held = locks.lock_file(background._lock_path())
@@ -266,111 +220,113 @@ def test_now_waits_for_another_process_that_compiles(cache, fake, monkeypatch):
     other.start()
     building.ensure_built()
     other.join()
-    assert is_built() and fake.runs() == []
+    assert is_built() and compiler.runs() == []
 
 
-def test_now_logs_a_failure_and_does_not_retry(cache, fake, monkeypatch, log):
+def test_now_logs_a_failure_and_does_not_retry(cache, compiler, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     for _ in range(2):
         with pytest.raises(BuildError, match="the call cache isn't compiled"):
             building.loaded()
-    assert len(fake.runs()) == 2
+    assert len(compiler.runs()) == 2
     assert [message.splitlines()[-1] for message in log[1:]] == ["no such header"] * 2
     monkeypatch.setattr(background, "_waited", False)  # as in the next process
     background.wait_built()
-    assert len(fake.runs()) == 2
+    assert len(compiler.runs()) == 2
     assert all("no such header (tried at 2" in message for message in log[-2:])
 
 
 # What goes wrong
 
 
-def test_a_failure_is_remembered_until_the_compiler_or_torch_changes(cache, fake, start, monkeypatch, log):
+def test_a_failure_is_remembered_until_the_compiler_or_torch_changes(
+    cache, compiler, start, monkeypatch, log
+):
+    compiler.does("for line in 1 2 3; do echo error $line >&2; done", "exit 1")
     start()
-    assert len(fake.runs()) == 2
+    assert len(compiler.runs()) == 2
     found = building.status(building.CPU_KERNEL)
     assert found.state == "failed"
-    assert found.reason.startswith(
-        f"the CPU kernel can't be compiled: {fake.script} says no such header (tried at 2"
-    )
-    assert found.reason.endswith("; `attnreg build` tries again)")
+    said = f"the CPU kernel can't be compiled: {compiler.script} says error 1 (tried at 2"
+    assert found.reason.startswith(said) and found.reason.endswith("; `attnreg build` tries again)")
+    records = [json.loads(record.read_text()) for record in cache.rglob("*.failed")]
+    assert len(records) == 2
+    for record in records:
+        assert record["compiler"].startswith(f"{compiler.script} --an-option ")
+        assert "error 3" in record["message"]
     log.clear()
     start()
-    assert len(fake.runs()) == 2
+    assert len(compiler.runs()) == 2
     (line,) = log
     assert line.startswith("attnreg runs without its compiled part: the call cache can't be compiled: ")
-    os.utime(fake.script, ns=(0, 0))
+    os.utime(compiler.script, ns=(0, 0))
     start()
-    assert len(fake.runs()) == 4
+    assert len(compiler.runs()) == 4
     monkeypatch.setattr(libraries, "_versions", lambda: ("9.0",))
     building.target.cache_clear()
     assert building.status(building.CPU_KERNEL).state == "not built"
 
 
-def test_what_did_not_fail_is_compiled_though_the_other_did(cache, fake, start, monkeypatch):
+def test_what_did_not_fail_is_compiled_though_the_other_did(cache, compiler, start, monkeypatch):
     with pytest.raises(BuildError, match="no such header"):
         building.build(building.CPU_KERNEL)
     start()
-    assert [name for name, *_ in fake.runs()] == [
-        building.target(building.CPU_KERNEL).name,
-        building.target().name,
-    ]
+    names = [building.target(library).name for library in (building.CPU_KERNEL, building.CALL_CACHE)]
+    assert [name for name, *_ in compiler.runs()] == names
 
 
-def test_a_full_disk_is_not_remembered(cache, fake):
-    fake.does("echo cannot write: No space left on device >&2", "exit 1")
+def test_a_full_disk_is_not_remembered(cache, compiler):
+    compiler.does("echo cannot write: No space left on device >&2", "exit 1")
     with pytest.raises(BuildError):
         building.build(building.CPU_KERNEL)
     assert building.status(building.CPU_KERNEL).state == "not built"
 
 
-def test_a_record_of_a_failure_that_cannot_be_read_counts_as_none(cache, fake, start):
+def test_a_record_of_a_failure_that_cannot_be_read_counts_as_none(cache, compiler, start):
     start()
     for record in cache.rglob("*.failed"):
         record.write_text("[1]")
     assert building.status(building.CPU_KERNEL).state == "not built"
 
 
+def refuse(error):
+    raise error
+
+
+def let_others_write(patch, cache):
+    patch.setattr(os, "getuid", lambda: 12345)
+    (cache / "call_cache").mkdir(parents=True, mode=0o770)
+    (cache / "call_cache").chmod(0o770)
+
+
+# What the line says, and what brings it about.
 PROBLEMS = {
-    "no compiler": "there is no C++ compiler, looked for CXX=none",
-    "read-only": "can't be written to",
-    "another user's": "belongs to another user, or others may write to it",
-    "no folder": "Not a directory",
-    "no home": "no home",
-    "no Python": "is no Python to compile with; `attnreg build` does it",
-    "no lock": "No locks available",
+    "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
+    "can't be written to": lambda patch, _: patch.setattr(os, "access", lambda _, mode: not mode & os.W_OK),
+    "belongs to another user, or others may write to it": let_others_write,
+    "Not a directory": lambda patch, _: patch.setenv("XDG_CACHE_HOME", "/dev/null"),
+    "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
+    "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
+        sys, "executable", "/opt/application"
+    ),
+    "No locks available": lambda patch, _: patch.setattr(
+        locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
+    ),
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(("problem", "cause"), PROBLEMS.items(), ids=PROBLEMS)
 @pytest.mark.parametrize("mode", ["background", "now"])
-def test_a_problem_changes_nothing_and_is_one_line(cache, fake, monkeypatch, log, problem, mode):
-    if problem == "no compiler":
-        monkeypatch.setenv("CXX", "none")
-    if problem == "read-only":
-        monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
-    if problem == "another user's":
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-        (cache / "call_cache").mkdir(parents=True, mode=0o770)
-        (cache / "call_cache").chmod(0o770)
-    if problem == "no folder":
-        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    if problem == "no home":
-        monkeypatch.setattr(caches, "folder", lambda purpose: refuse(RuntimeError("no home")))
-    if problem == "no Python":
-        if mode == "now":
-            pytest.skip("no other process is started")
-        monkeypatch.setattr(sys, "executable", "/opt/application")
-    if problem == "no lock":
-        monkeypatch.setattr(
-            locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
-        )
+def test_a_problem_changes_nothing_and_is_one_line(cache, compiler, monkeypatch, log, problem, cause, mode):
+    if "no Python" in problem and mode == "now":
+        pytest.skip("no other process is started")
+    cause(monkeypatch, cache)
     monkeypatch.setenv("ATTNREG_BUILD", mode)
     monkeypatch.setattr(threading, "Thread", Inline)
     building.ensure_built()
-    assert fake.runs() == [] and not any(cache.rglob("*.so"))
+    assert compiler.runs() == [] and not any(cache.rglob("*.so"))
     (line,) = [message for message in log if not message.startswith("compiling before")]
-    assert line.startswith("attnreg runs without its compiled part: ") and PROBLEMS[problem] in line
+    assert line.startswith("attnreg runs without its compiled part: ") and problem in line
 
 
 class Inline:
@@ -378,10 +334,6 @@ class Inline:
 
     def __init__(self, target, **_):
         self.start = target
-
-
-def refuse(error):
-    raise error
 
 
 def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):
@@ -402,7 +354,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
+def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, compiler):
     path = background._lock_path()
     path.parent.mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True) as other:
@@ -411,12 +363,12 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, fake):
         assert locks.lock_file(path) is None
         other.send_signal(signal.SIGKILL)
     assert locks.holder(path) == ""
-    left = building.target(building.CPU_KERNEL).parent / f"{compiler.SCRATCH}left"
+    left = building.target(building.CPU_KERNEL).parent / f"{libraries.SCRATCH}left"
     left.mkdir(parents=True)
     (left / "half.so").touch()
     with pytest.raises(BuildError):
         building.build(building.CPU_KERNEL)
-    assert fake.runs() and not left.exists()
+    assert compiler.runs() and not left.exists()
 
 
 def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
@@ -431,13 +383,3 @@ def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
 def test_a_lock_that_cannot_be_opened_counts_as_free(tmp_path):
     assert locks.holder(tmp_path / "none") == ""
     assert locks.holder(Path(os.devnull) / "none") == ""
-
-
-def test_a_record_of_a_failure_names_the_compiler_and_its_first_lines(cache, fake):
-    fake.does("for line in 1 2 3; do echo error $line >&2; done", "exit 1")
-    with pytest.raises(BuildError, match="error 3"):
-        building.build(building.CALL_CACHE)
-    (record,) = cache.rglob("*.failed")
-    found = json.loads(record.read_text())
-    assert found["compiler"].startswith(f"{fake.script} --an-option ")
-    assert "error 1 (tried" in building.status(building.CALL_CACHE).reason

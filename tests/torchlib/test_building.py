@@ -2,51 +2,18 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes import environment
+from support.processes import python
 from typer.testing import CliRunner
 
 from attnreg.cli import app
-from attnreg.errors import BuildError, ConfigError
-from attnreg.torchlib import background, building, compiler, libraries, locks
-from attnreg.tuning import traces
+from attnreg.errors import BuildError
+from attnreg.torchlib import background, building, libraries, locks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """Return a cache folder where nothing is compiled."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
-    building.target.cache_clear()
-    yield tmp_path / "cache" / "attnreg"
-    building.target.cache_clear()
-
-
-@pytest.fixture
-def compile_with(tmp_path, monkeypatch):
-    """Make the compiler a script of these lines, in which "$2" is the file to make."""
-
-    def use(*lines):
-        script = tmp_path / "fake-c++"
-        script.write_text("\n".join(["#!/bin/sh", 'while [ "$1" != -o ]; do shift; done', *lines, ""]))
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", f"{script} --an-option")
-        return script
-
-    return use
-
-
-@pytest.fixture
-def files(built_routers, built_cpu_kernel):
-    """Return the line of a script that makes what was compiled before."""
-    building.target.cache_clear()
-    return f'case "$2" in *attnreg_cpu*) cp {built_cpu_kernel} "$2";; *) cp {built_routers} "$2";; esac'
 
 
 def build(*options):
@@ -70,8 +37,8 @@ def left_in(cache):
 # attnreg build
 
 
-def test_build_compiles_both_and_says_where_they_are(cache, compile_with, files):
-    compile_with(files)
+def test_build_compiles_both_and_says_where_they_are(cache, compiler, copying):
+    compiler.does(copying)
     result = build()
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
@@ -79,11 +46,11 @@ def test_build_compiles_both_and_says_where_they_are(cache, compile_with, files)
     call_cache, kernel = map(building.target, building.LIBRARIES)
     assert sorted(left_in(cache)) == sorted([call_cache, kernel])
     assert building.loaded().__file__ == str(call_cache) and building.loaded_cpu_kernel()
+    built = {"state": "built", "reason": ""}
     assert info() == {
-        "call cache": {"state": "built", "file": str(call_cache), "reason": ""},
-        "CPU kernel": {"state": "built", "file": str(kernel), "reason": ""},
-    }
-    compile_with("echo it is compiled again >&2", "exit 1")
+        "call cache": built | {"file": str(call_cache)}, "CPU kernel": built | {"file": str(kernel)}
+    }  # fmt: skip
+    compiler.does("echo it is compiled again >&2", "exit 1")
     result = build("--missing", "--json")
     assert result.exit_code == 0, result.output
     made = json.loads(result.stdout)
@@ -106,35 +73,35 @@ def test_a_missing_compiler_is_named(cache, monkeypatch):
     assert "there is no C++ compiler, looked for c++ or g++ or clang++" in build().output
 
 
-def test_a_compiler_that_fails_is_quoted_and_run_anew(cache, compile_with):
+def test_a_compiler_that_fails_is_quoted_and_run_anew(cache, compiler):
     for line in ("first", "second"):
-        script = compile_with(f"echo {line} >&2; echo more >&2", "exit 1")
+        compiler.does(f"echo {line} >&2; echo more >&2", "exit 1")
         result = build("--json")
         assert result.exit_code == 1
-        assert f"{script} says\n{line}\nmore" in json.loads(result.stdout)["error"]["message"]
-    assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{compiler.SCRATCH}*"))
+        assert f"{compiler.script} says\n{line}\nmore" in json.loads(result.stdout)["error"]["message"]
+    assert not list(cache.rglob("*.so")) and not list(cache.rglob(f"{libraries.SCRATCH}*"))
     # What has failed isn't retried by --missing, which logs a line for each.
-    compile_with("echo it is tried again >&2", "exit 1")
-    os.utime(script, ns=(0, 0))
+    compiler.does("echo it is tried again >&2", "exit 1")
+    os.utime(compiler.script, ns=(0, 0))
     build()
     result = build("--missing")
     assert result.exit_code == 1
     assert [line.partition(" (tried at ")[0] for line in result.stderr.splitlines()] == [
-        f"attnreg: {library.title} can't be compiled: {script} says it is tried again"
+        f"attnreg: {library.title} can't be compiled: {compiler.script} says it is tried again"
         for library in building.LIBRARIES
     ]
 
 
-def test_what_does_not_load_is_not_kept(cache, compile_with):
-    compile_with('echo junk > "$2"')
+def test_what_does_not_load_is_not_kept(cache, compiler):
+    compiler.does('echo junk > "$2"')
     result = build()
     assert result.exit_code == 1
     assert "ImportError" in result.output and "OSError" in result.output
     assert not list(cache.rglob("*.so"))
 
 
-def test_where_one_of_both_cannot_be_compiled_the_other_is_kept(cache, compile_with, files):
-    compile_with('case "$2" in *attnreg_cpu*) echo no such instructions >&2; exit 1;; esac', files)
+def test_where_one_of_both_cannot_be_compiled_the_other_is_kept(cache, compiler, copying):
+    compiler.does('case "$2" in *attnreg_cpu*) echo no such instructions >&2; exit 1;; esac', copying)
     result = build("--json")
     assert result.exit_code == 1
     assert "the CPU kernel can't be compiled" in result.stderr and "no such instructions" in result.stderr
@@ -146,8 +113,8 @@ def test_where_one_of_both_cannot_be_compiled_the_other_is_kept(cache, compile_w
     assert (found["call cache"]["state"], found["CPU kernel"]["state"]) == ("built", "failed")
 
 
-def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, compile_with, monkeypatch):
-    compile_with("echo it is compiled again >&2", "exit 1")
+def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, compiler, monkeypatch):
+    compiler.does("echo it is compiled again >&2", "exit 1")
     for library in building.LIBRARIES:
         building.target(library).parent.mkdir(parents=True)
     background._lock_path().parent.mkdir()
@@ -167,15 +134,15 @@ def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, c
     assert f"attnreg: process {os.getpid()} is compiling now, waiting for it" in result.stderr
 
 
-def test_a_compiler_that_does_not_end_is_stopped(cache, compile_with, monkeypatch):
-    compile_with("exec sleep 60")
-    monkeypatch.setattr(compiler, "TIMEOUT", 0.1)
+def test_a_compiler_that_does_not_end_is_stopped(cache, compiler, monkeypatch):
+    compiler.does("exec sleep 60")
+    monkeypatch.setattr(libraries, "TIMEOUT", 0.1)
     with pytest.raises(BuildError, match=r"took more than 0\.1 s"):
         building.build(building.CPU_KERNEL)
 
 
-def test_info_says_why_nothing_is_compiled(cache, compile_with, monkeypatch):
-    compile_with("exit 1")
+def test_info_says_why_nothing_is_compiled(cache, compiler, monkeypatch):
+    compiler.does("exit 1")
     assert info() == not_built("ATTNREG_BUILD=off forbids it; `attnreg build` does it", "off")
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     assert info() == not_built("ATTNREG_ROUTERS=python leaves it out", "off")
@@ -278,49 +245,37 @@ print(attnreg.stats().calls)
 """
 
 
-def served_with_home(home, case):
-    """Run a program that explains, registers a backend and makes a call of each kind."""
-    place = str(Path(building.__file__).parents[2])
-    variables = environment(HOME=str(home), PYTHONPATH=place, ATTNREG_BUILD="background", CXX="/bin/false")
-    variables.pop("XDG_CACHE_HOME", None)
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, case], env=variables, cwd="/", text=True, check=False,
-        capture_output=True,
-    )  # fmt: skip
+@pytest.fixture
+def served(monkeypatch):
+    """Return what runs a program that explains, registers a backend and makes a call of each kind."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    root = str(Path(building.__file__).parents[2])
+
+    def run(home, case):
+        done = python(
+            "-c", PROGRAM, case, cwd="/", HOME=str(home), PYTHONPATH=root, ATTNREG_BUILD="background",
+            CXX="/bin/false",
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    return run
 
 
-@pytest.mark.parametrize("case", ["hidden", "its folders are hidden"])
-def test_a_home_folder_that_cannot_be_read_is_one_line(tmp_path, case):
-    done = served_with_home(tmp_path, case)
-    assert (done.returncode, done.stderr) == (0, "")
-    problem, calls = done.stdout.splitlines()
+# As in a container that runs under a user id that the image doesn't know.
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
+UNREADABLE = "hidden", "its folders are hidden", pytest.param("another user", marks=AS_ROOT)
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case):
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    problem, calls = served(home, case)
     assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
 
 
-def test_a_home_folder_that_is_not_there_is_no_matter(tmp_path):
-    done = served_with_home(Path(os.devnull) / "nonexistent", "not there")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "{'cpu': {'forward': 2, 'backward': 0}}"
-
-
-def test_a_file_to_record_in_that_cannot_be_looked_at_is_an_error_of_the_settings(monkeypatch, tmp_path):
-    def refuse(*arguments, **options):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    monkeypatch.setattr(Path, "exists", refuse)
-    with pytest.raises(ConfigError, match="can't be written, expected a file in an existing folder"):
-        traces.check_writable(tmp_path / "no folder" / "trace.jsonl")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
-def test_the_home_folder_of_another_user_is_one_line(tmp_path):
-    """As in a container that runs under a user id that the image doesn't know."""
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    done = served_with_home(home, "another user")
-    assert (done.returncode, done.stderr) == (0, "")
-    problem, calls = done.stdout.splitlines()
-    assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
+def test_a_home_folder_that_is_not_there_is_no_matter(served):
+    *_, calls = served(Path(os.devnull) / "nonexistent", "not there")
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
