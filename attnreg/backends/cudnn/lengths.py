@@ -53,15 +53,10 @@ class Lengths:
         """Return what a plan reads: lengths, int32 (batch,), and ragged offsets, int64 (batch + 1,)."""
         found = self._of_plans.get(plan.lengths_key)
         if found is None:
-            found = self._of_plans[plan.lengths_key] = [self._input(one) for one in plan.lengths]
-        return found
-
-    def _input(self, wanted: Slot | RaggedOffset) -> Tensor:
-        found = self._inputs.get(wanted)
-        if found is None and isinstance(wanted, RaggedOffset):
-            found = self._inputs[wanted] = self._starts[wanted.of_keys] * wanted.token_stride
-        if found is None:
-            raise AssertionError(f"{wanted!r} isn't derived from offsets")
+            for wanted in plan.lengths:
+                if isinstance(wanted, RaggedOffset) and wanted not in self._inputs:
+                    self._inputs[wanted] = self._starts[wanted.of_keys] * wanted.token_stride
+            found = self._of_plans[plan.lengths_key] = [self._inputs[wanted] for wanted in plan.lengths]
         return found
 
 

@@ -59,7 +59,7 @@ class Plans:
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
-        self._module = weakref.ref(cudnn)  # what is kept here may outlive it
+        self._cudnn: Callable[[], Any] = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Plan] = {}
         self._declined: dict[Problem, str] = {}
@@ -104,16 +104,10 @@ class Plans:
     ) -> None:
         """Run a plan on tensors; the rest as for `run`."""
         buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
-        size, workspace = plan.workspace, None
-        if size:
-            workspace = uninitialized((size,), (1,), torch.uint8, tensors[0].device)
-        plan.graph.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
-
-    def execute_on_addresses(
-        self, run: Callable[[int, int, int], None], device: int, addresses: int, workspace: int, stream: int
-    ) -> None:
-        """Run a plan by its `ByAddress.run`; the rest as for `run`."""
-        run(addresses, workspace, self._handle(device, stream).backend_handle)
+        workspace = None
+        if plan.workspace:
+            workspace = uninitialized((plan.workspace,), (1,), torch.uint8, tensors[0].device)
+        plan.graph.execute(buffers, workspace, handle=self.handle(device, stream), tensor_uids=plan.uids)
 
     def _release(self) -> None:
         """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
@@ -122,10 +116,6 @@ class Plans:
         """
         self._plans.clear()
         self._thread = threading.local()
-
-    @property
-    def _cudnn(self) -> Any:
-        return self._module()
 
     def _build_once(self, problem: Problem) -> Plan:
         if torch.cuda.is_current_stream_capturing():
@@ -146,11 +136,11 @@ class Plans:
             return self._plans[problem]
 
     def _build(self, problem: Problem) -> Plan:
-        handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
+        handle = self.handle(problem.device, torch.cuda.current_stream().cuda_stream)
 
         def there() -> Plan:
             with torch.cuda.device(problem.device):
-                return build(self._cudnn, problem, handle)
+                return build(self._cudnn(), problem, handle)
 
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
@@ -162,14 +152,15 @@ class Plans:
             self._declined[problem] = str(error)  # batches of other lengths come to the same problem
             raise
 
-    def _handle(self, device: int, stream: int) -> Any:
+    def handle(self, device: int, stream: int) -> Any:
+        """Return this thread's handle of a device, set to a stream."""
         handles = getattr(self._thread, "handles", None)
         if handles is None:
-            handles = self._thread.handles = _Handles(self._cudnn.destroy_handle)
+            handles = self._thread.handles = _Handles(self._cudnn().destroy_handle)
         found = handles.get(device)
         if found is None:
-            found = handles[device] = [self._cudnn.create_handle(), None]
+            found = handles[device] = [self._cudnn().create_handle(), None]
         if found[1] != stream:
-            self._cudnn.set_stream(found[0], stream)
+            self._cudnn().set_stream(found[0], stream)
             found[1] = stream
         return found[0]
