@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from attnreg.backends.cudnn.lengths import lengths_of
 from attnreg.backends.cudnn.problem import describe, is_empty, lse_layout
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.contract.offsets import facts
+from attnreg.contract.unused_rows import empty_results
 from attnreg.torchlib.layout import (
     aligned,
     contiguous_strides,
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
 
 def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
-    shape = (*query.shape[:-1], value.shape[-1])
     if is_empty(query, key, call):
-        *batch, rows, heads = query.shape[:-1]
-        return query.new_zeros(shape), query.new_full((*batch, heads, rows), -inf, dtype=torch.float32)
+        return empty_results(query, value, call)
+    shape = (*query.shape[:-1], value.shape[-1])
     query, key, value = (readable(x, repeats=False) for x in (query, key, value))
     problem, stream = plans.select(describe("forward", (query, key, value), call)), stream_of(query)
     all_written = _writes_all(query, key, call, stream)
     out = query.new_empty(shape) if all_written else query.new_zeros(shape)
     lse = query.new_empty_strided(*lse_layout(problem, query), dtype=torch.float32)
     if not all_written:
-        lse.fill_(-inf)
+        lse.fill_(-torch.inf)
     _run(plans, problem, (query, key, value, out, lse), call, stream)
     # A hook on saved tensors may hand the LSE to any backend, and torch's own ignores its strides.
     return out, lse.contiguous()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import conversions
+from attnreg.backends.fa2.conversions import is_empty, keeps_contract, to_contract, zero_unused_rows
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
 from attnreg.backends.fa2.native import PAGES, SPLITS, Native
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.unused_rows import empty_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,29 +133,27 @@ def _load() -> Kernels:
     native = Native()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if conversions.is_empty(query, key, call):
-            return conversions.empty_results(query, call)
+        if is_empty(query, key, call):
+            return empty_results(query, value, call)
         by_package = _needs_package(call.block_table is not None, call.alibi_slopes is not None)
         provider: Native | Package = package() if by_package else native
-        out, lse = provider.forward(query, key, value, call)
-        if conversions.keeps_contract(query, key, call):
-            return out, lse
-        return conversions.to_contract(out, lse, call)
+        out, lse = provider.forward((query, key, value), call)
+        return (out, lse) if keeps_contract(query, key, call) else to_contract(out, lse, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if conversions.is_empty(query, key, call):
+        if is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         provider: Native | Package = native if call.alibi_slopes is None else package()
-        if conversions.keeps_contract(query, key, call):
-            return provider.backward(grad_out, query, key, value, out, lse, call)
-        lse = conversions.kernel_lse(lse)
-        grad_q, grad_k, grad_v = provider.backward(grad_out, query, key, value, out, lse, call)
+        if keeps_contract(query, key, call):
+            return provider.backward((grad_out, query, key, value, out, lse), call)
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)  # as the kernels mark a row without a key
+        grad_q, grad_k, grad_v = provider.backward((grad_out, query, key, value, out, lse), call)
         return (
-            conversions.zero_unused_rows(grad_q, call.cu_seqlens_q),
-            conversions.zero_unused_rows(grad_k, call.cu_seqlens_k),
-            conversions.zero_unused_rows(grad_v, call.cu_seqlens_k),
+            zero_unused_rows(grad_q, call.cu_seqlens_q),
+            zero_unused_rows(grad_k, call.cu_seqlens_k),
+            zero_unused_rows(grad_v, call.cu_seqlens_k),
         )
 
     return Kernels(forward, backward, native.specialize)

@@ -21,12 +21,6 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
     return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
 
-def empty_results(query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of queries that see no key."""
-    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    return query.new_zeros(query.shape), lse.transpose(-1, -2).contiguous()
-
-
 def kernel_mask(call: Call) -> tuple[bool, int, int]:
     """Return is_causal and the two bounds of the window."""
     left, right = call.window
@@ -37,28 +31,25 @@ def kernel_mask(call: Call) -> tuple[bool, int, int]:
     return call.causal, left, right
 
 
-def kernel_max_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[int, int]:
-    """Return the longest lengths of queries and keys."""
+def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return the offsets and the longest lengths, of queries and of keys."""
+    if call.cu_seqlens_q is None:
+        return None, None, call.max_q, call.max_k
+    cu_seqlens_k = call.cu_seqlens_k
+    if cu_seqlens_k is None and call.seqused_k is not None:
+        # Pages have no offsets: these have the right lengths.
+        cu_seqlens_k = torch.nn.functional.pad(call.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
     # With one query in each sequence and fewer key heads the kernel folds heads into rows, and then it takes
     # no empty sequence; a longest length of 2 keeps it from that.
-    folds = call.varlen and call.max_q == 1 and query.shape[-2] != key.shape[-2]
-    return 2 if folds else call.max_q, call.max_k
-
-
-def kernel_cu_seqlens_k(call: Call) -> Tensor | None:
-    """Return the offsets of the keys; with a block table, which has none, offsets of the right lengths."""
-    if call.cu_seqlens_k is not None or call.seqused_k is None:
-        return call.cu_seqlens_k
-    return torch.nn.functional.pad(call.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    folds = call.max_q == 1 and query.shape[-2] != key.shape[-2]
+    return call.cu_seqlens_q, cu_seqlens_k, 2 if folds else call.max_q, call.max_k
 
 
 def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that each query sees a key and no row is unused: nothing needs converting then."""
-    if call.cu_seqlens_q is not None:
-        return (
-            query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
-        )
-    return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
+    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
 
 
 def to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -67,11 +58,6 @@ def to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.cu_seqlens_q is not None:
         lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
     return zero_unused_rows(out, call.cu_seqlens_q), lse
-
-
-def kernel_lse(lse: Tensor) -> Tensor:
-    """Return the LSE as the backward reads it, with +inf for a row without a key."""
-    return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
 def zero_unused_rows(packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import conversions
+from attnreg.backends.fa2.conversions import is_empty, keeps_contract, kernel_lengths, kernel_mask
 from attnreg.contract.launchers import OpLauncher
 from attnreg.contract.offsets import needs_graph_memory
 from attnreg.torchlib import captured
@@ -36,33 +36,25 @@ class Native:
         self._forward = captured.kernel(OP.format("forward"), "CUDA")
         self._backward = captured.kernel(OP.format("backward"), "CUDA")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE as the kernel gives them."""
-        tensors = map(readable, (query, key, value))
+    def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of (query, key, value) as the kernel gives them."""
+        query, key, _ = tensors
         out, lse, rng_state, *_ = self._forward(
-            *tensors, *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
+            *map(readable, tensors), *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
         )
         if call.rng_state is not None:
             # The kernel draws seed and offset of its mask from torch's generator, and returns both.
             call.rng_state.view(torch.int64).copy_(rng_state.view(torch.int64))
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients as the kernel gives them."""
-        tensors = map(readable, (grad_out, query, key, value, out))
+    def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
+        *others, lse = tensors
+        query, key = tensors[1:3]
         rng_state, unused = _no_rng_state(query)
         # The kernel doesn't look at the strides of an LSE.
         grads = self._backward(
-            *tensors, lse.contiguous(), *_lengths(query, key, call),
+            *map(readable, others), lse.contiguous(), *_lengths(query, key, call),
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
@@ -73,10 +65,10 @@ class Native:
         further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
         if call.dropout or any(given is not None for given in further):
             return None
-        if conversions.is_empty(query, key, call):
+        if is_empty(query, key, call):
             return None
         # Of packed calls the call cache knows that they keep the contract; of dense ones the lengths say it.
-        if not (call.varlen or conversions.keeps_contract(query, key, call)):
+        if not (call.varlen or keeps_contract(query, key, call)):
             return None
         if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
             return None
@@ -111,15 +103,13 @@ def _no_rng_state(query: Tensor) -> tuple[Tensor, Tensor]:
 
 def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
     """Return the offsets, the longest lengths, dropout and is_causal, in the order of both ops."""
-    offsets = call.cu_seqlens_q, conversions.kernel_cu_seqlens_k(call) if call.varlen else None
-    lengths = conversions.kernel_max_lengths(query, key, call)
-    return *offsets, *lengths, call.dropout, conversions.kernel_mask(call)[0]
+    return *kernel_lengths(query, key, call), call.dropout, kernel_mask(call)[0]
 
 
 def _options(query: Tensor, call: Call, further: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the keywords that differ from their defaults: each costs torch a microsecond."""
     options: dict[str, Any] = {name: given for name in further if (given := getattr(call, name)) is not None}
-    causal, left, right = conversions.kernel_mask(call)
+    causal, left, right = kernel_mask(call)
     if left >= 0 or (right >= 0 and not causal):
         options["window_size_left"], options["window_size_right"] = left, right
     if call.scale != query.shape[-1] ** -0.5:

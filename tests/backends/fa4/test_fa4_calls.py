@@ -14,8 +14,9 @@ from support.truth import attention as true_attention
 from support.truth import varlen as true_varlen
 
 from attnreg import Call
-from attnreg.backends.fa4 import BACKEND, adapter, unused_rows
+from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.contract.unused_rows import find_unused
 from attnreg.measure import QUICK, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib.layout import aligned
@@ -106,10 +107,10 @@ def test_the_rows_that_no_sequence_counts_are_found(lengths, used, unseen):
     used = None if used is None else torch.tensor(used, dtype=torch.int32)
     call = Call(1.0, 7, 7, cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=used)
     keys = torch.ones(7, 1, 8)
-    queries, unseen_keys = unused_rows.find_unused(keys, keys, call)
+    queries, unseen_keys = find_unused(keys, keys, call)
     assert unseen_keys.nonzero().flatten().tolist() == unseen
     assert queries.nonzero().flatten().tolist() == list(range(sum(lengths), 7))
-    (blanked,) = unused_rows.blanked(unseen_keys, torch.zeros(3), keys)
+    (blanked,) = adapter._blanked(unseen_keys, torch.zeros(3), keys)
     assert blanked.sum(0).sum() == 8 * (7 - len(unseen))
 
 
@@ -117,11 +118,11 @@ def test_layers_that_share_their_offsets_share_what_is_derived_from_them():
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     call = Call(1.0, 4, 4, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     rows = torch.ones(5, 1, 8)
-    first = unused_rows.find_unused(rows, rows, call)
-    assert unused_rows.find_unused(rows.clone(), rows, call._replace(window=(-1, 0))) is first
-    assert len(unused_rows.find_unused(rows, torch.ones(6, 1, 8), call)[1]) == 6
+    first = find_unused(rows, rows, call)
+    assert find_unused(rows.clone(), rows, call._replace(window=(-1, 0))) is first
+    assert len(find_unused(rows, torch.ones(6, 1, 8), call)[1]) == 6
     offsets[1] = 3
-    assert unused_rows.find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
+    assert find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
 
 
 def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kernels, monkeypatch):
@@ -135,7 +136,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
         queried.append(arguments)
         return types.SimpleNamespace(no_unused_rows=True)
 
-    monkeypatch.setattr(unused_rows, "facts", facts)
+    monkeypatch.setattr(adapter, "facts", facts)
     package.calls.clear()
     assert all(map(torch.equal, both(kernels, query, key, value, grad, call), careful))
     assert queried == [(call, 40, 40, 0)] * 2

@@ -62,7 +62,7 @@ def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_bef
 
     def recorded(call):
         results, found = record(call)
-        allocated[found.recipe] = found.addresses
+        allocated[found] = found.addresses
         return results, found
 
     def launched(recipe, slots):
@@ -253,8 +253,10 @@ def test_memory_that_still_holds_the_right_values_does_not_pass_for_a_launch(mon
     # As a caching allocator does: memory that is freed is reused, with what was in it.
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: right.clone())
     allocations = tuple((slot, (3,), (1,), dtype) for slot in (1, 2))
-    recipe = recording.Recipe(right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]))
-    slots = replay._spoilt_slots(recording.Recorded(recipe, {1: 0, 2: 0}), (right,))
+    recipe = recording.Recipe(
+        right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]), {1: 0, 2: 0}
+    )
+    slots = replay._spoilt_slots(recipe, (right,))
     assert not (slots[1] == right).any()
     assert not slots[2].any()
 
