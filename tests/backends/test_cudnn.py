@@ -13,7 +13,7 @@ from support.packages import gpu_spec
 
 from attnreg import Device
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, lengths, rounding
+from attnreg.backends.cudnn import adapter, plans, rounding
 from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 from attnreg.contract.discovery import Entry
@@ -135,8 +135,8 @@ def test_a_masked_backward_is_aligned_top_left_where_lengths_are_known_to_agree(
 
 
 def test_layers_share_what_is_derived_from_offsets_until_these_change(kernels, monkeypatch):
-    made, original = [], lengths.Lengths
-    monkeypatch.setattr(lengths, "Lengths", lambda *args: made.append(args) or original(*args))
+    made, original = [], plans.Lengths
+    monkeypatch.setattr(plans, "Lengths", lambda *args: made.append(args) or original(*args))
     query, key, value, call = ragged([3, 9])
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)

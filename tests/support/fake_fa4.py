@@ -1,4 +1,4 @@
-"""A stand-in for flash-attn-4 on a CPU: its signatures, its compile caches, and float64.
+"""A stand-in for flash-attn-4 on a CPU: the parameters that are passed, compile caches, and float64.
 
 As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
 keep in caches; memory that no kernel writes holds arbitrary values.
@@ -44,38 +44,28 @@ def visible(len_q, len_k, causal, left, right):
     return mask
 
 
-def attention(query, key, value, scale, mask):
-    """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = (x.double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.where(mask, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
-    # A tile also loads the rows behind its sequence, at a weight of 0: NaN spreads.
-    return torch.einsum("hqk,khd->qhd", weights, value), lse, weights
+def scores(query, key, scale, mask):
+    """Return masked scores (H, S_q, S_k) of one sequence, in float64."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (torch.einsum("qhd,khd->hqk", query.double(), key) * scale).where(mask, -torch.inf)
+
+
+def weights(scores, lse):
+    return torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
 
 
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
-    """Yield each sequence: where its queries are, its keys, and how many keys it loads and counts."""
+    """Yield each sequence: where its queries are and its keys, and how many of these it counts."""
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     for index in range(batch):
-        if cu_seqlens_q is None:
-            rows_q, rows_k = (index, slice(None)), (index, slice(None))
-        else:
+        rows_q = rows_k = (index, slice(None))
+        if cu_seqlens_q is not None:
             rows_q = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
-            rows_k = None
-            if page_table is None:
-                rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
         if page_table is not None:
-            pages = page_table[index].long()
-            length = int(seqused_k[index])
-            picked = (pages[:, None], torch.arange(k.shape[1]))
-            yield rows_q, picked, length
-            continue
-        length = k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
-        yield rows_q, rows_k, length
+            rows_k = (page_table[index].long()[:, None], torch.arange(k.shape[1]))
+        elif cu_seqlens_q is not None:
+            rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
+        yield rows_q, rows_k, k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
 
 
 def loaded(x, rows, length):
@@ -137,12 +127,12 @@ def forward_kernel(causal):
             assert torch.equal(tiles, expected)
         v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
-            query = q[rows_q]
-            value = loaded(v, rows_k, length)
+            query, value = q[rows_q], loaded(v, rows_k, length).double()
             key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-            mask = visible(len(query), length, causal, left, right)
-            part, part_lse, _ = attention(query, key[:length], value, scale, mask)
-            out[rows_q] = part.to(out.dtype)
+            found = scores(query, key[:length], scale, visible(len(query), length, causal, left, right))
+            part_lse = found.logsumexp(-1)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            out[rows_q] = torch.einsum("hqk,khd->qhd", weights(found, part_lse), value).to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
             else:
@@ -168,15 +158,13 @@ def backward_kernel(causal, shared):
             key, value = (loaded(x, rows_k, length).double() for x in (k, v))
             heads, heads_k = query.shape[1], key.shape[1]
             keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-            mask = visible(len(query), length, causal, left, right)
             part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
-            scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-            weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None])
-            weights = weights.where(mask, 0.0)
+            mask = visible(len(query), length, causal, left, right)
+            part_weights = weights(scores(query, key, scale, mask), part_lse)
             delta = dpsum[rows_q].double().mT
-            grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
+            grads = part_weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
             dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
-            for result, weight, other in ((dk, grads, query), (dv, weights, grad)):
+            for result, weight, other in ((dk, grads, query), (dv, part_weights, grad)):
                 part = torch.einsum("hqk,qhd->khd", weight, other)
                 part = part.unflatten(1, (heads_k, heads // heads_k)).sum(2).to(result.dtype)
                 if shared:
@@ -307,15 +295,9 @@ class Package:
         # fmt: off
         @self.checked
         def _flash_attn_fwd(
-            q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-            causal=False, softcap=None, window_size_left=None, window_size_right=None,
-            learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
-            num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
-            block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
-            aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
-            scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
-            gather_bwd_recompute_p=False,
+            q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+            window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
         ):
             arguments = dict(locals())
             with self.called("forward", {name: arguments[name] for name in FORWARD}):
@@ -340,14 +322,9 @@ class Package:
 
         @self.checked
         def _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
-            num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,  # noqa: N803
-            dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2,  # noqa: N803
-            V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,  # noqa: N803
-            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
-            score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None,
-            block_sparse_tensors=None, dlse=None, learnable_sink=None,
+            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+            window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
         ):
             arguments = dict(locals())
             with self.called("backward", {name: arguments[name] for name in BACKWARD}):

@@ -1,8 +1,8 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
 What it can run is declared here; read adapter.py next. A call goes `problem` (what a plan depends on) ->
-`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one);
-`lengths` derives what a plan reads of `cu_seqlens`. README.md has the reasons.
+`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one).
+README.md has the reasons.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends.cudnn.lengths import lengths_of
+from attnreg.backends.cudnn.plans import lengths_of
 from attnreg.backends.cudnn.problem import describe, is_empty, lse_layout
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.contract.offsets import facts
@@ -118,14 +118,14 @@ def specialize(
     else:
         order, grads = (1, 2, 3, 4, 5, 0, 6, 7, 8), tuple(_contiguous(x.shape, x) for x in tensors[1:4])
         repeated = _RepeatedCall(plans, weakref.ref(plan), problem, order, grads, lse_strides)
-    if plan.by_address is None:
+    if plan.run_on_addresses is None:
         return repeated.run
     # The plan's lengths and ragged offsets come after all tensors.
     numbers = *repeated.order, *range(len(repeated.order), len(plan.uids))
     return AddressLauncher(
         repeated.run,
         repeated.launch,
-        tuple(numbers[place] for place in plan.by_address.order),
+        tuple(numbers[plan.uids.index(uid)] for uid in sorted(plan.uids)),
         repeated.results,
         plan.workspace,
         repeated.lse_strides,
@@ -174,10 +174,10 @@ class _RepeatedCall(NamedTuple):
     def launch(self, addresses: int, workspace: int, stream: int) -> bool:
         """Run the plan on addresses; see `AddressLauncher`."""
         plan = self.plan()
-        if plan is None or plan.by_address is None:
+        if plan is None or plan.run_on_addresses is None:
             return False
         handle = self.plans.handle(self.problem.device, stream)
-        plan.by_address.run(addresses, workspace, handle.backend_handle)
+        plan.run_on_addresses(addresses, workspace, handle.backend_handle)
         return True
 
     def derive(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,19 +29,6 @@ _ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handl
 log = logging.getLogger("attnreg")
 
 
-class ByAddress(NamedTuple):
-    """How a plan is run on addresses.
-
-    Attributes:
-        run: `run(addresses, workspace, handle)`, all of them numbers; the last is a handle's
-            `backend_handle`.
-        order: the places of the tensors in the plan's `uids`, in the order of the addresses.
-    """
-
-    run: Callable[[int, int, int], None]
-    order: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Plan:
     """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
@@ -53,7 +40,9 @@ class Plan:
         lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
         lengths_key: a number that plans with the same `lengths` share; looked up faster than they are.
         uids: cuDNN's numbers of all buffers.
-        by_address: how to run it on addresses; None if this release of the frontend can't.
+        run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
+            addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
+            release of the frontend can't.
     """
 
     graph: Any
@@ -62,7 +51,7 @@ class Plan:
     lengths: tuple[Slot | RaggedOffset, ...]
     lengths_key: int
     uids: tuple[int, ...]
-    by_address: ByAddress | None = None
+    run_on_addresses: Callable[[int, int, int], None] | None
 
 
 def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
@@ -114,7 +103,7 @@ class _Description:
         uids, lengths_key = (*tensors, *self._lengths), _lengths_keys.setdefault(lengths, len(_lengths_keys))
         return Plan(
             graph, graph.get_workspace_size(), tuple(tensors.values()), lengths, lengths_key, uids,
-            _by_address(graph, uids, self._handle),
+            _on_addresses(graph, uids, self._handle),
         )  # fmt: skip
 
     def _forward(self) -> None:
@@ -206,16 +195,11 @@ def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -
     return given.get(slot, (0 if problem.packed else length * heads * size, size, heads * size))
 
 
-def _by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | None:
-    """Return how to run a built graph on addresses; None where this release doesn't do it as 1.32 does.
+def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int, int, int], None] | None:
+    """Return `Plan.run_on_addresses` of a built graph; None where this release doesn't do it as 1.32 does.
 
     The frontend's `execute` looks at each tensor, which costs the host as much as cuDNN's launch. What it
     calls then is private: where a release has changed it, plans are run by `execute`.
-
-    Args:
-        graph: the frontend's.
-        uids: of the tensors that it is run on.
-        handle: one of those that it will be run with.
     """
     try:
         if graph.selected_engine is not None:
@@ -238,4 +222,4 @@ def _by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | Non
     def run(addresses: int, workspace: int, handle: int) -> None:
         execute(addresses, count, workspace, handle, index)
 
-    return ByAddress(run, tuple(uids.index(uid) for uid in ordered))
+    return run

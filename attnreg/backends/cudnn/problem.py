@@ -15,20 +15,8 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Direction
 
 
-class Slot(enum.IntEnum):
-    """The tensors of a graph; the numbers are their uids."""
-
-    Q = 1
-    K = 2
-    V = 3
-    OUT = 4
-    STATS = 5
-    GRAD_OUT = 6
-    GRAD_Q = 7
-    GRAD_K = 8
-    GRAD_V = 9
-    SEQ_LEN_Q = 10
-    SEQ_LEN_K = 11
+# The tensors of a graph; the numbers, from 1 on, are their uids.
+Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")
 
 
 class RaggedOffset(NamedTuple):

@@ -20,7 +20,7 @@ from attnreg.backends.fa4.package import functions_with_caches
 from attnreg.torchlib.layout import uninitialized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -127,9 +127,10 @@ def record(call: PackageCall) -> tuple[tuple[Tensor, ...], Recipe | str]:
     return results, recorder.fault or recorder.recipe(results)
 
 
-def all_distinct(tensors: Iterable[Tensor]) -> bool:
-    """Whether each tensor differs from the others in its address, shape, strides and dtype."""
-    places = [_place(x) for x in tensors]
+def distinguishable(tensors: dict[str, Tensor]) -> bool:
+    """Whether no two have the same address, shape, strides and dtype; both offsets may be one tensor."""
+    one = tensors.get("cu_seqlens_q") is tensors.get("cu_seqlens_k")
+    places = [_place(x) for name, x in tensors.items() if not (one and name == "cu_seqlens_k")]
     return len(set(places)) == len(places)
 
 

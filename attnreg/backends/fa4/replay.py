@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg.backends.fa4.recording import Recipe, all_distinct, record
+from attnreg.backends.fa4.recording import Recipe, distinguishable, record
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.readback import AsyncReadback
 
@@ -108,7 +108,7 @@ class Replays:
         if entry.closed or entry.proven:
             return call()  # proven: the device has reported since the caller looked
         if entry.recipe is None:
-            return _record(entry, call) if _distinct(call.tensors) else call()
+            return _record(entry, call) if distinguishable(call.tensors) else call()
         results = call()
         _settle(entry, call.direction)
         entry.later_calls += 1
@@ -119,12 +119,6 @@ class Replays:
         if due and entry.proof is None and not entry.proven and entry.recipe is not None:
             _prove(entry, entry.recipe, call, results)
         return results
-
-
-def _distinct(tensors: dict[str, Tensor]) -> bool:
-    """Whether a recording can tell a call's tensors from each other; both offsets may be one tensor."""
-    one = tensors.get("cu_seqlens_q") is tensors.get("cu_seqlens_k")
-    return all_distinct(x for name, x in tensors.items() if not (one and name == "cu_seqlens_k"))
 
 
 def _record(entry: _Entry, call: PackageCall) -> tuple[Tensor, ...]:

@@ -217,8 +217,8 @@ def test_a_call_whose_query_is_its_key_is_not_recorded_but_replayed(kernels, pac
     for through in (BOTH, BOTH, NEITHER):  # recorded, proven, replayed
         assert entered(kernels, package, query, key, value, grad, call) == through
     assert entered(kernels, package, query, query, value, grad, call) == NEITHER
-    assert recording.all_distinct((query, key, query[:1]))
-    assert not recording.all_distinct((query, key, key.detach()))
+    assert recording.distinguishable({"q": query, "k": key, "v": query[:1]})
+    assert not recording.distinguishable({"q": query, "k": key, "v": key.detach()})
 
 
 def test_results_are_new_tensors_each_time(kernels):
