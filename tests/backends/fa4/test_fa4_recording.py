@@ -132,8 +132,7 @@ def test_allocations_are_repeated_with_the_same_arguments(package, allocate, zer
         cache.compile_cache[()](*made)
         return made
 
-    (made, _), recorded = record(call_of_results(results, given))
-    recipe = recorded
+    (made, _), recipe = record(call_of_results(results, given))
     replayed, _ = recipe.replay(torch.zeros(2, 6))
     for one in (made, replayed):
         assert (one.shape, one.stride(), one.dtype) == (before.shape, before.stride(), before.dtype)
@@ -141,8 +140,8 @@ def test_allocations_are_repeated_with_the_same_arguments(package, allocate, zer
     assert recipe.zeroed == ((recipe.allocations[0][0],) if zeroed else ())
     if zeroed:
         assert not replayed.any()
-    assert recorded.addresses[0] == given.data_ptr()
-    assert recorded.addresses[recipe.allocations[0][0]] == made.data_ptr()
+    assert recipe.addresses[0] == given.data_ptr()
+    assert recipe.addresses[recipe.allocations[0][0]] == made.data_ptr()
 
 
 def test_another_threads_launches_are_not_recorded_and_run_all_the_same(kernels, package):
