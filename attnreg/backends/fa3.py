@@ -62,13 +62,7 @@ LIMITS: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),  # hopper/flash_bwd_launch_template.h
     "heads": Range(0, GRID),
-    "varlen": True,
-    "gqa": True,
-    "causal": True,
-    "window": True,
-    "seqused_k": True,
-    "deterministic": True,
-    "capture": True,
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
 BACKWARD = _Backward(**LIMITS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2.conversions import kernel_lengths, kernel_mask
+from attnreg.backends.fa2.native import kernel_lengths, kernel_mask
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable

@@ -51,14 +51,9 @@ _BOTH: dict[str, Any] = {
     "compute_capability": ((9, 0), (12, 1)),
     "head_dim": Range(8, 256, 8),
     "head_dim_v": Range(8, 256, 8),
-    "varlen": True,
-    "gqa": True,
-    "causal": True,
-    "window": True,
-    "seqused_k": True,
-    "num_splits": True,
-    "deterministic": True,
-    "capture": True,
+    **dict.fromkeys(
+        ("varlen", "gqa", "causal", "window", "seqused_k", "num_splits", "deterministic", "capture"), True
+    ),
 }
 FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
 BACKWARD = _Backward(**_BOTH)

@@ -1,18 +1,10 @@
 """Repeated calls without the package's Python: their recorded launches, replayed once they are proven.
 
-A call of the package costs the host 90 to 120 µs on an H200, of which a launch is 10; the rest is Python that
-checks arguments and looks up what to launch. Two calls of one description launch the same kernels with the
-same numbers, so that can be recorded. But a launch that the recording missed would be left out silently, and
-a number that depends on addresses or lengths would be repeated. Hence a recipe has to be proven:
-
-1. The first call of a description runs through the package.
-2. So does the second, which is recorded.
-3. A later one runs through the package, too; then the recipe is replayed on rearranged copies of its
-   tensors, at other addresses than the recorded ones, with other lengths, in memory full of NaN. The device
-   compares with the package on the same copies, and the host doesn't wait for it.
-4. Once the device has found them equal, calls of this description are replayed.
-
-Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in a CUDA graph's capture.
+Two calls of one description launch the same kernels with the same numbers, so a call's launches can be
+recorded and repeated. What the recording missed would be left out silently, so a recipe is used only once the
+device has found, on rearranged copies of a later call's tensors, that it gives the package's results.
+README.md has each step. Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in
+a CUDA graph's capture.
 """
 
 from __future__ import annotations
