@@ -4,11 +4,12 @@ As in 4.0.0b36, its functions allocate what they aren't given and launch compile
 keep in caches; memory that no kernel writes holds arbitrary values.
 """
 
-import contextlib
 import ctypes
 import functools
+import inspect
 import sys
 import types
+from collections import UserDict
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attnreg import Call, Device
 from attnreg.backends.fa4 import BACKEND, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
-
-FORWARD = fa4_package.KEYWORDS["_flash_attn_fwd"]
-BACKWARD = fa4_package.KEYWORDS["_flash_attn_bwd"]
 
 # Above so many sequences a launch of its own sums up their tiles.
 MANY, TILE = 256, 128
@@ -185,22 +183,6 @@ def convert_kernel(accum, result, cu_seqlens, used):
 # The package
 
 
-class Cache:
-    """The package's compile cache."""
-
-    def __init__(self):
-        self.compiled = {}
-
-    def __contains__(self, key):
-        return key in self.compiled
-
-    def __getitem__(self, key):
-        return self.compiled[key]
-
-    def __setitem__(self, key, function):
-        self.compiled[key] = function
-
-
 class Package:
     """A fake `flash_attn.cute.interface`.
 
@@ -230,7 +212,7 @@ class Package:
     def module(self, **replaced):
         module = types.ModuleType("flash_attn.cute.interface")
         for function in self.functions():
-            function.compile_cache = Cache()
+            function.compile_cache = UserDict()
             setattr(module, function.__name__, function)
         module.flash_attn_fwd = module._flash_attn_fwd  # under a second name
         module.maybe_contiguous = lambda tensor, align_bytes=16: tensor
@@ -238,30 +220,31 @@ class Package:
             setattr(module, name, function)
         return module
 
-    @contextlib.contextmanager
-    def called(self, name, arguments):
-        self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
-        self.calls.append((name, dict(arguments)))
-        try:
-            self.pause()
-            if self.fails is not None:
-                raise self.fails
-            yield
-        finally:
-            self.inside -= 1
+    def called(self, direction):
+        """Return a decorator that keeps what a function of the package is called with."""
 
-    def checked(self, function):
-        """Return a function that takes only the keywords that the adapter checks at load."""
+        def decorate(function):
+            signature = inspect.signature(function)
 
-        @functools.wraps(function)
-        def run(**given):
-            unlisted = given.keys() - {*fa4_package.KEYWORDS[function.__name__]}
-            assert not unlisted, f"{function.__name__} isn't checked for {unlisted}"
-            self.keywords[function.__name__].update(given)
-            return function(**given)
+            @functools.wraps(function)
+            def run(**given):
+                bound = signature.bind(**given)
+                bound.apply_defaults()
+                self.keywords[function.__name__].update(given)
+                self.calls.append((direction, dict(bound.arguments)))
+                self.inside += 1
+                self.most_inside = max(self.most_inside, self.inside)
+                try:
+                    self.pause()
+                    if self.fails is not None:
+                        raise self.fails
+                    return function(**given)
+                finally:
+                    self.inside -= 1
 
-        return run
+            return run
+
+        return decorate
 
     def offsets(self, tensor):
         if tensor is None or not self.bakes_lengths:
@@ -293,66 +276,62 @@ class Package:
 
     def functions(self):
         # fmt: off
-        @self.checked
+        @self.called("forward")
         def _flash_attn_fwd(
             q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
             window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
         ):
-            arguments = dict(locals())
-            with self.called("forward", {name: arguments[name] for name in FORWARD}):
-                assert softcap is None and num_splits == 1 and return_lse
-                varlen = cu_seqlens_q is not None
-                shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
-                if out is None:
-                    out = unwritten(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
-                if lse is None:
-                    lse = unwritten(torch.empty(shape, dtype=torch.float32))
-                assert lse.shape == shape and lse.dtype == torch.float32
-                many = varlen and len(cu_seqlens_q) > MANY + 1
-                tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
-                self.launch(
-                    _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
-                    q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
-                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
-                    window_size_left, window_size_right, AuxData(), tiles,
-                )
-                self.at_end(out)
-                return (out, lse, *self.extra)
+            assert softcap is None and num_splits == 1 and return_lse
+            varlen = cu_seqlens_q is not None
+            shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
+            if out is None:
+                out = unwritten(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
+            if lse is None:
+                lse = unwritten(torch.empty(shape, dtype=torch.float32))
+            assert lse.shape == shape and lse.dtype == torch.float32
+            many = varlen and len(cu_seqlens_q) > MANY + 1
+            tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
+            self.launch(
+                _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
+                q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
+                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
+                window_size_left, window_size_right, AuxData(), tiles,
+            )
+            self.at_end(out)
+            return (out, lse, *self.extra)
 
-        @self.checked
+        @self.called("backward")
         def _flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
         ):
-            arguments = dict(locals())
-            with self.called("backward", {name: arguments[name] for name in BACKWARD}):
-                assert softcap == 0.0
-                dq, dk, dv = (
-                    unwritten(torch.empty_like(x)) if given is None else given
-                    for x, given in ((q, dq), (k, dk), (v, dv))
-                )
-                dq_accum, dpsum = (
-                    unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
-                )
-                lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
-                shared = q.shape[-2] > k.shape[-2]
-                sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
-                turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
-                _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
-                self.launch(
-                    _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
-                    q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
-                    sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
-                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
-                    window_size_right, turns, AuxData(),
-                )
-                _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
-                for total, result in zip(sums, (dk, dv), strict=True):
-                    if shared:
-                        _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
-                return (dq, dk, dv, *self.extra_backward)
+            assert softcap == 0.0
+            dq, dk, dv = (
+                unwritten(torch.empty_like(x)) if given is None else given
+                for x, given in ((q, dq), (k, dk), (v, dv))
+            )
+            dq_accum, dpsum = (
+                unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
+            )
+            lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
+            shared = q.shape[-2] > k.shape[-2]
+            sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
+            turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
+            _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
+            self.launch(
+                _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
+                q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
+                sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
+                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
+                window_size_right, turns, AuxData(),
+            )
+            _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
+            for total, result in zip(sums, (dk, dv), strict=True):
+                if shared:
+                    _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
+            return (dq, dk, dv, *self.extra_backward)
         # fmt: on
 
         def _bwd_preprocess(*tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -22,7 +22,7 @@ from attnreg.torchlib import caches
 from attnreg.torchlib.layout import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -158,12 +158,8 @@ def functions_with_caches() -> list[Any]:
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings of the package's compiler about itself, which users can't act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+# Suppresses warnings of the package's compiler about itself, which users can't act on.
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 def _places(module: str) -> list[str]:

@@ -278,7 +278,7 @@ def test_the_fake_package_would_show_a_launch_left_out(kernels):
     right = both(kernels, query, key, value, grad, call)
     for name in ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"):
         function = getattr(sys.modules["flash_attn.cute.interface"], name)
-        (key_of,) = function.compile_cache.compiled
+        (key_of,) = function.compile_cache.data
         kept = function.compile_cache[key_of]
         function.compile_cache[key_of] = lambda *given: None
         with _disable_current_modes():
