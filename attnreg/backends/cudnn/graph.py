@@ -154,7 +154,8 @@ class _Description:
 
     def _result(self, tensor: Any, slot: Slot) -> None:
         dims, strides, dtype = self._layout(slot)
-        tensor.set_output(True).set_uid(int(slot)).set_data_type(dtype).set_dim(dims).set_stride(strides)
+        tensor.set_output(True).set_uid(int(slot)).set_data_type(dtype)
+        tensor.set_dim(dims).set_stride(strides)
         self._add(tensor, slot, strides)
 
     def _layout(self, slot: Slot) -> tuple[list[int], list[int], Any]:
