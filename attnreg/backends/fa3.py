@@ -7,6 +7,7 @@ offset are never written, and NaN in rows that no query may see spreads.
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import torch
 
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.layout import readable
 
@@ -44,14 +46,11 @@ class _Backward(Capabilities):
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or tuple(_deterministic(spec))
-
-
-def _deterministic(spec: AttentionSpec) -> list[str]:
-    # Head dims are rounded up to 64, 96, 128, 192 or 256, and the check is on that.
-    if spec.deterministic and spec.head_dim > 192:
-        return [f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}"]
-    return []
+        reasons = super().unsupported(spec)
+        # Head dims are rounded up to 64, 96, 128, 192 or 256, and the check is on that.
+        if reasons or not spec.deterministic or spec.head_dim <= 192:
+            return reasons
+        return (f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}",)
 
 
 # hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too, where
@@ -63,13 +62,7 @@ LIMITS: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),  # hopper/flash_bwd_launch_template.h
     "heads": Range(0, GRID),
-    "varlen": True,
-    "gqa": True,
-    "causal": True,
-    "window": True,
-    "seqused_k": True,
-    "deterministic": True,
-    "capture": True,
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
 BACKWARD = _Backward(**LIMITS)
@@ -103,15 +96,13 @@ def _load() -> Kernels:
     run_forward, run_backward = (_checked(name) for name in PASSED)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if _is_empty(query, key):
-            return _empty_results(query)
-        queries = _unused_rows(query, call.cu_seqlens_q)
-        key, value = _zeroed(_unused_keys(key, call), key, value)
+        if query.numel() == 0 or key.numel() == 0:
+            return empty_results(query, value, call)
+        queries, keys = find_unused(query, key, call)
+        key, value = _zeroed(keys, key, value)
         # One split: several would be added up in an order that changes from run to run.
-        out, lse = run_forward(
-            *map(readable, (query, key, value)),
-            page_table=call.block_table, num_splits=1, **_arguments(call),
-        )[:2]  # fmt: skip
+        given = _arguments(query, key, value, call)
+        out, lse = run_forward(page_table=call.block_table, num_splits=1, **given)[:2]
         (out,) = _zeroed(queries, out)
         without_keys = lse == torch.inf if queries is None else (lse == torch.inf) | queries
         return out, lse.masked_fill(without_keys, -torch.inf)
@@ -121,30 +112,31 @@ def _load() -> Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Preallocated, as versions differ in what they return: some these three first, others something else.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
-        if _is_empty(query, key):
+        if query.numel() == 0 or key.numel() == 0:
             return grad_q, grad_k, grad_v
-        queries = _unused_rows(query, call.cu_seqlens_q)
+        queries, keys = find_unused(query, key, call)
         query, grad_out, out = _zeroed(queries, query, grad_out, out)
-        key, value = _zeroed(_unused_keys(key, call), key, value)
+        key, value = _zeroed(keys, key, value)
         run_backward(
-            *map(readable, (query, key, value)),
-            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
-            dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic, **_arguments(call),
+            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(), dq=grad_q, dk=grad_k,
+            dv=grad_v, deterministic=call.deterministic, **_arguments(query, key, value, call),
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
     return Kernels(forward, backward)
 
 
-def _arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments that both ops are given, tensors aside."""
-    lengths = (call.max_q, call.max_k) if call.varlen else (None, None)
+def _arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
+    """Return the arguments that both ops are given."""
     return {
+        "q": readable(query),
+        "k": readable(key),
+        "v": readable(value),
         "cu_seqlens_q": call.cu_seqlens_q,
         "cu_seqlens_k": call.cu_seqlens_k,
         "seqused_k": call.seqused_k,
-        "max_seqlen_q": lengths[0],
-        "max_seqlen_k": None if call.cu_seqlens_k is None else lengths[1],
+        "max_seqlen_q": call.max_q if call.varlen else None,
+        "max_seqlen_k": None if call.cu_seqlens_k is None else call.max_k,
         "softmax_scale": call.scale,
         "is_causal": call.causal,
         "window_size_left": call.window[0],
@@ -173,50 +165,10 @@ def _checked(name: str) -> Callable[..., Any]:
         raise RegistrationError(
             f"{PACKAGE}::{name} of {package} needs {', '.join(needed)}, which attnreg doesn't know"
         )
-    unused = dict.fromkeys((one.name for one in further), None)
-
-    def run(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        return op.default(q=query, k=key, v=value, **given, **unused)
-
-    return run
+    return functools.partial(op.default, **dict.fromkeys((one.name for one in further), None))
 
 
-def _is_empty(query: Tensor, key: Tensor) -> bool:
-    return query.numel() == 0 or key.numel() == 0
-
-
-def _empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
-    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    return torch.zeros_like(query), lse.transpose(-1, -2).contiguous()
-
-
-# The kernels load tiles of fixed size: one that ends beyond its sequence loads the rows after it, too, at a
-# weight of zero, and zero times NaN is NaN. So rows that no query may see are set to zero before; that costs
-# a copy, as only the GPU knows where a packed batch ends.
-
-
-def _unused_rows(packed: Tensor, offsets: Tensor | None) -> Tensor | None:
-    """Return which rows come after the last sequence; None for a dense call."""
-    if offsets is None:
-        return None
-    return torch.arange(packed.shape[0], device=offsets.device) >= offsets[-1]
-
-
-def _unused_keys(key: Tensor, call: Call) -> Tensor | None:
-    """Return which keys no query may see, whatever the mask; None where there can't be any."""
-    offsets, used = call.cu_seqlens_k, call.seqused_k
-    if call.block_table is not None:
-        return None
-    if used is None:
-        return _unused_rows(key, offsets)
-    if offsets is None:
-        return torch.arange(key.shape[1], device=key.device) >= used[:, None]
-    rows = torch.arange(key.shape[0], device=key.device, dtype=offsets.dtype)
-    # The rows after the last sequence count as one more, of which nothing is used.
-    ends = torch.cat((offsets[:-1] + used, offsets.new_zeros(1)))
-    return rows >= ends[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
-
-
+# A copy of each tensor, as only the GPU knows where a packed batch ends.
 def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with zeros in those rows; themselves where there are none."""
     if rows is None:

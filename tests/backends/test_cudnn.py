@@ -4,6 +4,7 @@ Which plans it builds and keeps is in test_cudnn_plans.py.
 """
 
 from importlib.metadata import PackageNotFoundError
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from support.packages import gpu_spec
 
 from attnreg import Device
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, lengths, rounding
+from attnreg.backends.cudnn import adapter, plans, rounding
 from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 from attnreg.contract.discovery import Entry
@@ -89,15 +90,13 @@ def test_these_cases_include_those_that_cudnn_gets_wrong():
 
 def test_calls_without_queries_or_keys_reach_no_kernel(kernels, module):
     query, key, value, call = ragged([3, 9])
-    for empty in ((query[:0], key, value), (query, key[:0], value[:0])):
-        out, lse = kernels.forward(*empty, call)
-        assert out.shape == empty[0].shape
-        assert not out.any()
-        assert lse.shape == (4, len(empty[0]))
+    for inputs in ((query[:0], key, value), (query, key[:0], value[:0])):
+        out, lse = kernels.forward(*inputs, call)
+        assert lse.shape == (4, len(inputs[0]))
         assert (lse == -torch.inf).all()
-        grads = kernels.backward(out, *empty, out, lse, call)
-        assert [grad.shape for grad in grads] == [x.shape for x in empty]
-        assert not any(grad.any() for grad in grads)
+        grads = kernels.backward(out, *inputs, out, lse, call)
+        assert [x.shape for x in (out, *grads)] == [x.shape for x in (inputs[0], *inputs)]
+        assert not any(x.any() for x in (out, *grads))
     assert not module.graphs
 
 
@@ -135,8 +134,8 @@ def test_a_masked_backward_is_aligned_top_left_where_lengths_are_known_to_agree(
 
 
 def test_layers_share_what_is_derived_from_offsets_until_these_change(kernels, monkeypatch):
-    made, original = [], lengths.Lengths
-    monkeypatch.setattr(lengths, "Lengths", lambda *args: made.append(args) or original(*args))
+    made, original = [], plans.Lengths
+    monkeypatch.setattr(plans, "Lengths", lambda *args: made.append(args) or original(*args))
     query, key, value, call = ragged([3, 9])
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)
@@ -204,15 +203,15 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
 
 # What it refuses
 
+MASKED = "a masked dense call must have no more queries than keys, got 65 and 64"
+SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
+
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, ""),
-        (
-            {"max_q": 65, "window": (-1, 0)},
-            "a masked dense call must have no more queries than keys, got 65 and 64",
-        ),
+        ({"max_q": 65, "window": (-1, 0)}, MASKED),
         ({"max_q": 65}, ""),
         ({"max_q": 65, "window": (-1, 0), "varlen": True}, ""),
         ({"seqused_k": True}, "seqused_k must be None with dense tensors, got a tensor"),
@@ -220,10 +219,7 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
         ({"max_q": 1, "max_k": 1}, "query and key must not both have length 1"),
         ({"max_q": 1, "max_k": 1, "varlen": True}, ""),
         ({"head_dim": 256}, ""),
-        (
-            {"head_dim": 136, "device": "sm_86"},
-            "head_dim must be 8 to 128 on compute capability 8.x, got 136",
-        ),
+        ({"head_dim": 136, "device": "sm_86"}, SMALL),
         ({"dropout": 0.1}, "dropout_p must be 0, got 0.1"),
         ({"head_dim": 20, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 20"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
@@ -239,28 +235,23 @@ def test_what_it_refuses_and_why(changes, reason, direction):
 
 
 def test_only_a_backward_is_not_deterministic():
-    asked = gpu_spec(deterministic=True)
-    assert ENTRY.reasons(asked, "forward") == ()
-    assert ENTRY.reasons(asked, "backward") == ("not deterministic, and deterministic algorithms are on",)
+    spec = gpu_spec(deterministic=True)
+    assert ENTRY.reasons(spec, "forward") == ()
+    assert ENTRY.reasons(spec, "backward") == ("not deterministic, and deterministic algorithms are on",)
 
 
-def test_why_it_cannot_load_here(monkeypatch):
-    def missing(package):
-        raise PackageNotFoundError(package)
-
-    def reason():
-        return Entry("cuDNN", "a test", cudnn.BACKEND).unavailable()
-
-    assert reason() == (
-        "can't load here: nvidia-cudnn-frontend isn't installed; "
-        "install it with: pip install 'attnreg[cudnn]'"
-    )
-    monkeypatch.setattr(cudnn, "installed", lambda package: "1.32.0")
-    assert "its module cudnn is missing" in reason()
-    monkeypatch.setattr(cudnn, "find_spec", lambda name: object())
-    assert reason() == "can't load here: torch finds no CUDA GPU here"
-    monkeypatch.setattr(cudnn, "installed", missing)
-    assert "nvidia-cudnn-frontend isn't installed" in reason()
+@pytest.mark.parametrize(
+    ("installed", "found", "reason"),
+    [
+        (PackageNotFoundError("none"), None, "nvidia-cudnn-frontend isn't installed"),
+        ("1.32.0", None, "nvidia-cudnn-frontend is installed, but its module cudnn is missing"),
+        ("1.32.0", object(), "torch finds no CUDA GPU here"),
+    ],
+)
+def test_why_it_cannot_load_here(monkeypatch, installed, found, reason):
+    monkeypatch.setattr(cudnn, "installed", Mock(side_effect=[installed]))
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: found)
+    assert cudnn.BACKEND.unavailable() == reason
 
 
 def test_its_version_is_cudnns(monkeypatch):

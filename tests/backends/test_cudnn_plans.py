@@ -45,21 +45,13 @@ def test_batches_of_other_lengths_share_a_plan(kernels, module):
     assert kernels.forward.args[0].built == {"forward": 2, "backward": 0}
 
 
-@pytest.mark.parametrize(
-    ("shape", "changes"),
-    [
-        ({}, {"scale": 0.5}),
-        ({}, {"window": (2, 0)}),
-        ({"heads": (4, 4)}, {}),
-        ({"dim": 32}, {}),
-        ({"dtype": torch.float16}, {}),
-    ],
-)
-def test_calls_that_differ_in_what_a_plan_depends_on_have_two(kernels, module, shape, changes):
-    kernels.forward(*ragged([3, 9]))
-    *inputs, call = ragged([3, 9], **shape)
-    kernels.forward(*inputs, call._replace(**changes))
-    assert len(module.graphs) == 2
+def test_calls_that_differ_in_what_a_plan_depends_on_have_each_their_own(kernels, module):
+    *inputs, call = ragged([3, 9])
+    others = [ragged([3, 9], **shape) for shape in ({"heads": (4, 4)}, {"dim": 32}, {"dtype": torch.float16})]
+    changes = ({}, {"scale": 0.5}, {"window": (2, 0)})
+    for count, given in enumerate([*((*inputs, call._replace(**change)) for change in changes), *others], 1):
+        kernels.forward(*given)
+        assert len(module.graphs) == count
 
 
 def run_both(kernels, lens_q, lens_k=None, **changes):

@@ -10,7 +10,7 @@ import pytest
 from support import gpu
 
 from attnreg import _registry
-from attnreg.backends.fa4 import limits
+from attnreg.backends import fa4
 from attnreg.contract.backend import Kernels
 from attnreg.measure import CASES, QUICK, Case, measure, verify
 
@@ -139,7 +139,7 @@ def test_head_dims_in_steps_of_8(named, dim):
         ragged(*RAGGED, dims=(dim, dim), dtype="float16"),
     ]
     outcomes = hold(named, cases, may_refuse=["FA4"])
-    wrong = named == "FA4" and dim in limits.WRONG_GRADIENTS
+    wrong = named == "FA4" and dim in fa4.WRONG_GRADIENTS
     assert [bool(outcome.reasons) for outcome in outcomes] == [wrong] * 3
 
 

@@ -13,7 +13,7 @@ from math import inf, nan
 import torch
 
 from attnreg import Call
-from attnreg.backends.cudnn import adapter, launcher
+from attnreg.backends.cudnn import adapter
 from attnreg.contract import offsets
 
 DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}
@@ -301,8 +301,7 @@ def install(monkeypatch):
     made = Module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(offsets, "_cache", {})
-    for user in (adapter, launcher):
-        monkeypatch.setattr(user, "stream_of", lambda tensor: 7)
+    monkeypatch.setattr(adapter, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -2,7 +2,8 @@
 
 Both compute the same, with plain PyTorch in float64 and by the rules of the real kernels: +inf for a row
 without a key, nothing written past the last offset, windows as the C++ reads them, an LSE without the bias
-that a causal row has in common, and gradients from the LSE that they are given.
+that a causal row has in common, and gradients from the LSE that they are given. Dropout
+is no more than its seed and offset.
 """
 
 import sys
@@ -52,14 +53,7 @@ OF_PACKAGE = (
 
 
 def renamed(given, names):
-    pairs = zip(NAMES.split(), names.split(), strict=True)
-    return {name: given.get(theirs) for name, theirs in pairs} | {"rng_state": given.get("rng_state")}
-
-
-def kept(rng_state, p, index, shape):
-    """Return the dropout mask of a sequence, scaled."""
-    generator = torch.Generator().manual_seed(int(rng_state[0]) + 31 * int(rng_state[1]) + index)
-    return (torch.rand(shape, generator=generator) >= p).double() / (1.0 - p)
+    return {name: given.get(theirs) for name, theirs in zip(NAMES.split(), names.split(), strict=True)}
 
 
 def sequences(given):
@@ -131,8 +125,6 @@ def run_forward(given):
         found = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
         found = found.masked_fill(found == -torch.inf, torch.inf)
         weights = (s - found[..., None]).exp()
-        if given["p"]:
-            weights = weights * kept(rng_state, given["p"], index, s.shape)
         out[at_q], lse[:, at_q] = torch.einsum("hqk,khd->qhd", weights, value), found
     if given["cu_q"] is None:
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -149,13 +141,12 @@ def run_backward(given):
     group = (flat["k"].shape[1], -1)
     for index, at_q, at_k, query, key, value in each(given):
         weights = (scores(given, index, query, key) - lse[:, at_q, None]).exp()
-        keep = kept(given["rng_state"], given["p"], index, weights.shape) if given["p"] else 1.0
         dout, out = flat["dout"][at_q], flat["out"][at_q]
-        slope = torch.einsum("qhd,khd->hqk", dout, value) * keep
+        slope = torch.einsum("qhd,khd->hqk", dout, value)
         slope = weights * (slope - (dout * out).sum(-1).T[..., None]) * given["scale"]
         grads["q"][at_q] = torch.einsum("hqk,khd->qhd", slope, key)
         grads["k"][at_k] = torch.einsum("hqk,qhd->khd", slope, query).unflatten(1, group).sum(2)
-        grads["v"][at_k] = torch.einsum("hqk,qhd->khd", weights * keep, dout).unflatten(1, group).sum(2)
+        grads["v"][at_k] = torch.einsum("hqk,qhd->khd", weights, dout).unflatten(1, group).sum(2)
     return [grad.view(given[name].shape).to(given[name].dtype) for name, grad in grads.items()]
 
 
@@ -191,7 +182,6 @@ class Torch:
     def backward(self, given):
         assert (given["rng_state"].dtype, given["rng_state"].shape) == (torch.uint64, (2,))
         assert given["logsumexp"].is_contiguous()  # the kernel doesn't look at its strides
-        given = given | {"rng_state": given["rng_state"].view(torch.int64)}
         return tuple(run_backward(renamed(given, OF_TORCH)))
 
 

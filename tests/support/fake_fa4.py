@@ -1,14 +1,15 @@
-"""A stand-in for flash-attn-4 on a CPU: its signatures, its compile caches, and float64.
+"""A stand-in for flash-attn-4 on a CPU: the parameters that are passed, compile caches, and float64.
 
 As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
 keep in caches; memory that no kernel writes holds arbitrary values.
 """
 
-import contextlib
 import ctypes
 import functools
+import inspect
 import sys
 import types
+from collections import UserDict
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attnreg import Call, Device
 from attnreg.backends.fa4 import BACKEND, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
-
-FORWARD = fa4_package.KEYWORDS["_flash_attn_fwd"]
-BACKWARD = fa4_package.KEYWORDS["_flash_attn_bwd"]
 
 # Above so many sequences a launch of its own sums up their tiles.
 MANY, TILE = 256, 128
@@ -44,38 +42,28 @@ def visible(len_q, len_k, causal, left, right):
     return mask
 
 
-def attention(query, key, value, scale, mask):
-    """Return output (S_q, H, D_v), LSE (H, S_q) and weights (H, S_q, S_k) of one sequence, in float64."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = (x.double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.where(mask, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
-    # A tile also loads the rows behind its sequence, at a weight of 0: NaN spreads.
-    return torch.einsum("hqk,khd->qhd", weights, value), lse, weights
+def scores(query, key, scale, mask):
+    """Return masked scores (H, S_q, S_k) of one sequence, in float64."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (torch.einsum("qhd,khd->hqk", query.double(), key) * scale).where(mask, -torch.inf)
+
+
+def weights(scores, lse):
+    return torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
 
 
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
-    """Yield each sequence: where its queries are, its keys, and how many keys it loads and counts."""
+    """Yield each sequence: where its queries are and its keys, and how many of these it counts."""
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     for index in range(batch):
-        if cu_seqlens_q is None:
-            rows_q, rows_k = (index, slice(None)), (index, slice(None))
-        else:
+        rows_q = rows_k = (index, slice(None))
+        if cu_seqlens_q is not None:
             rows_q = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
-            rows_k = None
-            if page_table is None:
-                rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
         if page_table is not None:
-            pages = page_table[index].long()
-            length = int(seqused_k[index])
-            picked = (pages[:, None], torch.arange(k.shape[1]))
-            yield rows_q, picked, length
-            continue
-        length = k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
-        yield rows_q, rows_k, length
+            rows_k = (page_table[index].long()[:, None], torch.arange(k.shape[1]))
+        elif cu_seqlens_q is not None:
+            rows_k = slice(int(cu_seqlens_k[index]), int(cu_seqlens_k[index + 1]))
+        yield rows_q, rows_k, k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
 
 
 def loaded(x, rows, length):
@@ -137,12 +125,12 @@ def forward_kernel(causal):
             assert torch.equal(tiles, expected)
         v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
-            query = q[rows_q]
-            value = loaded(v, rows_k, length)
+            query, value = q[rows_q], loaded(v, rows_k, length).double()
             key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-            mask = visible(len(query), length, causal, left, right)
-            part, part_lse, _ = attention(query, key[:length], value, scale, mask)
-            out[rows_q] = part.to(out.dtype)
+            found = scores(query, key[:length], scale, visible(len(query), length, causal, left, right))
+            part_lse = found.logsumexp(-1)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            out[rows_q] = torch.einsum("hqk,khd->qhd", weights(found, part_lse), value).to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
             else:
@@ -168,15 +156,13 @@ def backward_kernel(causal, shared):
             key, value = (loaded(x, rows_k, length).double() for x in (k, v))
             heads, heads_k = query.shape[1], key.shape[1]
             keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-            mask = visible(len(query), length, causal, left, right)
             part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
-            scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-            weights = torch.exp(scores - part_lse.where(part_lse > -torch.inf, 0.0)[..., None])
-            weights = weights.where(mask, 0.0)
+            mask = visible(len(query), length, causal, left, right)
+            part_weights = weights(scores(query, key, scale, mask), part_lse)
             delta = dpsum[rows_q].double().mT
-            grads = weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
+            grads = part_weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
             dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
-            for result, weight, other in ((dk, grads, query), (dv, weights, grad)):
+            for result, weight, other in ((dk, grads, query), (dv, part_weights, grad)):
                 part = torch.einsum("hqk,qhd->khd", weight, other)
                 part = part.unflatten(1, (heads_k, heads // heads_k)).sum(2).to(result.dtype)
                 if shared:
@@ -195,22 +181,6 @@ def convert_kernel(accum, result, cu_seqlens, used):
 
 
 # The package
-
-
-class Cache:
-    """The package's compile cache."""
-
-    def __init__(self):
-        self.compiled = {}
-
-    def __contains__(self, key):
-        return key in self.compiled
-
-    def __getitem__(self, key):
-        return self.compiled[key]
-
-    def __setitem__(self, key, function):
-        self.compiled[key] = function
 
 
 class Package:
@@ -242,7 +212,7 @@ class Package:
     def module(self, **replaced):
         module = types.ModuleType("flash_attn.cute.interface")
         for function in self.functions():
-            function.compile_cache = Cache()
+            function.compile_cache = UserDict()
             setattr(module, function.__name__, function)
         module.flash_attn_fwd = module._flash_attn_fwd  # under a second name
         module.maybe_contiguous = lambda tensor, align_bytes=16: tensor
@@ -250,30 +220,31 @@ class Package:
             setattr(module, name, function)
         return module
 
-    @contextlib.contextmanager
-    def called(self, name, arguments):
-        self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
-        self.calls.append((name, dict(arguments)))
-        try:
-            self.pause()
-            if self.fails is not None:
-                raise self.fails
-            yield
-        finally:
-            self.inside -= 1
+    def called(self, direction):
+        """Return a decorator that keeps what a function of the package is called with."""
 
-    def checked(self, function):
-        """Return a function that takes only the keywords that the adapter checks at load."""
+        def decorate(function):
+            signature = inspect.signature(function)
 
-        @functools.wraps(function)
-        def run(**given):
-            unlisted = given.keys() - {*fa4_package.KEYWORDS[function.__name__]}
-            assert not unlisted, f"{function.__name__} isn't checked for {unlisted}"
-            self.keywords[function.__name__].update(given)
-            return function(**given)
+            @functools.wraps(function)
+            def run(**given):
+                bound = signature.bind(**given)
+                bound.apply_defaults()
+                self.keywords[function.__name__].update(given)
+                self.calls.append((direction, dict(bound.arguments)))
+                self.inside += 1
+                self.most_inside = max(self.most_inside, self.inside)
+                try:
+                    self.pause()
+                    if self.fails is not None:
+                        raise self.fails
+                    return function(**given)
+                finally:
+                    self.inside -= 1
 
-        return run
+            return run
+
+        return decorate
 
     def offsets(self, tensor):
         if tensor is None or not self.bakes_lengths:
@@ -305,77 +276,62 @@ class Package:
 
     def functions(self):
         # fmt: off
-        @self.checked
+        @self.called("forward")
         def _flash_attn_fwd(
-            q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-            causal=False, softcap=None, window_size_left=None, window_size_right=None,
-            learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
-            num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
-            block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
-            aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
-            scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
-            gather_bwd_recompute_p=False,
+            q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+            window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
         ):
-            arguments = dict(locals())
-            with self.called("forward", {name: arguments[name] for name in FORWARD}):
-                assert softcap is None and num_splits == 1 and return_lse
-                varlen = cu_seqlens_q is not None
-                shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
-                if out is None:
-                    out = unwritten(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
-                if lse is None:
-                    lse = unwritten(torch.empty(shape, dtype=torch.float32))
-                assert lse.shape == shape and lse.dtype == torch.float32
-                many = varlen and len(cu_seqlens_q) > MANY + 1
-                tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
-                self.launch(
-                    _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
-                    q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
-                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
-                    window_size_left, window_size_right, AuxData(), tiles,
-                )
-                self.at_end(out)
-                return (out, lse, *self.extra)
+            assert softcap is None and num_splits == 1 and return_lse
+            varlen = cu_seqlens_q is not None
+            shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
+            if out is None:
+                out = unwritten(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
+            if lse is None:
+                lse = unwritten(torch.empty(shape, dtype=torch.float32))
+            assert lse.shape == shape and lse.dtype == torch.float32
+            many = varlen and len(cu_seqlens_q) > MANY + 1
+            tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
+            self.launch(
+                _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
+                q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
+                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
+                window_size_left, window_size_right, AuxData(), tiles,
+            )
+            self.at_end(out)
+            return (out, lse, *self.extra)
 
-        @self.checked
+        @self.called("backward")
         def _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
-            num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,  # noqa: N803
-            dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2,  # noqa: N803
-            V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,  # noqa: N803
-            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
-            score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None,
-            block_sparse_tensors=None, dlse=None, learnable_sink=None,
+            q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+            window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
         ):
-            arguments = dict(locals())
-            with self.called("backward", {name: arguments[name] for name in BACKWARD}):
-                assert softcap == 0.0
-                dq, dk, dv = (
-                    unwritten(torch.empty_like(x)) if given is None else given
-                    for x, given in ((q, dq), (k, dk), (v, dv))
-                )
-                dq_accum, dpsum = (
-                    unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
-                )
-                lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
-                shared = q.shape[-2] > k.shape[-2]
-                sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
-                turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
-                _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
-                self.launch(
-                    _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
-                    q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
-                    sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
-                    self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
-                    window_size_right, turns, AuxData(),
-                )
-                _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
-                for total, result in zip(sums, (dk, dv), strict=True):
-                    if shared:
-                        _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
-                return (dq, dk, dv, *self.extra_backward)
+            assert softcap == 0.0
+            dq, dk, dv = (
+                unwritten(torch.empty_like(x)) if given is None else given
+                for x, given in ((q, dq), (k, dk), (v, dv))
+            )
+            dq_accum, dpsum = (
+                unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
+            )
+            lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
+            shared = q.shape[-2] > k.shape[-2]
+            sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
+            turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
+            _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
+            self.launch(
+                _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
+                q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
+                sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
+                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
+                window_size_right, turns, AuxData(),
+            )
+            _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
+            for total, result in zip(sums, (dk, dv), strict=True):
+                if shared:
+                    _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
+            return (dq, dk, dv, *self.extra_backward)
         # fmt: on
 
         def _bwd_preprocess(*tensors):

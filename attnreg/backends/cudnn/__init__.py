@@ -1,8 +1,8 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
 What it can run is declared here; read adapter.py next. A call goes `problem` (what a plan depends on) ->
-`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one);
-`lengths` derives what a plan reads of `cu_seqlens`, `launcher` repeats a call. README.md has the reasons.
+`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one).
+README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnreg.backends.cudnn.adapter import backward, forward
-from attnreg.backends.cudnn.launcher import specialize
+from attnreg.backends.cudnn.adapter import backward, forward, specialize
 from attnreg.backends.cudnn.plans import Plans
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range

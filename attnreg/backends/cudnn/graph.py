@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnreg.backends.cudnn.problem import Problem, Strides
 
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
+_OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value
 # One thread builds at a time, so nothing guards this.
 _lengths_keys: dict[tuple[Slot | RaggedOffset, ...], int] = {}
 # The uid of a tensor's ragged offset is the tensor's and this.
@@ -26,19 +27,6 @@ _RAGGED = 100
 _ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int"
 
 log = logging.getLogger("attnreg")
-
-
-class ByAddress(NamedTuple):
-    """How a plan is run on addresses.
-
-    Attributes:
-        run: `run(addresses, workspace, handle)`, all of them numbers; the last is a handle's
-            `backend_handle`.
-        order: the places of the tensors in the plan's `uids`, in the order of the addresses.
-    """
-
-    run: Callable[[int, int, int], None]
-    order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,7 +40,9 @@ class Plan:
         lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
         lengths_key: a number that plans with the same `lengths` share; looked up faster than they are.
         uids: cuDNN's numbers of all buffers.
-        by_address: how to run it on addresses; None if this release of the frontend can't.
+        run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
+            addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
+            release of the frontend can't.
     """
 
     graph: Any
@@ -61,7 +51,7 @@ class Plan:
     lengths: tuple[Slot | RaggedOffset, ...]
     lengths_key: int
     uids: tuple[int, ...]
-    by_address: ByAddress | None = None
+    run_on_addresses: Callable[[int, int, int], None] | None
 
 
 def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
@@ -113,57 +103,25 @@ class _Description:
         uids, lengths_key = (*tensors, *self._lengths), _lengths_keys.setdefault(lengths, len(_lengths_keys))
         return Plan(
             graph, graph.get_workspace_size(), tuple(tensors.values()), lengths, lengths_key, uids,
-            _by_address(graph, uids, self._handle),
+            _on_addresses(graph, uids, self._handle),
         )  # fmt: skip
 
     def _forward(self) -> None:
-        problem = self._problem
-        out, stats = self._graph.sdpa(
-            **self._inputs(), **self._options(), generate_stats=True, name="forward"
-        )
-        out_strides = _contiguous(problem, problem.max_q, problem.heads_q, problem.head_dim_v)
-        self._result(out, Slot.OUT, (problem.heads_q, problem.max_q, problem.head_dim_v), out_strides)
-        self._result(stats, Slot.STATS, (problem.heads_q, problem.max_q, 1), self._stats_strides())
-        stats.set_data_type(self._cudnn.data_type.FLOAT)
+        inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V)
+        out, stats = self._graph.sdpa(**inputs, **self._options(), generate_stats=True, name="forward")
+        self._result(out, Slot.OUT)
+        self._result(stats, Slot.STATS)
 
     def _backward(self) -> None:
         problem = self._problem
-        rows = (problem.heads_q, problem.max_q, problem.head_dim_v)
-        operands = {
-            **self._inputs(),
-            "o": self._tensor(Slot.OUT, rows, problem.strides_out),
-            "dO": self._tensor(Slot.GRAD_OUT, rows, problem.strides_grad_out),
-            "stats": self._tensor(
-                Slot.STATS,
-                (problem.heads_q, problem.max_q, 1),
-                self._stats_strides(),
-                self._cudnn.data_type.FLOAT,
-            ),
-        }
+        inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V, o=Slot.OUT, dO=Slot.GRAD_OUT, stats=Slot.STATS)
         # Without these totals the workspace would be that of a batch in which each sequence is the longest.
         totals = {"max_total_seq_len_q": problem.tokens_q, "max_total_seq_len_kv": problem.tokens_k}
         grads = self._graph.sdpa_backward(
-            **operands, **self._options(), **(totals if problem.packed else {}), name="backward"
+            **inputs, **self._options(), **(totals if problem.packed else {}), name="backward"
         )
-        keys = (problem.heads_k, problem.max_k)
-        shapes = {
-            Slot.GRAD_Q: (problem.heads_q, problem.max_q, problem.head_dim),
-            Slot.GRAD_K: (*keys, problem.head_dim),
-            Slot.GRAD_V: (*keys, problem.head_dim_v),
-        }
-        for grad, (slot, (heads, length, size)) in zip(grads, shapes.items(), strict=True):
-            self._result(grad, slot, (heads, length, size), _contiguous(problem, length, heads, size))
-
-    def _inputs(self) -> dict[str, Any]:
-        problem = self._problem
-        query = (problem.heads_q, problem.max_q, problem.head_dim)
-        key = (problem.heads_k, problem.max_k, problem.head_dim)
-        value = (problem.heads_k, problem.max_k, problem.head_dim_v)
-        return {
-            "q": self._tensor(Slot.Q, query, problem.strides_q),
-            "k": self._tensor(Slot.K, key, problem.strides_k),
-            "v": self._tensor(Slot.V, value, problem.strides_v),
-        }
+        for grad, slot in zip(grads, (Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), strict=True):
+            self._result(grad, slot)
 
     def _options(self) -> dict[str, Any]:
         left, right = self._problem.window
@@ -183,30 +141,36 @@ class _Description:
             options["diagonal_band_right_bound"] = right
         return options
 
-    def _stats_strides(self) -> Strides:
-        """Return the strides of the LSE, which cuDNN calls stats; see `Problem.exact`."""
-        heads, rows = self._problem.heads_q, self._problem.max_q
-        if self._problem.packed:
-            return (0, self._problem.tokens_q, 1) if self._problem.exact else (0, 1, heads)
-        return heads * rows, rows, 1
+    def _inputs(self, **slots: Slot) -> dict[str, Any]:
+        """Return a new tensor of the graph for each slot, by the frontend's keyword."""
+        inputs = {}
+        for keyword, slot in slots.items():
+            dims, strides, dtype = self._layout(slot)
+            inputs[keyword] = self._graph.tensor(
+                name=slot.name, uid=int(slot), dim=dims, stride=strides, data_type=dtype
+            )
+            self._add(inputs[keyword], slot, strides)
+        return inputs
 
-    def _tensor(self, slot: Slot, shape: tuple[int, int, int], strides: Strides, dtype: Any = None) -> Any:
-        tensor = self._graph.tensor(
-            name=slot.name,
-            uid=int(slot),
-            dim=[self._problem.batch, *shape],
-            stride=_with_batch(strides, shape[1]),
-            data_type=dtype or self._dtype,
-        )
-        self._add(tensor, slot, strides)
-        return tensor
-
-    def _result(self, tensor: Any, slot: Slot, shape: tuple[int, int, int], strides: Strides) -> None:
-        tensor.set_output(True).set_uid(int(slot)).set_data_type(self._dtype)
-        tensor.set_dim([self._problem.batch, *shape]).set_stride(_with_batch(strides, shape[1]))
+    def _result(self, tensor: Any, slot: Slot) -> None:
+        dims, strides, dtype = self._layout(slot)
+        tensor.set_output(True).set_uid(int(slot)).set_data_type(dtype)
+        tensor.set_dim(dims).set_stride(strides)
         self._add(tensor, slot, strides)
 
-    def _add(self, tensor: Any, slot: Slot, strides: Strides) -> None:
+    def _layout(self, slot: Slot) -> tuple[list[int], list[int], Any]:
+        """Return dims and strides of a tensor, as (batch, head, token, head dim), and its dtype."""
+        problem, float32 = self._problem, self._cudnn.data_type.FLOAT
+        of_keys = slot in _OF_KEYS
+        heads, length = (problem.heads_k, problem.max_k) if of_keys else (problem.heads_q, problem.max_q)
+        size = 1 if slot is Slot.STATS else problem.head_dim_v if slot in _OF_VALUES else problem.head_dim
+        batch, head, token = _strides(problem, slot, heads, length, size)
+        dims = [problem.batch, heads, length, size]
+        # cuDNN wants a stride of the batch even where it reads ragged offsets.
+        strides = [batch or length * token, head, token, 1]
+        return dims, strides, float32 if slot is Slot.STATS else self._dtype
+
+    def _add(self, tensor: Any, slot: Slot, strides: list[int]) -> None:
         """Take a tensor into the plan, with a ragged offset if it is packed."""
         self._tensors[int(slot)] = slot
         if self._problem.packed:
@@ -220,26 +184,23 @@ class _Description:
         return self._graph.tensor(name=f"vector {uid}", uid=uid, data_type=dtype, **shape)
 
 
-def _contiguous(problem: Problem, length: int, heads: int, size: int) -> Strides:
-    return 0 if problem.packed else length * heads * size, size, heads * size
+def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -> Strides:
+    """Return the strides of (batch, head, token): those of the call's tensors, and contiguous results."""
+    if slot is Slot.STATS:  # the LSE; see `Problem.exact`
+        if problem.packed:
+            return (0, problem.tokens_q, 1) if problem.exact else (0, 1, heads)
+        return heads * length, length, 1
+    given = {Slot.Q: problem.strides_q, Slot.K: problem.strides_k, Slot.V: problem.strides_v}
+    if problem.direction == "backward":
+        given |= {Slot.OUT: problem.strides_out, Slot.GRAD_OUT: problem.strides_grad_out}
+    return given.get(slot, (0 if problem.packed else length * heads * size, size, heads * size))
 
 
-def _with_batch(strides: Strides, length: int) -> list[int]:
-    """Return strides with the head dim's; cuDNN wants one of the batch even where it reads ragged offsets."""
-    batch, head, token = strides
-    return [batch or length * token, head, token, 1]
-
-
-def _by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | None:
-    """Return how to run a built graph on addresses; None where this release doesn't do it as 1.32 does.
+def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int, int, int], None] | None:
+    """Return `Plan.run_on_addresses` of a built graph; None where this release doesn't do it as 1.32 does.
 
     The frontend's `execute` looks at each tensor, which costs the host as much as cuDNN's launch. What it
     calls then is private: where a release has changed it, plans are run by `execute`.
-
-    Args:
-        graph: the frontend's.
-        uids: of the tensors that it is run on.
-        handle: one of those that it will be run with.
     """
     try:
         if graph.selected_engine is not None:
@@ -262,4 +223,4 @@ def _by_address(graph: Any, uids: Sequence[int], handle: Any) -> ByAddress | Non
     def run(addresses: int, workspace: int, handle: int) -> None:
         execute(addresses, count, workspace, handle, index)
 
-    return ByAddress(run, tuple(uids.index(uid) for uid in ordered))
+    return run

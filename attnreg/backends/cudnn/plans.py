@@ -1,4 +1,4 @@
-"""The plans of this process and the cuDNN handles of its threads.
+"""The plans of this process, the cuDNN handles of its threads, and what plans read of `cu_seqlens`.
 
 A plan is immutable and may run in several threads; a handle belongs to one thread and one device.
 """
@@ -14,6 +14,8 @@ import torch
 
 from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.graph import build
+from attnreg.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.contract.offsets import derived_from
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.isolation import run_in_thread
 from attnreg.torchlib.layout import uninitialized
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backends.cudnn.graph import Plan
-    from attnreg.backends.cudnn.lengths import Lengths
     from attnreg.backends.cudnn.problem import Problem
 
 # More than a training run needs, as packed problems are rounded, and few enough to stay small: a plan
@@ -59,7 +60,7 @@ class Plans:
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
-        self._module = weakref.ref(cudnn)  # what is kept here may outlive it
+        self._cudnn: Callable[[], Any] = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
         self._plans: dict[Problem, Plan] = {}
         self._declined: dict[Problem, str] = {}
@@ -84,13 +85,7 @@ class Plans:
         return self._plans.get(problem)
 
     def run(self, problem: Problem, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int) -> None:
-        """Run the plan of a problem, built if it isn't yet; its device has to be the current one.
-
-        Args:
-            problem: what `select` has returned.
-            tensors: those of the plan, by `Slot`, ascending.
-            lengths: those of packed tensors.
-            stream: a CUDA stream of the device.
+        """Run the plan of a problem that `select` has returned, built if it isn't yet; see `execute`.
 
         Raises:
             UnsupportedInputError: cuDNN has no kernel for it, or a plan would have to be built while a
@@ -102,18 +97,18 @@ class Plans:
     def execute(
         self, plan: Plan, device: int, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int
     ) -> None:
-        """Run a plan on tensors; the rest as for `run`."""
-        buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
-        size, workspace = plan.workspace, None
-        if size:
-            workspace = uninitialized((size,), (1,), torch.uint8, tensors[0].device)
-        plan.graph.execute(buffers, workspace, handle=self._handle(device, stream), tensor_uids=plan.uids)
+        """Run a plan; its device has to be the current one.
 
-    def execute_on_addresses(
-        self, run: Callable[[int, int, int], None], device: int, addresses: int, workspace: int, stream: int
-    ) -> None:
-        """Run a plan by its `ByAddress.run`; the rest as for `run`."""
-        run(addresses, workspace, self._handle(device, stream).backend_handle)
+        Args:
+            tensors: those of the plan, by `Slot`, ascending.
+            lengths: those of packed tensors.
+            stream: a CUDA stream of the device.
+        """
+        buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
+        workspace = None
+        if plan.workspace:
+            workspace = uninitialized((plan.workspace,), (1,), torch.uint8, tensors[0].device)
+        plan.graph.execute(buffers, workspace, handle=self.handle(device, stream), tensor_uids=plan.uids)
 
     def _release(self) -> None:
         """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
@@ -122,10 +117,6 @@ class Plans:
         """
         self._plans.clear()
         self._thread = threading.local()
-
-    @property
-    def _cudnn(self) -> Any:
-        return self._module()
 
     def _build_once(self, problem: Problem) -> Plan:
         if torch.cuda.is_current_stream_capturing():
@@ -146,11 +137,11 @@ class Plans:
             return self._plans[problem]
 
     def _build(self, problem: Problem) -> Plan:
-        handle = self._handle(problem.device, torch.cuda.current_stream().cuda_stream)
+        handle = self.handle(problem.device, torch.cuda.current_stream().cuda_stream)
 
         def there() -> Plan:
             with torch.cuda.device(problem.device):
-                return build(self._cudnn, problem, handle)
+                return build(self._cudnn(), problem, handle)
 
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
@@ -162,14 +153,65 @@ class Plans:
             self._declined[problem] = str(error)  # batches of other lengths come to the same problem
             raise
 
-    def _handle(self, device: int, stream: int) -> Any:
+    def handle(self, device: int, stream: int) -> Any:
+        """Return this thread's handle of a device, set to a stream."""
         handles = getattr(self._thread, "handles", None)
         if handles is None:
-            handles = self._thread.handles = _Handles(self._cudnn.destroy_handle)
+            handles = self._thread.handles = _Handles(self._cudnn().destroy_handle)
         found = handles.get(device)
         if found is None:
-            found = handles[device] = [self._cudnn.create_handle(), None]
+            found = handles[device] = [self._cudnn().create_handle(), None]
         if found[1] != stream:
-            self._cudnn.set_stream(found[0], stream)
+            self._cudnn().set_stream(found[0], stream)
             found[1] = stream
         return found[0]
+
+
+def lengths_of(
+    batch: int, stream: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None = None
+) -> Lengths:
+    """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged."""
+    given = [cu_seqlens_q, cu_seqlens_k] if seqused_k is None else [cu_seqlens_q, cu_seqlens_k, seqused_k]
+    return derived_from(
+        given, stream, ("cuDNN", batch), lambda: Lengths(batch, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    )
+
+
+class Lengths:
+    """The lengths and ragged offsets of one batch, padded with empty sequences to what a plan is for.
+
+    Args:
+        batch: how many sequences the plan is for.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
+        seqused_k: how many keys of each sequence count, int32 (B,); None for all.
+    """
+
+    def __init__(
+        self, batch: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
+    ) -> None:
+        starts_q = _padded(cu_seqlens_q, batch)
+        starts_k = starts_q if cu_seqlens_k is cu_seqlens_q else _padded(cu_seqlens_k, batch)
+        queries = starts_q.diff()
+        keys = queries if starts_k is starts_q else starts_k.diff()
+        if seqused_k is not None:
+            keys = torch.nn.functional.pad(seqused_k, (0, batch - len(seqused_k)))
+        # cuDNN 9.19 writes NaN for a sequence without keys; one without queries it leaves alone.
+        queries = queries if keys is queries else queries * (keys > 0)
+        self._inputs: dict[Slot | RaggedOffset, Tensor] = {Slot.SEQ_LEN_Q: queries, Slot.SEQ_LEN_K: keys}
+        self._starts = starts_q.long(), starts_k.long()
+        self._of_plans: dict[int, list[Tensor]] = {}
+
+    def inputs_of(self, plan: Plan) -> list[Tensor]:
+        """Return what a plan reads: lengths, int32 (batch,), and ragged offsets, int64 (batch + 1,)."""
+        found = self._of_plans.get(plan.lengths_key)
+        if found is None:
+            for wanted in plan.lengths:
+                if isinstance(wanted, RaggedOffset) and wanted not in self._inputs:
+                    self._inputs[wanted] = self._starts[wanted.of_keys] * wanted.token_stride
+            found = self._of_plans[plan.lengths_key] = [self._inputs[wanted] for wanted in plan.lengths]
+        return found
+
+
+def _padded(cu_seqlens: Tensor, batch: int) -> Tensor:
+    missing = batch + 1 - len(cu_seqlens)
+    return torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing))) if missing else cu_seqlens

@@ -15,20 +15,8 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import Direction
 
 
-class Slot(enum.IntEnum):
-    """The tensors of a graph; the numbers are their uids."""
-
-    Q = 1
-    K = 2
-    V = 3
-    OUT = 4
-    STATS = 5
-    GRAD_OUT = 6
-    GRAD_Q = 7
-    GRAD_K = 8
-    GRAD_V = 9
-    SEQ_LEN_Q = 10
-    SEQ_LEN_K = 11
+# The tensors of a graph; the numbers, from 1 on, are their uids.
+Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")
 
 
 class RaggedOffset(NamedTuple):
@@ -92,25 +80,24 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
     return not (query.numel() and key.numel() and call.max_q and call.max_k)
 
 
-def describe(direction: Direction, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Problem:
-    """Return the problem of a call, with its own lengths; `Plans.select` rounds them."""
+def describe(direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Problem:
+    """Return the problem of a call on a function's tensors, not yet rounded as `Plans.select` does it."""
+    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     packed, batch, tokens = False, query.shape[0], (0, 0)
     if call.cu_seqlens_q is not None:
         packed, batch = True, call.cu_seqlens_q.shape[0] - 1
         tokens = query.shape[0], key.shape[0] if direction == "backward" else 0
-    return Problem(
+    problem = Problem(
         direction, query.get_device(), query.dtype, batch, call.max_q, call.max_k,
         query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1],
         float(call.scale), call.window, packed, *tokens,
         _strides(query, packed), _strides(key, packed), _strides(value, packed),
     )  # fmt: skip
-
-
-def with_results(problem: Problem, out: Tensor, grad_out: Tensor, call: Call) -> Problem:
-    """Return the problem of a backward with the forward's output and the gradient of it."""
+    if direction == "forward":
+        return problem
     return problem._replace(
-        strides_out=_strides(out, problem.packed),
-        strides_grad_out=_strides(grad_out, problem.packed),
+        strides_out=_strides(tensors[4], packed),
+        strides_grad_out=_strides(tensors[0], packed),
         square=call.window != (-1, -1) and _is_square(call),
     )
 

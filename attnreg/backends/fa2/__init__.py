@@ -1,8 +1,8 @@
 """FA2: FlashAttention 2, by the CUDA kernels inside torch or by those of the package flash-attn.
 
 What it can run is declared here, and so is which provider runs a call: torch's (native.py) whatever it can,
-the package (flash_attn_package.py) ALiBi slopes, and a paged key-value cache on torch 2.11. conversions.py
-has where both depart from the contract. README.md has the reasons.
+the package (flash_attn_package.py) ALiBi slopes, and a paged key-value cache on torch 2.11. README.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import conversions
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.backends.fa2.native import PAGES, SPLITS, Native
+from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.unused_rows import empty_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,14 +50,9 @@ LIMITS: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    "varlen": True,
-    "gqa": True,
-    "causal": True,
-    "window": True,
-    "dropout": True,
-    "alibi": True,
-    "deterministic": True,
-    "capture": True,
+    **dict.fromkeys(
+        ("varlen", "gqa", "causal", "window", "dropout", "alibi", "deterministic", "capture"), True
+    ),
 }
 MOST_SPLITS = 128  # the same file
 FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
@@ -132,32 +127,49 @@ def _load() -> Kernels:
     native = Native()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if conversions.is_empty(query, key, call):
-            return conversions.empty_results(query, call)
+        if is_empty(query, key, call):
+            return empty_results(query, value, call)
         by_package = _needs_package(call.block_table is not None, call.alibi_slopes is not None)
         provider: Native | Package = package() if by_package else native
-        out, lse = provider.forward(query, key, value, call)
-        if conversions.keeps_contract(query, key, call):
-            return out, lse
-        return conversions.to_contract(out, lse, call)
+        out, lse = provider.forward((query, key, value), call)
+        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if conversions.is_empty(query, key, call):
+        if is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         provider: Native | Package = native if call.alibi_slopes is None else package()
-        if conversions.keeps_contract(query, key, call):
-            return provider.backward(grad_out, query, key, value, out, lse, call)
-        lse = conversions.kernel_lse(lse)
-        grad_q, grad_k, grad_v = provider.backward(grad_out, query, key, value, out, lse, call)
+        if keeps_contract(query, key, call):
+            return provider.backward((grad_out, query, key, value, out, lse), call)
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)  # as the kernels mark a row without a key
+        grad_q, grad_k, grad_v = provider.backward((grad_out, query, key, value, out, lse), call)
         return (
-            conversions.zero_unused_rows(grad_q, call.cu_seqlens_q),
-            conversions.zero_unused_rows(grad_k, call.cu_seqlens_k),
-            conversions.zero_unused_rows(grad_v, call.cu_seqlens_k),
+            _zero_unused_rows(grad_q, call.cu_seqlens_q),
+            _zero_unused_rows(grad_k, call.cu_seqlens_k),
+            _zero_unused_rows(grad_v, call.cu_seqlens_k),
         )
 
     return Kernels(forward, backward, native.specialize)
+
+
+def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return results in which rows without a key and unused rows are by the contract."""
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    if call.cu_seqlens_q is not None:
+        lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
+    return _zero_unused_rows(out, call.cu_seqlens_q), lse
+
+
+def _zero_unused_rows(packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Zero the rows past the last offset, which the kernels have never written."""
+    if cu_seqlens is None:
+        return packed
+    return packed.masked_fill_(_unused(packed.shape[0], cu_seqlens)[:, None, None], 0.0)
+
+
+def _unused(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
 BACKEND = Backend(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import conversions
+from attnreg.backends.fa2.native import kernel_lengths, kernel_mask
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable
@@ -99,9 +99,9 @@ class Package:
     def __init__(self) -> None:
         self._ops = {name: _checked(name) for name in PASSED}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE as the kernel gives them."""
-        given = _shared_arguments(query, key, value, call) | {"return_softmax": False}
+    def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of (query, key, value) as the kernel gives them."""
+        given = _shared_arguments(call, *tensors) | {"return_softmax": False}
         name = "_flash_attn_forward"
         if call.varlen:
             name = "_flash_attn_varlen_forward"
@@ -111,32 +111,25 @@ class Package:
             call.rng_state.view(torch.int64).copy_(rng_state)
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients as the kernel gives them."""
+    def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
+        grad_out, *inputs, out, lse = tensors
         # The op writes the gradients into its arguments and returns none of them.
-        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
         self._ops["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
             dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic,
             rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
-            **_shared_arguments(query, key, value, call),
+            **_shared_arguments(call, *inputs),
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
 
-def _shared_arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
-    """Return the arguments that all four ops are given."""
-    causal, left, right = conversions.kernel_mask(call)
-    given: dict[str, Any] = {
+def _shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Return the arguments that all four ops are given, and those of packed calls."""
+    causal, left, right = kernel_mask(call)
+    packed = zip(_PACKED, kernel_lengths(query, key, call), strict=True) if call.varlen else ()
+    return {
         "q": readable(query),
         "k": readable(key),
         "v": readable(value),
@@ -147,14 +140,8 @@ def _shared_arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> 
         "window_size_right": right,
         "softcap": 0.0,
         "alibi_slopes": call.alibi_slopes,
+        **dict(packed),
     }
-    if call.varlen:
-        given["cu_seqlens_q"], given["cu_seqlens_k"] = (
-            call.cu_seqlens_q,
-            conversions.kernel_cu_seqlens_k(call),
-        )
-        given["max_seqlen_q"], given["max_seqlen_k"] = conversions.kernel_max_lengths(query, key, call)
-    return given
 
 
 def _checked(name: str) -> Any:

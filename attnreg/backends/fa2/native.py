@@ -1,4 +1,4 @@
-"""FA2's kernels inside torch, below `aten::_flash_attention_forward` and its backward."""
+"""FA2's kernels inside torch, and what both providers are given in the place of a call's arguments."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends.fa2 import conversions
 from attnreg.contract.launchers import OpLauncher
-from attnreg.contract.offsets import needs_graph_memory
+from attnreg.contract.offsets import facts, needs_graph_memory
 from attnreg.torchlib import captured
-from attnreg.torchlib.layout import aligned, readable
+from attnreg.torchlib.layout import aligned, readable, stream_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,40 +28,69 @@ PAGES, SPLITS = "block_table" in _arguments, "num_splits" in _arguments
 OPTIONAL = ("seqused_k", "block_table", "num_splits")
 
 
+def kernel_mask(call: Call) -> tuple[bool, int, int]:
+    """Return is_causal and the two bounds of the window."""
+    left, right = call.window
+    if call.alibi_slopes is not None and (left, right) == (-1, 0):
+        # A causal kernel leaves the part of the bias that a row has in common out of the scores, and so out
+        # of the LSE. A left bound that reaches every key makes the mask a window, whose kernel doesn't.
+        return False, call.max_k - 1, 0
+    return call.causal, left, right
+
+
+def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return the offsets and the longest lengths, of queries and of keys."""
+    if call.cu_seqlens_q is None:
+        return None, None, call.max_q, call.max_k
+    cu_seqlens_k = call.cu_seqlens_k
+    if cu_seqlens_k is None and call.seqused_k is not None:
+        # Pages have no offsets: these have the right lengths.
+        cu_seqlens_k = torch.nn.functional.pad(call.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    # With one query in each sequence and fewer key heads the kernel folds heads into rows, and then it takes
+    # no empty sequence; a longest length of 2 keeps it from that.
+    folds = call.max_q == 1 and query.shape[-2] != key.shape[-2]
+    return call.cu_seqlens_q, cu_seqlens_k, 2 if folds else call.max_q, call.max_k
+
+
+def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether there is no score to compute; the kernels refuse some of these calls."""
+    sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
+
+
+def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that each query sees a key and no row is unused: nothing needs converting then."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
+    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
+
+
 class Native:
-    """Torch's two kernels, captured before a router covers them."""
+    """Torch's two kernels, those of `aten::_flash_attention_*`, captured before a router covers them."""
 
     def __init__(self) -> None:
         self._forward = captured.kernel(OP.format("forward"), "CUDA")
         self._backward = captured.kernel(OP.format("backward"), "CUDA")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE as the kernel gives them."""
-        tensors = map(readable, (query, key, value))
+    def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of (query, key, value) as the kernel gives them."""
+        query, key, _ = tensors
         out, lse, rng_state, *_ = self._forward(
-            *tensors, *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
+            *map(readable, tensors), *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
         )
         if call.rng_state is not None:
             # The kernel draws seed and offset of its mask from torch's generator, and returns both.
             call.rng_state.view(torch.int64).copy_(rng_state.view(torch.int64))
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients as the kernel gives them."""
-        tensors = map(readable, (grad_out, query, key, value, out))
+    def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
+        *others, lse = tensors
+        query, key = tensors[1:3]
         rng_state, unused = _no_rng_state(query)
         # The kernel doesn't look at the strides of an LSE.
         grads = self._backward(
-            *tensors, lse.contiguous(), *_lengths(query, key, call),
+            *map(readable, others), lse.contiguous(), *_lengths(query, key, call),
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
@@ -73,10 +101,10 @@ class Native:
         further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
         if call.dropout or any(given is not None for given in further):
             return None
-        if conversions.is_empty(query, key, call):
+        if is_empty(query, key, call):
             return None
         # Of packed calls the call cache knows that they keep the contract; of dense ones the lengths say it.
-        if not (call.varlen or conversions.keeps_contract(query, key, call)):
+        if not (call.varlen or keeps_contract(query, key, call)):
             return None
         if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
             return None
@@ -111,15 +139,13 @@ def _no_rng_state(query: Tensor) -> tuple[Tensor, Tensor]:
 
 def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
     """Return the offsets, the longest lengths, dropout and is_causal, in the order of both ops."""
-    offsets = call.cu_seqlens_q, conversions.kernel_cu_seqlens_k(call) if call.varlen else None
-    lengths = conversions.kernel_max_lengths(query, key, call)
-    return *offsets, *lengths, call.dropout, conversions.kernel_mask(call)[0]
+    return *kernel_lengths(query, key, call), call.dropout, kernel_mask(call)[0]
 
 
 def _options(query: Tensor, call: Call, further: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the keywords that differ from their defaults: each costs torch a microsecond."""
     options: dict[str, Any] = {name: given for name in further if (given := getattr(call, name)) is not None}
-    causal, left, right = conversions.kernel_mask(call)
+    causal, left, right = kernel_mask(call)
     if left >= 0 or (right >= 0 and not causal):
         options["window_size_left"], options["window_size_right"] = left, right
     if call.scale != query.shape[-1] ** -0.5:

@@ -1,16 +1,132 @@
 """FA4: FlashAttention 4, the CuTe kernels of the package flash-attn-4 for Hopper and Blackwell.
 
-This file declares the backend. Read `adapter` first: it maps the contract's calls to the package's.
-`limits` has what is refused, `package` the import and the releases, `replay` how a repeated call leaves the
-package's Python out. The reasons are in README.md. The package is imported when the backend loads.
+What it can run is declared here. Read `adapter` next: it maps the contract's calls to the package's.
+`package` has the import and the releases, `replay` how a repeated call leaves the package's Python out. The
+reasons are in README.md. The package is imported when the backend loads.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.backends.fa4.adapter import load
-from attnreg.backends.fa4.limits import BACKWARD, FORWARD, refuses
 from attnreg.backends.fa4.package import installed, unavailable
 from attnreg.contract.backend import Backend
+from attnreg.contract.capabilities import GRID, Capabilities, Range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnreg.contract.spec import AttentionSpec
+
+# Unequal head dims of query and value whose backward the package can compile for Hopper.
+UNEQUAL = ((64, 128), (96, 128), (128, 64), (192, 128), (256, 128))
+
+# Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
+WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
+
+
+class _Forward(Capabilities):
+    """The fields, and the limits of the forward alone."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or (*_pages(spec), *_not_yet_compiled(spec, "forward"))
+
+
+class _Backward(Capabilities):
+    """The fields, and the limits of the backward alone."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or (*_gradients(spec), *_not_yet_compiled(spec, "backward"))
+
+
+# From flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
+# functions. There is no backward for compute capability 8.x, and FA2 is the better forward there.
+_BOTH: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((9, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "head_dim_v": Range(8, 256, 8),
+    **dict.fromkeys(
+        ("varlen", "gqa", "causal", "window", "seqused_k", "num_splits", "deterministic", "capture"), True
+    ),
+}
+FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
+BACKWARD = _Backward(**_BOTH)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    return tuple(_in_both(spec))
+
+
+def _in_both(spec: AttentionSpec) -> Iterator[str]:
+    major = _major(spec)
+    dims = (spec.head_dim, spec.head_dim_v)
+    if spec.num_splits not in (None, 1):  # a backward's spec has None
+        yield f"num_splits must be 1 or None, got {spec.num_splits}"
+    if not spec.varlen and spec.batch > GRID:
+        yield f"batch of dense tensors must be at most {GRID}, got {spec.batch}"
+    if not spec.varlen and spec.heads_q > GRID:
+        yield f"query heads of dense tensors must be at most {GRID}, got {spec.heads_q}"
+    if major in (10, 11) and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+        yield f"head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got {dims}"
+    if major == 12 and max(dims) > 128:
+        yield f"head dims must be up to 128 on sm_12x, got {dims}"
+
+
+def _pages(spec: AttentionSpec) -> Iterator[str]:
+    if spec.page_size is None:
+        return
+    if _major(spec) == 12:
+        yield "block_table must be None on sm_12x: no paged key-value cache"
+    if spec.head_dim % 16 or spec.head_dim_v % 16:
+        yield f"head dims must be multiples of 16 with pages, got {(spec.head_dim, spec.head_dim_v)}"
+    # Pages of the size of a tile are loaded whole, unwritten keys included; a NaN there would spread,
+    # and a pool of pages can't be copied at each call.
+    if spec.page_size == _key_tile(spec):
+        yield f"page size must not be that of a key tile, got {spec.page_size}"
+
+
+def _gradients(spec: AttentionSpec) -> Iterator[str]:
+    major, dims = _major(spec), (spec.head_dim, spec.head_dim_v)
+    if major == 9 and dims[0] in WRONG_GRADIENTS:
+        wrong = ", ".join(map(str, WRONG_GRADIENTS))
+        yield f"head_dim must not be {wrong}, whose gradients are wrong, got {dims[0]}"
+    if major == 12 and spec.deterministic:
+        yield "not deterministic on sm_12x, and deterministic algorithms are on"
+    if major == 9 and dims[0] != dims[1] and spec.heads_q != spec.heads_k:
+        yield f"head_dim of the value must be the query's where heads are shared, {dims[0]}, got {dims[1]}"
+    elif major == 9 and dims[0] != dims[1] and dims not in UNEQUAL:
+        yield f"head dims that differ must be one of {', '.join(map(str, UNEQUAL))}, got {dims}"
+
+
+def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
+    # What has run on a GPU that isn't in this machine can't be known.
+    if not spec.capturing or spec.device.simulated:
+        return
+    if compiled_kinds.kind_of_spec(direction, spec) not in compiled_kinds.have_run:
+        yield "this kind of call has to run once before it can be recorded in a CUDA graph"
+
+
+def _major(spec: AttentionSpec) -> int:
+    return spec.device.capability[0] if spec.device.capability else 0
+
+
+def _key_tile(spec: AttentionSpec) -> int:
+    """Return how many keys the forward loads at once (`_tile_size_fwd_sm90`; 128 elsewhere)."""
+    dim = spec.head_dim if _major(spec) == 9 else 0
+    if 64 < dim <= 96:
+        return 128 if spec.causal or spec.windowed else 144
+    if dim <= 128:
+        return 128
+    if dim <= 192:
+        return 96 if spec.windowed else 128 if spec.head_dim_v <= 128 else 112
+    return 64 if spec.windowed else 80
+
 
 BACKEND = Backend(
     name="FA4",
@@ -19,7 +135,7 @@ BACKEND = Backend(
     load=load,
     unavailable=unavailable,
     version=installed,
-    refuses=refuses,
+    refuses=_refuses,
     install="pip install 'attnreg[fa4]'",
     # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
     priority=30,

@@ -2,7 +2,9 @@
 
 Layouts, LSE and masks are the contract's already. Three things have to be put right: an open side of a
 window is None there; rows past the last offset are never written; rows of no sequence have to be finite
-(`unused_rows`). A NaN within one sequence of a packed batch can still spread to the one before it.
+(`contract.unused_rows`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
+once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
+batch can still spread to the one before it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from attnreg.backends.fa4 import compiled_kinds
 from attnreg.backends.fa4.package import PackageCall, functions, launches_are_proven, quiet, release
 from attnreg.backends.fa4.recording import describe
 from attnreg.backends.fa4.replay import Replays
-from attnreg.backends.fa4.unused_rows import blanked, empty_results, find_unused, none_unused, zero_gradient
 from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.offsets import facts
+from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
@@ -61,21 +65,22 @@ class _Adapter(NamedTuple):
         inputs = query, key, value
         description = describe(call, *inputs)
         recipe = self.replays.find(description)
-        if recipe is not None and none_unused(query, key, call):
+        if recipe is not None and _none_unused(query, key, call):
             with _current(query.device):
                 out, lse = recipe.replay(*inputs, *_offsets(call).values())
             return out, lse
-        if _nothing_to_do(query, key):
+        if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
         options = _options(call, None) | {"num_splits": 1, "return_lse": True}
-        if not none_unused(query, key, call):
+        if not _none_unused(query, key, call):
             description = None
             # Weights of unused keys are zero, whatever the keys hold, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
+            # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)
-            (value,) = blanked(unused_keys, options["out"], value)
+            (value,) = _blanked(unused_keys, options["out"], value)
         if call.block_table is not None:
             options["page_table"] = call.block_table
         tensors = {"q": query, "k": key, "v": value} | _offsets(call)
@@ -98,21 +103,21 @@ class _Adapter(NamedTuple):
         inputs = grad_out, query, key, value, out, lse
         description = describe(call, *inputs)
         recipe = self.replays.find(description)
-        if recipe is not None and none_unused(query, key, call):
+        if recipe is not None and _none_unused(query, key, call):
             with _current(query.device):
                 grad_q, grad_k, grad_v = recipe.replay(*inputs, *_offsets(call).values())
             return grad_q, grad_k, grad_v
-        if _nothing_to_do(query, key):
-            return zero_gradient(query), zero_gradient(key), zero_gradient(value)
+        if query.numel() == 0 or key.numel() == 0:
+            return _zeros(query), _zeros(key), _zeros(value)
         call = _with_dense_integers(call)
         options = _options(call, 0.0) | {"deterministic": call.deterministic}
-        if not none_unused(query, key, call):
+        if not _none_unused(query, key, call):
             description = None
             # Here each row is a factor of a sum over a whole tile: all four have to be finite.
             unused_queries, unused_keys = find_unused(query, key, call)
-            options |= {"dq": zero_gradient(query), "dk": zero_gradient(key), "dv": zero_gradient(value)}
-            query, grad_out = blanked(unused_queries, options["dq"], query, grad_out)
-            key, value = blanked(unused_keys, options["dk"], key, value)
+            options |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
+            query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
+            key, value = _blanked(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
         package_call = PackageCall("backward", self.run_backward, tensors | _offsets(call), options)
         grad_q, grad_k, grad_v = _run(package_call, call, self.replays, description)
@@ -199,5 +204,21 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def _nothing_to_do(query: Tensor, key: Tensor) -> bool:
-    return query.numel() == 0 or key.numel() == 0
+def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that every row belongs to a sequence and counts."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
+
+
+def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return copies with zeros, taken from `zeros`, in these rows; without rows the tensors themselves."""
+    if rows is None:
+        return tensors
+    # A view of a tensor that is filled already: a Python number would cost one more launch.
+    rows, zero = rows[..., None, None], zeros.as_strided((), ())
+    return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(tensor.shape)

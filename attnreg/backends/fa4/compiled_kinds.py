@@ -28,22 +28,19 @@ have_run: set[Kind] = set()
 
 def kind_of(direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Kind:
     """Return the kind of a call."""
-    offsets = call.cu_seqlens_q
-    return _kind(
-        direction, query.device.index, query.dtype, query.shape[-1], value.shape[-1], query.shape[-2],
-        key.shape[-2], call.window, offsets is not None, call.seqused_k is not None,
-        None if call.block_table is None else key.shape[1], call.deterministic,
-        query.shape[0] if offsets is None else len(offsets) - 1, call.max_q, call.max_k,
-    )  # fmt: skip
+    offsets, group = call.cu_seqlens_q, query.shape[-2] // key.shape[-2]
+    tensors = query.device.index, query.dtype, query.shape[-1], value.shape[-1], group
+    page_size = None if call.block_table is None else key.shape[1]
+    packed = None if offsets is None else len(offsets) - 1
+    return _kind(direction, call, tensors, call.seqused_k is not None, page_size, packed)
 
 
 def kind_of_spec(direction: str, spec: AttentionSpec) -> Kind:
     """Return the kind of the calls that a spec describes."""
-    return _kind(
-        direction, spec.device.index, getattr(torch, spec.dtype), spec.head_dim, spec.head_dim_v,
-        spec.heads_q, spec.heads_k, spec.window, spec.varlen, spec.seqused_k, spec.page_size,
-        spec.deterministic, spec.batch, spec.max_q, spec.max_k,
-    )  # fmt: skip
+    dtype, group = getattr(torch, spec.dtype), spec.heads_q // spec.heads_k
+    tensors = spec.device.index, dtype, spec.head_dim, spec.head_dim_v, group
+    packed = spec.batch if spec.varlen else None
+    return _kind(direction, spec, tensors, spec.seqused_k, spec.page_size, packed)
 
 
 def repeated_dims(*tensors: Tensor) -> Kind:
@@ -56,28 +53,17 @@ def repeated_dims(*tensors: Tensor) -> Kind:
 
 def _kind(
     direction: str,
-    device: int | None,
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    heads_q: int,
-    heads_k: int,
-    window: tuple[int, int],
-    varlen: bool,
+    given: Call | AttentionSpec,
+    tensors: tuple[Any, ...],
     seqused_k: bool,
     page_size: int | None,
-    deterministic: bool,
-    batch: int,
-    max_q: int,
-    max_k: int,
+    packed: int | None,
 ) -> Kind:
-    left, right = window
-    group = heads_q // heads_k
+    (left, right), (*_, group) = given.window, tensors
     return (
-        direction, device, dtype, head_dim, head_dim_v, group,
-        left >= 0, right >= 0, left < 0 and right == 0,
-        varlen, seqused_k, page_size, deterministic and direction == "backward",
-        varlen and batch > MANY, _tiles(max_q), _tiles(max_q * group), _tiles(max_k),
+        direction, *tensors, seqused_k, page_size, left >= 0, right >= 0, left < 0 and right == 0,
+        given.deterministic and direction == "backward", packed is not None, (packed or 0) > MANY,
+        _tiles(given.max_q), _tiles(given.max_q * group), _tiles(given.max_k),
     )  # fmt: skip
 
 

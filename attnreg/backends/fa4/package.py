@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -22,7 +22,7 @@ from attnreg.torchlib import caches
 from attnreg.torchlib.layout import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -158,12 +158,8 @@ def functions_with_caches() -> list[Any]:
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings of the package's compiler about itself, which users can't act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+# Suppresses warnings of the package's compiler about itself, which users can't act on.
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 def _places(module: str) -> list[str]:
@@ -180,15 +176,14 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
     if function is None:
         raise BackendUnavailableError(f"{release()}: there is no {name}; attnreg knows {KNOWN}")
     takes = inspect.signature(function).parameters
-    if missing := [keyword for keyword in KEYWORDS[name] if keyword not in takes]:
+    if missing := [repr(keyword) for keyword in KEYWORDS[name] if keyword not in takes]:
         raise BackendUnavailableError(
-            f"{release()}: {name} takes no {', '.join(map(repr, missing))}; attnreg knows {KNOWN}"
+            f"{release()}: {name} takes no {', '.join(missing)}; attnreg knows {KNOWN}"
         )
     wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in VARIADIC]
-    if unknown := [keyword for keyword in wanted if keyword not in KEYWORDS[name]]:
+    if unknown := [repr(keyword) for keyword in wanted if keyword not in KEYWORDS[name]]:
         raise BackendUnavailableError(
-            f"{release()}: {name} needs {', '.join(map(repr, unknown))}, which attnreg doesn't know; "
-            f"it knows {KNOWN}"
+            f"{release()}: {name} needs {', '.join(unknown)}, which attnreg doesn't know; it knows {KNOWN}"
         )
     return function
 
@@ -197,11 +192,8 @@ def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that copies what sixteen-byte loads along the head dim can't read."""
 
     def run(**given: Any) -> Any:
-        for name in ("q", "k", "v", "out", "dout"):
-            tensor = given.get(name)
-            if tensor is not None:
-                given[name] = readable(tensor)
-        return function(**given)
+        read = {name: readable(given[name]) for name in ("q", "k", "v", "out", "dout") if name in given}
+        return function(**given | read)
 
     return run
 

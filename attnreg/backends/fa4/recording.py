@@ -20,7 +20,7 @@ from attnreg.backends.fa4.package import functions_with_caches
 from attnreg.torchlib.layout import uninitialized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -74,7 +74,7 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
     return None if addresses & 15 else tuple(description)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
     """A recorded call: tensors to allocate and kernels to launch.
 
@@ -89,6 +89,7 @@ class Recipe:
         tuples: slot, constructor and contents of each tuple that contains a tensor.
         launches: compiled functions, each with the function that picks its arguments out of the slots.
         results: picks the results.
+        addresses: where each tensor was when the call was recorded, by slot.
     """
 
     device: torch.device
@@ -98,6 +99,7 @@ class Recipe:
     tuples: tuple[tuple[int, Callable[[Any], object], Callable[[Any], Any]], ...]
     launches: tuple[tuple[Callable[..., object], Callable[[Any], Any]], ...]
     results: Callable[[Any], tuple[Tensor, ...]]
+    addresses: dict[int, int]
 
     def replay(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the results for these tensors, computed on the current stream."""
@@ -117,25 +119,18 @@ class Recipe:
         return self.results(slots)
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A recipe, and at which address each tensor was when it was recorded, by slot."""
-
-    recipe: Recipe
-    addresses: dict[int, int]
-
-
-def record(call: PackageCall) -> tuple[tuple[Tensor, ...], Recorded | str]:
-    """Run a call; return its results, and what was recorded or why it can't be replayed."""
+def record(call: PackageCall) -> tuple[tuple[Tensor, ...], Recipe | str]:
+    """Run a call; return its results, and its recipe or why it can't be replayed."""
     recorder = _Recorder(tuple(call.tensors.values()))
     with _recording_caches(recorder), recorder:
         results = call()
-    return results, recorder.fault or recorder.recorded(results)
+    return results, recorder.fault or recorder.recipe(results)
 
 
-def all_distinct(tensors: Iterable[Tensor]) -> bool:
-    """Whether each tensor differs from the others in its address, shape, strides and dtype."""
-    places = [_place(x) for x in tensors]
+def distinguishable(tensors: dict[str, Tensor]) -> bool:
+    """Whether no two have the same address, shape, strides and dtype; both offsets may be one tensor."""
+    one = tensors.get("cu_seqlens_q") is tensors.get("cu_seqlens_k")
+    places = [_place(x) for name, x in tensors.items() if not (one and name == "cu_seqlens_k")]
     return len(set(places)) == len(places)
 
 
@@ -196,7 +191,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return launch
 
-    def recorded(self, results: tuple[Tensor, ...]) -> Recorded | str:
+    def recipe(self, results: tuple[Tensor, ...]) -> Recipe | str:
         """Return what was recorded, or why the call can't be replayed."""
         slots = [self._slot_of.get(_place(x), -1) for x in results]
         if min(slots) < self._given:
@@ -205,11 +200,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "no launch was seen"
         tensors = {slot: x.data_ptr() for slot, x in enumerate(self._slots) if isinstance(x, torch.Tensor)}
         rest = (None if slot in tensors else x for slot, x in enumerate(self._slots))
-        recipe = Recipe(
+        return Recipe(
             self._device, tuple(rest)[self._given :], tuple(self._allocations), tuple(self._zeroed),
-            tuple(self._tuples), tuple(self._launches), pick(slots),
+            tuple(self._tuples), tuple(self._launches), pick(slots), tensors,
         )  # fmt: skip
-        return Recorded(recipe, tensors)
 
     def _note(self, fault: str) -> None:
         self.fault = self.fault or fault

@@ -1,28 +1,21 @@
 """Repeated calls without the package's Python: their recorded launches, replayed once they are proven.
 
-A call of the package costs the host 90 to 120 µs on an H200, of which a launch is 10; the rest is Python that
-checks arguments and looks up what to launch. Two calls of one description launch the same kernels with the
-same numbers, so that can be recorded. But a launch that the recording missed would be left out silently, and
-a number that depends on addresses or lengths would be repeated. Hence a recipe has to be proven:
-
-1. The first call of a description runs through the package.
-2. So does the second, which is recorded.
-3. A later one runs through the package, too; then the recipe is replayed on rearranged copies of its
-   tensors, at other addresses than the recorded ones, with other lengths, in memory full of NaN. The device
-   compares with the package on the same copies, and the host doesn't wait for it.
-4. Once the device has found them equal, calls of this description are replayed.
-
-Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in a CUDA graph's capture.
+Two calls of one description launch the same kernels with the same numbers, so a call's launches can be
+recorded and repeated. What the recording missed would be left out silently, so a recipe is used only once the
+device has found, on rearranged copies of a later call's tensors, that it gives the package's results.
+README.md has each step. Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in
+a CUDA graph's capture.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnreg.backends.fa4.recording import Recorded, all_distinct, record
+from attnreg.backends.fa4.recording import Recipe, distinguishable, record
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.readback import AsyncReadback
 
@@ -32,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.backends.fa4.package import PackageCall
-    from attnreg.backends.fa4.recording import Description, Recipe
+    from attnreg.backends.fa4.recording import Description
 
 # Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
 MOST = 4096
@@ -51,24 +44,23 @@ NEAR, ROUNDING = 0.02, 1e-4
 log = logging.getLogger("attnreg")
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """What is known of one description.
 
     Attributes:
-        recorded: its recipe; None as long as none was recorded, and if there is none to be used.
+        recipe: None as long as none was recorded, and if there is none to be used.
         closed: whether nothing more will be tried: its recipe is refuted, or it has none.
         proven: whether the recipe may be used.
         proof: what the device is about to report; None if no proof is under way.
         later_calls: how many calls came since the recording.
     """
 
-    __slots__ = ("closed", "later_calls", "proof", "proven", "recorded")
-
-    def __init__(self) -> None:
-        self.recorded: Recorded | None = None
-        self.closed = self.proven = False
-        self.proof: AsyncReadback | None = None
-        self.later_calls = 0
+    recipe: Recipe | None = None
+    closed: bool = False
+    proven: bool = False
+    proof: AsyncReadback | None = None
+    later_calls: int = 0
 
 
 class Replays:
@@ -90,8 +82,7 @@ class Replays:
         if proof is not None and proof.read() == [PROVEN] * 2:
             entry.proven = True  # before the proof goes, as `run` looks at them in the other order
             entry.proof = None
-        recorded = entry.recorded
-        return recorded.recipe if entry.proven and recorded is not None else None
+        return entry.recipe if entry.proven else None
 
     def seen(self, description: Description) -> bool:
         """Whether such a call has run before, of a release that may be replayed; notes that it has now."""
@@ -108,8 +99,8 @@ class Replays:
         entry = self._entries[description]
         if entry.closed or entry.proven:
             return call()  # proven: the device has reported since the caller looked
-        if entry.recorded is None:
-            return _record(entry, call) if _distinct(call.tensors) else call()
+        if entry.recipe is None:
+            return _record(entry, call) if distinguishable(call.tensors) else call()
         results = call()
         _settle(entry, call.direction)
         entry.later_calls += 1
@@ -117,24 +108,18 @@ class Replays:
         # repeated without doubling the cost of each call.
         due = not entry.later_calls & (entry.later_calls - 1)
         due = due and (len(self._entries) <= FEW or entry.later_calls >= WAIT)
-        if due and entry.proof is None and not entry.proven and entry.recorded is not None:
-            _prove(entry, entry.recorded, call, results)
+        if due and entry.proof is None and not entry.proven and entry.recipe is not None:
+            _prove(entry, entry.recipe, call, results)
         return results
 
 
-def _distinct(tensors: dict[str, Tensor]) -> bool:
-    """Whether a recording can tell a call's tensors from each other; both offsets may be one tensor."""
-    one = tensors.get("cu_seqlens_q") is tensors.get("cu_seqlens_k")
-    return all_distinct(x for name, x in tensors.items() if not (one and name == "cu_seqlens_k"))
-
-
 def _record(entry: _Entry, call: PackageCall) -> tuple[Tensor, ...]:
-    results, recorded = record(call)
-    if isinstance(recorded, Recorded):
-        entry.recorded = recorded
+    results, recipe = record(call)
+    if isinstance(recipe, Recipe):
+        entry.recipe = recipe
     else:
         entry.closed = True
-        log.debug("FA4 calls the package's Python for each %s like this one: %s", call.direction, recorded)
+        log.debug("FA4 calls the package's Python for each %s like this one: %s", call.direction, recipe)
     return results
 
 
@@ -151,15 +136,15 @@ def _settle(entry: _Entry, direction: str) -> None:
 
 
 def _refute(entry: _Entry, direction: str, reason: str) -> None:
-    entry.recorded, entry.closed = None, True
+    entry.recipe, entry.closed = None, True
     log.info("FA4 calls the package's Python for each %s like this one: %s", direction, reason)
 
 
-def _prove(entry: _Entry, recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]) -> None:
+def _prove(entry: _Entry, recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) -> None:
     """Have the device compare a replay with the package; `results` are the package's for this very call."""
     try:
         with torch.no_grad():
-            entry.proof = AsyncReadback(_compared(recorded, call, results))
+            entry.proof = AsyncReadback(_compared(recipe, call, results))
     except torch.OutOfMemoryError:
         log.debug("FA4: there was no memory to prove the recorded launches of a %s", call.direction)
     except Exception as error:  # noqa: BLE001 - the caller's call has run, and must not fail for this
@@ -191,13 +176,13 @@ class _Halves(NamedTuple):
         return cls(torch.cat((offsets[:1], ends)).to(offsets.dtype), source, rows < ends[-1])
 
 
-def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]) -> Tensor:
+def _compared(recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) -> Tensor:
     """Return on the device whether a replay gives the package's results, for rearranged copies of a call.
 
     Heads and head dims of the copies are in reverse order: that reverses the results, and at the recorded
     addresses, should the tensors still be there, is something else. Of packed sequences they hold a half.
     """
-    tensors, conclusive = call.tensors, torch.ones((), dtype=torch.bool, device=recorded.recipe.device)
+    tensors, conclusive = call.tensors, torch.ones((), dtype=torch.bool, device=recipe.device)
     halves: dict[str, _Halves] = {}
     for side, tokens in (("q", len(tensors["q"])), ("k", len(tensors["k"]))):
         offsets = tensors.get(f"cu_seqlens_{side}")
@@ -205,7 +190,7 @@ def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]
             halves[side] = half = _Halves.of(offsets, tokens)
             if call.options[f"max_seqlen_{side}"] > 1:
                 conclusive &= ~half.used.all()  # sequences of one token are their own half
-    copies = _copies(recorded, tensors, halves)
+    copies = _copies(recipe, tensors, halves)
     # Keys and values take the side of the keys, as do their gradients.
     sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k")
     if halves:
@@ -213,7 +198,7 @@ def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]
         expected = call._replace(tensors=copies)()
     else:
         expected = tuple(_rearranged(x, tensors["q"].dim(), None) for x in results)
-    got = recorded.recipe.launch(_spoilt_slots(recorded, tuple(copies.values())))
+    got = recipe.launch(_spoilt_slots(recipe, tuple(copies.values())))
     if halves:
         got, expected = (
             tuple(_without_unused(x, halves[side].used) for x, side in zip(given, sides, strict=True))
@@ -222,7 +207,7 @@ def _compared(recorded: Recorded, call: PackageCall, results: tuple[Tensor, ...]
     return _verdict(got, expected, conclusive)
 
 
-def _copies(recorded: Recorded, tensors: dict[str, Tensor], halves: dict[str, _Halves]) -> dict[str, Tensor]:
+def _copies(recipe: Recipe, tensors: dict[str, Tensor], halves: dict[str, _Halves]) -> dict[str, Tensor]:
     """Return rearranged copies of a call's tensors, none at the address at which it was recorded."""
     copies: dict[str, Tensor] = {}
     for slot, (name, x) in enumerate(tensors.items()):
@@ -235,7 +220,7 @@ def _copies(recorded: Recorded, tensors: dict[str, Tensor], halves: dict[str, _H
             changed = half.offsets
         else:
             changed = _rearranged(x, tensors["q"].dim(), half)
-        copies[name] = _copied(changed, x, recorded.addresses[slot])
+        copies[name] = _copied(changed, x, recipe.addresses[slot])
     return copies
 
 
@@ -264,12 +249,11 @@ def _elsewhere(
     return uninitialized(size, stride, dtype, device)  # `tensor` still occupies that address
 
 
-def _spoilt_slots(recorded: Recorded, tensors: tuple[Tensor, ...]) -> list[Any]:
+def _spoilt_slots(recipe: Recipe, tensors: tuple[Tensor, ...]) -> list[Any]:
     """Return slots for a replay: new memory, at other than the recorded addresses, with no results in it."""
-    recipe = recorded.recipe
     slots: list[Any] = [*tensors, *recipe.rest]
     for slot, size, stride, dtype in recipe.allocations:
-        slots[slot] = _elsewhere(size, stride, dtype, recipe.device, recorded.addresses[slot])
+        slots[slot] = _elsewhere(size, stride, dtype, recipe.device, recipe.addresses[slot])
         spoilt = dtype.is_floating_point and slot not in recipe.zeroed
         slots[slot].fill_(torch.nan if spoilt else 0)
     return slots

@@ -6,7 +6,7 @@ import types
 import pytest
 from support import fake_fa4
 
-from attnreg.backends.fa4 import BACKEND, unused_rows
+from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
 
 
@@ -41,5 +41,5 @@ def rounds(kernels, package):
 def no_unused_rows(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
     found = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(unused_rows, "facts", lambda *arguments: found)
+    monkeypatch.setattr(adapter, "facts", lambda *arguments: found)
     return found

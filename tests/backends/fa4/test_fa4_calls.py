@@ -6,16 +6,17 @@ A fake package stands in for flash-attn-4 (`fake_fa4`), so that values can be co
 import contextlib
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.fake_fa4 import Package, both, call_of, dense, offered
-from support.truth import attention as true_attention
+from support.fake_fa4 import BOTH, Package, both, call_of, dense, entered, offered, packed
 from support.truth import varlen as true_varlen
 
 from attnreg import Call
-from attnreg.backends.fa4 import BACKEND, adapter, unused_rows
+from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.contract.unused_rows import find_unused
 from attnreg.measure import QUICK, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib.layout import aligned
@@ -47,18 +48,9 @@ def test_every_case_that_it_takes_is_right(kernels, package):
 
 @pytest.mark.parametrize(("extra", "extra_backward"), [(0, 0), (2, 0), (3, 1)])
 def test_results_beyond_the_first_ones_are_ignored(install, extra, extra_backward):
-    install(Package(extra, extra_backward))
-    query, key, value, grad = dense(heads=4, heads_k=2)
-    call = call_of(query, key, window=(-1, 0))
-    out, lse, *grads = both(BACKEND.load(), query, key, value, grad, call)
-    leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    for index in range(2):
-        part, part_lse = true_attention(*(x[index] for x in leaves), window=(-1, 0), scale=0.25)
-        torch.testing.assert_close(out[index].double(), part, rtol=0.01, atol=0.01)
-        torch.testing.assert_close(lse[index].double(), part_lse, rtol=1e-5, atol=1e-5)
-        part.backward(grad[index].double())
-    for got, leaf in zip(grads, leaves, strict=True):
-        torch.testing.assert_close(got.double(), leaf.grad, rtol=0.02, atol=0.03)
+    package = install(Package(extra, extra_backward))
+    tensors = dense(heads=4, heads_k=2)
+    assert entered(BACKEND.load(), package, *tensors, call_of(*tensors[:2], window=(-1, 0))) == BOTH
 
 
 def test_rows_past_the_last_offset_are_zero_in_the_results_and_unchanged_in_the_inputs(kernels):
@@ -79,15 +71,20 @@ def test_rows_past_the_last_offset_are_zero_in_the_results_and_unchanged_in_the_
         torch.testing.assert_close(tensor, was, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_dense_call_copies_and_fills_nothing(package, kernels):
-    query, key, value, grad = dense()
-    both(kernels, query, key, value, grad, call_of(query, key))
+def assert_passed_as_they_are(package, query, key, value, grad):
+    """Hold a forward and a backward to have copied no tensor and filled no result."""
     (_, forward), (_, backward) = package.calls
-    assert all(forward[name] is x for name, x in (("q", query), ("k", key), ("v", value)))
-    assert forward["out"] is None
-    assert forward["lse"] is None
-    assert all(backward[name] is x for name, x in (("q", query), ("k", key), ("v", value), ("dout", grad)))
+    for given in (forward, backward):
+        assert all(given[name] is x for name, x in (("q", query), ("k", key), ("v", value)))
+    assert backward["dout"] is grad
+    assert [forward[name] for name in ("out", "lse")] == [None] * 2
     assert [backward[name] for name in ("dq", "dk", "dv")] == [None] * 3
+
+
+def test_a_dense_call_copies_and_fills_nothing(package, kernels):
+    tensors = dense()
+    both(kernels, *tensors, call_of(*tensors[:2]))
+    assert_passed_as_they_are(package, *tensors)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +103,10 @@ def test_the_rows_that_no_sequence_counts_are_found(lengths, used, unseen):
     used = None if used is None else torch.tensor(used, dtype=torch.int32)
     call = Call(1.0, 7, 7, cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=used)
     keys = torch.ones(7, 1, 8)
-    queries, unseen_keys = unused_rows.find_unused(keys, keys, call)
+    queries, unseen_keys = find_unused(keys, keys, call)
     assert unseen_keys.nonzero().flatten().tolist() == unseen
     assert queries.nonzero().flatten().tolist() == list(range(sum(lengths), 7))
-    (blanked,) = unused_rows.blanked(unseen_keys, torch.zeros(3), keys)
+    (blanked,) = adapter._blanked(unseen_keys, torch.zeros(3), keys)
     assert blanked.sum(0).sum() == 8 * (7 - len(unseen))
 
 
@@ -117,32 +114,23 @@ def test_layers_that_share_their_offsets_share_what_is_derived_from_them():
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     call = Call(1.0, 4, 4, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     rows = torch.ones(5, 1, 8)
-    first = unused_rows.find_unused(rows, rows, call)
-    assert unused_rows.find_unused(rows.clone(), rows, call._replace(window=(-1, 0))) is first
-    assert len(unused_rows.find_unused(rows, torch.ones(6, 1, 8), call)[1]) == 6
+    first = find_unused(rows, rows, call)
+    assert find_unused(rows.clone(), rows, call._replace(window=(-1, 0))) is first
+    assert len(find_unused(rows, torch.ones(6, 1, 8), call)[1]) == 6
     offsets[1] = 3
-    assert unused_rows.find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
+    assert find_unused(rows, rows, call)[0].tolist() == [False] * 3 + [True] * 2
 
 
 def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kernels, monkeypatch):
-    query, key, value, grad = (x[0] for x in dense(40, 40))
-    offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
-    call = Call(0.25, 27, 27, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    careful = both(kernels, query, key, value, grad, call)
-    queried = []
-
-    def facts(*arguments):
-        queried.append(arguments)
-        return types.SimpleNamespace(no_unused_rows=True)
-
-    monkeypatch.setattr(unused_rows, "facts", facts)
+    *tensors, call = packed((13, 27))
+    careful = both(kernels, *tensors, call)
     package.calls.clear()
-    assert all(map(torch.equal, both(kernels, query, key, value, grad, call), careful))
+    queried = []
+    known = types.SimpleNamespace(no_unused_rows=True)
+    monkeypatch.setattr(adapter, "facts", lambda *arguments: queried.append(arguments) or known)
+    assert all(map(torch.equal, both(kernels, *tensors, call), careful))
     assert queried == [(call, 40, 40, 0)] * 2
-    (_, forward), (_, backward) = package.calls
-    assert (forward["out"], forward["lse"], forward["v"] is value) == (None, None, True)
-    assert [backward[name] for name in ("dq", "dk", "dv")] == [None] * 3
-    assert all(backward[name] is x for name, x in (("q", query), ("k", key), ("v", value), ("dout", grad)))
+    assert_passed_as_they_are(package, *tensors)
 
 
 # What the package is called with
@@ -185,22 +173,17 @@ def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, co
         ((8, 2), False, 8, 2),
     ],
 )
-def test_an_open_side_of_a_window_is_none(package, kernels, window, causal, left, right):
-    query, key, value, grad = dense()
-    both(kernels, query, key, value, grad, call_of(query, key, window=window))
-    for _, given in package.calls:
-        assert given["causal"] is causal
-        assert (given["window_size_left"], given["window_size_right"]) == (left, right)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_rest_is_passed_on_by_keyword(package, kernels, deterministic):
+def test_an_open_side_of_a_window_is_none_and_the_rest_is_passed_on(
+    package, kernels, window, causal, left, right
+):
     query, key, value, grad = dense(33, 65)
-    used = torch.tensor([65, 2], dtype=torch.int32)
-    call = call_of(query, key, 0.125, seqused_k=used, deterministic=deterministic, num_splits=1)
-    out, lse, *_ = both(kernels, query, key, value, grad, call)
+    used, deterministic = torch.tensor([65, 2], dtype=torch.int32), not causal
+    options = {"seqused_k": used, "deterministic": deterministic, "num_splits": 1, "window": window}
+    out, lse, *_ = both(kernels, query, key, value, grad, call_of(query, key, 0.125, **options))
     (_, forward), (_, backward) = package.calls
     for given in (forward, backward):
+        assert given["causal"] is causal
+        assert (given["window_size_left"], given["window_size_right"]) == (left, right)
         assert given["softmax_scale"] == 0.125
         assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (33, 65)
         assert given["seqused_k"] is used
@@ -208,9 +191,7 @@ def test_the_rest_is_passed_on_by_keyword(package, kernels, deterministic):
     assert (forward["softcap"], backward["softcap"]) == (None, 0.0)
     assert (forward["num_splits"], forward["return_lse"]) == (1, True)
     assert backward["deterministic"] is deterministic
-    assert backward["out"] is out
-    assert backward["lse"] is lse
-    assert backward["dout"] is grad
+    assert all(backward[name] is x for name, x in (("out", out), ("lse", lse), ("dout", grad)))
 
 
 def test_strided_integers_are_copied(package, kernels):
@@ -249,13 +230,10 @@ def test_where_there_is_nothing_to_do_nothing_is_launched(package, kernels, leng
         call = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     out, lse, *grads = both(kernels, query, key, value, grad, call)
     assert package.calls == []
-    assert out.shape == grad.shape
-    assert lse.shape == ((4, query.shape[0]) if varlen else (batch, 4, lengths[0]))
-    assert lse.dtype == torch.float32
-    assert not out.any()
+    assert (lse.dtype, lse.shape) == (torch.float32, (4, len(query)) if varlen else (batch, 4, lengths[0]))
     assert (lse == -torch.inf).all()
-    assert [x.shape for x in grads] == [x.shape for x in (query, key, value)]
-    assert not any(x.any() for x in grads)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (grad, query, key, value)]
+    assert not any(x.any() for x in (out, *grads))
 
 
 def test_calls_run_on_the_device_of_their_tensors(monkeypatch):
@@ -282,14 +260,9 @@ def run_in_threads(kernels, package):
             barrier.wait(0.2)
 
     package.pause = pause
-    threads = [
-        threading.Thread(target=kernels.forward, args=(query, key, value, call)),
-        threading.Thread(target=kernels.backward, args=(grad, query, key, value, out, lse, call)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(kernels.forward, query, key, value, call)
+        pool.submit(kernels.backward, grad, query, key, value, out, lse, call)
     assert [name for name, _ in package.calls].count("backward") == 1
     return package.most_inside
 

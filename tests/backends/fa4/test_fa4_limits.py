@@ -1,44 +1,38 @@
 """Promises of the FA4 backend: which calls it refuses, and in CUDA graphs until their kind is compiled."""
 
+import dataclasses
+
 import pytest
 from support.fake_fa4 import call_of, dense, offered
+from support.packages import gpu_spec
 
-from attnreg import AttentionSpec, Device, UnsupportedInputError
+from attnreg import Device, UnsupportedInputError
 from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.backends.fa4 import package as fa4_package
 from attnreg.contract.discovery import Entry
 from attnreg.measure import QUICK
 from attnreg.measure.inputs import inputs
 
-
-def spec(**fields):
-    usual = {"device": Device("cuda", (9, 0)), "dtype": "bfloat16", "batch": 2, "max_q": 64, "max_k": 64}
-    return AttentionSpec(**usual | {"heads_q": 4, "heads_k": 4, "head_dim": 64, "head_dim_v": 64} | fields)
+HERE = Device("cuda", (9, 0))
 
 
-def reasons(direction, **fields):
-    return Entry("FA4", "a test", BACKEND).reasons(spec(**fields), direction)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Have the backend available, whatever this machine has."""
-    monkeypatch.setattr(Entry, "unavailable", lambda entry: "")
-    monkeypatch.setattr(fa4_package, "version", lambda name: "4.0.0b36")
+def reasons(direction, here=None, **fields):
+    """Return the reasons against a call on a GPU that needn't be here, or on this one."""
+    spec = gpu_spec(**{"heads_q": 4, "heads_k": 4, "head_dim": 64} | fields)
+    spec = dataclasses.replace(spec, device=here) if here else spec
+    return Entry("FA4", "a test", dataclasses.replace(BACKEND, unavailable=lambda: None)).reasons(
+        spec, direction
+    )
 
 
 # Compiled kinds
 
 
-def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels, here):
+def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels):
     query, key, value, grad = dense(64, 64, dim=64)
     cold = ("this kind of call has to run once before it can be recorded in a CUDA graph",)
-    fields = {"capturing": True}
-    assert (reasons("forward"), reasons("forward", **fields), reasons("backward", **fields)) == (
-        (),
-        cold,
-        cold,
-    )
+    assert reasons("forward", HERE) == ()
+    fields = {"here": HERE, "capturing": True}
+    assert (reasons("forward", **fields), reasons("backward", **fields)) == (cold, cold)
     out, lse = kernels.forward(query, key, value, call_of(query, key))
     assert (reasons("forward", **fields), reasons("backward", **fields)) == ((), cold)
     kernels.backward(grad, query, key, value, out, lse, call_of(query, key))
@@ -46,14 +40,13 @@ def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_i
     for other in (
         *({"dtype": "float16"}, {"head_dim": 72}, {"head_dim_v": 128}, {"heads_k": 2}, {"varlen": True}),
         *({"window": (-1, 0)}, {"window": (8, -1)}, {"window": (8, 8)}, {"seqused_k": True}, {"max_k": 65}),
-        {"device": Device("cuda", (9, 0), index=1)},
+        {"here": Device("cuda", (9, 0), index=1)},
     ):
-        assert reasons("forward", **fields, **other) == cold, other
+        assert reasons("forward", **fields | other) == cold, other
     assert reasons("forward", **fields, max_q=50, max_k=60, heads_q=12, heads_k=12, batch=7) == ()
     assert reasons("forward", **fields, deterministic=True) == ()
     assert reasons("backward", **fields, deterministic=True) == cold
-    simulated = Device("cuda", (9, 0), simulated=True)
-    assert reasons("forward", **fields, device=simulated, dtype="float16") == ()
+    assert reasons("forward", capturing=True, dtype="float16") == ()  # of another machine that isn't known
 
 
 def test_a_kind_that_slips_through_is_an_error_in_a_cuda_graph_and_not_compiled(
@@ -87,11 +80,17 @@ def test_a_spec_and_its_tensors_give_the_same_kind():
 
 def test_lengths_make_a_bounded_number_of_kinds():
     lengths = (1, 16, 17, 48, 80, 192, 193, 256, 257, 258, 4096, 10**6)
-    kinds = [compiled_kinds.kind_of_spec("forward", spec(max_q=n, max_k=n)) for n in lengths]
+    kinds = [compiled_kinds.kind_of_spec("forward", gpu_spec(max_q=n, max_k=n, heads_k=8)) for n in lengths]
     assert [kinds.index(kind) for kind in kinds] == [0, 0, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
 
 
 # What it can't run
+
+SHARED = "head_dim of the value must be the query's where heads are shared, 192, got 128"
+EQUAL_OR = "(64, 128), (96, 128), (128, 64), (192, 128), (256, 128)"
+SM_100 = "head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got (160, 160)"
+SM_120 = "head dims must be up to 128 on sm_12x, got (136, 136)"
+OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 
 
 @pytest.mark.parametrize(
@@ -103,92 +102,52 @@ def test_lengths_make_a_bounded_number_of_kinds():
         ({"positive_scale": False}, *["scale must be above 0"] * 2),
         ({"batch": 65536}, *["batch of dense tensors must be at most 65535, got 65536"] * 2),
         ({"batch": 65537, "varlen": True}, "", ""),
-        (
-            {"heads_q": 65536, "heads_k": 8},
-            *["query heads of dense tensors must be at most 65535, got 65536"] * 2,
-        ),
-        ({"heads_q": 65536, "heads_k": 8, "varlen": True}, "", ""),
-        (
-            {"device": Device("cuda", (8, 6))},
-            *["compute capability must be 9.0 to 12.1, got 8.6 (too old)"] * 2,
-        ),
-        ({"head_dim": 100}, *["head_dim must be 8 to 256 in steps of 8, got 100"] * 2),
+        ({"heads_q": 65536}, *["query heads of dense tensors must be at most 65535, got 65536"] * 2),
+        ({"heads_q": 65536, "varlen": True}, "", ""),
+        ({"device": "sm_86"}, OLD, OLD),
+        ({"head_dim": 100, "head_dim_v": 64}, *["head_dim must be 8 to 256 in steps of 8, got 100"] * 2),
         ({"head_dim": 192, "head_dim_v": 128}, "", ""),
+        ({"head_dim": 192, "head_dim_v": 128, "heads_k": 2}, "", SHARED),
+        ({"head_dim_v": 32}, "", f"head dims that differ must be one of {EQUAL_OR}, got (64, 32)"),
+        ({"device": "sm_100", "head_dim": 160}, SM_100, SM_100),
+        ({"device": "sm_100", "head_dim": 256}, "", ""),
         (
-            {"head_dim": 192, "head_dim_v": 128, "heads_k": 2},
-            "",
-            "head_dim of the value must be the query's where heads are shared, 192, got 128",
-        ),
-        (
-            {"head_dim": 64, "head_dim_v": 32},
-            "",
-            "head dims that differ must be one of (64, 128), (96, 128), (128, 64), (192, 128), "
-            "(256, 128), got (64, 32)",
-        ),
-        (
-            {"device": Device("cuda", (10, 0)), "head_dim": 160, "head_dim_v": 160},
-            *["head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got (160, 160)"]
-            * 2,
-        ),
-        ({"device": Device("cuda", (10, 0)), "head_dim": 256, "head_dim_v": 256}, "", ""),
-        (
-            {"device": Device("cuda", (12, 0)), "head_dim": 136, "head_dim_v": 136},
+            {"device": "sm_120", "head_dim": 136},
             *["head dims must be up to 128 on sm_12x, got (136, 136)"] * 2,
         ),
         (
-            {"device": Device("cuda", (12, 0)), "deterministic": True},
+            {"device": "sm_120", "deterministic": True},
             "",
             "not deterministic on sm_12x, and deterministic algorithms are on",
         ),
         ({"deterministic": True}, "", ""),
     ],
 )
-def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(here, fields, forward, backward):
+def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(fields, forward, backward):
     assert reasons("forward", **fields) == ((forward,) if forward else ())
     assert reasons("backward", **fields) == ((backward,) if backward else ())
 
 
+KEY_TILE = "page size must not be that of a key tile, got {}"
+
+
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("page_size", "fields", "reason"),
     [
-        ({"page_size": 16}, ""),
-        ({"page_size": 128}, "page size must not be that of a key tile, got 128"),
-        (
-            {"page_size": 144, "head_dim": 96, "head_dim_v": 96},
-            "page size must not be that of a key tile, got 144",
-        ),
-        ({"page_size": 128, "head_dim": 96, "head_dim_v": 96}, ""),
-        (
-            {"page_size": 128, "head_dim": 96, "head_dim_v": 96, "window": (-1, 0)},
-            "page size must not be that of a key tile, got 128",
-        ),
-        (
-            {"page_size": 96, "head_dim": 192, "head_dim_v": 192, "window": (5, 0)},
-            "page size must not be that of a key tile, got 96",
-        ),
-        (
-            {"page_size": 112, "head_dim": 192, "head_dim_v": 192},
-            "page size must not be that of a key tile, got 112",
-        ),
-        (
-            {"page_size": 80, "head_dim": 256, "head_dim_v": 256},
-            "page size must not be that of a key tile, got 80",
-        ),
-        (
-            {"page_size": 16, "head_dim": 72, "head_dim_v": 72},
-            "head dims must be multiples of 16 with pages, got (72, 72)",
-        ),
-        (
-            {"page_size": 16, "device": Device("cuda", (12, 0))},
-            "block_table must be None on sm_12x: no paged key-value cache",
-        ),
-        (
-            {"page_size": 128, "device": Device("cuda", (10, 0)), "head_dim": 192, "head_dim_v": 128},
-            "page size must not be that of a key tile, got 128",
-        ),
+        (16, {}, ""),
+        (128, {}, KEY_TILE),
+        (144, {"head_dim": 96}, KEY_TILE),
+        (128, {"head_dim": 96}, ""),
+        (128, {"head_dim": 96, "window": (-1, 0)}, KEY_TILE),
+        (96, {"head_dim": 192, "window": (5, 0)}, KEY_TILE),
+        (112, {"head_dim": 192}, KEY_TILE),
+        (80, {"head_dim": 256}, KEY_TILE),
+        (128, {"device": "sm_100", "head_dim": 192, "head_dim_v": 128}, KEY_TILE),
+        (16, {"head_dim": 72}, "head dims must be multiples of 16 with pages, got (72, 72)"),
+        (16, {"device": "sm_120"}, "block_table must be None on sm_12x: no paged key-value cache"),
     ],
 )
-def test_pages_are_served_forward_unless_unwritten_keys_would_be_loaded_with_them(here, fields, reason):
-    paged = {"varlen": True, "seqused_k": True, **fields}
-    assert reasons("forward", **paged) == ((reason,) if reason else ())
+def test_pages_are_served_forward_unless_unwritten_keys_would_be_loaded_with_them(page_size, fields, reason):
+    paged = {"varlen": True, "seqused_k": True, "page_size": page_size, **fields}
+    assert reasons("forward", **paged) == ((reason.format(page_size),) if reason else ())
     assert reasons("backward", **paged)[0] == "block_table must be None: no paged key-value cache"

@@ -1,33 +1,26 @@
 """Promises about the package flash-attn-4: releases that don't fit, its disk cache, what is missing."""
 
-import functools
 import inspect
 import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import torch
-from support import fake_fa4
-from support.fake_fa4 import Package, call_of, dense, forget
+from support.fake_fa4 import Package, call_of, dense
 
 from attnreg import BackendUnavailableError
 from attnreg.backends.fa4 import BACKEND
 from attnreg.backends.fa4 import package as fa4_package
-from attnreg.contract.discovery import Entry
 
 SWITCH, FOLDER = fa4_package.SWITCH, fa4_package.FOLDER
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    forget(monkeypatch)
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
+def cache(nothing_compiled, monkeypatch, tmp_path):
     """Give the compile cache a folder of the test's own, and unset the variables that would override it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (SWITCH, FOLDER):
@@ -36,65 +29,31 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "attnreg" / "fa4"
 
 
-@pytest.fixture
-def install(monkeypatch, cache):
-    return functools.partial(fake_fa4.install, monkeypatch)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Have the backend available, whatever this machine has."""
-    monkeypatch.setattr(Entry, "unavailable", lambda entry: "")
-    monkeypatch.setattr(fa4_package, "version", lambda name: "4.0.0b36")
-
-
 # Releases that don't fit
 
 
-@pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_a_renamed_keyword_is_reported_at_load(install, name, here):
-    install(version="4.0.0b99", **{name: lambda q, k, v, scale, with_lse: None})
-    entry = Entry("FA4", "a test", BACKEND)
-    with pytest.raises(BackendUnavailableError) as error:
-        entry.kernels()
-    message = str(error.value.__cause__)
-    missing = ", ".join(
-        repr(keyword) for keyword in fa4_package.KEYWORDS[name] if keyword not in ("q", "k", "v")
-    )
-    assert message == (
-        f"flash-attn-4 4.0.0b99: {name} takes no {missing}; attnreg knows 4.0.0b19 to 4.0.0b36"
-    )
-
-
-@pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_an_unknown_parameter_without_a_default_is_reported_at_load(install, name, here):
-    package = install(version="4.0.0b99")
-    as_known = inspect.signature(getattr(package.module(), name))
+@pytest.mark.parametrize("name", fa4_package.KEYWORDS)
+def test_a_function_that_is_gone_or_takes_something_else_is_reported_at_load(install, name):
+    as_known = inspect.signature(getattr(Package().module(), name))
     layout = inspect.Parameter("layout", inspect.Parameter.KEYWORD_ONLY)
+    missing = ", ".join(repr(word) for word in fa4_package.KEYWORDS[name] if word not in ("q", "k", "v"))
 
     def newer(*args, **kwargs):
         raise AssertionError("a call must not be the first to notice")
 
+    def renamed(q, k, v, scale, with_lse):
+        raise AssertionError
+
     newer.__signature__ = as_known.replace(parameters=[*as_known.parameters.values(), layout])
-    install(version="4.0.0b99", **{name: newer})
-    with pytest.raises(BackendUnavailableError) as error:
-        Entry("FA4", "a test", BACKEND).kernels()
-    assert str(error.value.__cause__) == (
-        f"flash-attn-4 4.0.0b99: {name} needs 'layout', which attnreg doesn't know; it knows "
-        "4.0.0b19 to 4.0.0b36"
-    )
-
-
-def test_a_missing_function_is_reported_at_load(install):
-    package = install(version="5.0")
-    module = package.module()
-    del module._flash_attn_bwd
-    sys.modules["flash_attn.cute.interface"] = module
-    with pytest.raises(BackendUnavailableError) as error:
-        BACKEND.load()
-    assert str(error.value) == (
-        "flash-attn-4 5.0: there is no _flash_attn_bwd; attnreg knows 4.0.0b19 to 4.0.0b36"
-    )
+    for function, problem in (
+        (None, f"there is no {name}; attnreg knows"),
+        (renamed, f"{name} takes no {missing}; attnreg knows"),
+        (newer, f"{name} needs 'layout', which attnreg doesn't know; it knows"),
+    ):
+        install(version="4.0.0b99", **{name: function})
+        with pytest.raises(BackendUnavailableError) as error:
+            BACKEND.load()
+        assert str(error.value) == f"flash-attn-4 4.0.0b99: {problem} 4.0.0b19 to 4.0.0b36"
 
 
 @pytest.mark.parametrize(
@@ -133,35 +92,30 @@ def settings():
     return os.environ.get(SWITCH), os.environ.get(FOLDER)
 
 
-def test_what_is_compiled_is_kept_in_the_users_cache_folder(package, cache):
-    BACKEND.load()
-    assert settings() == ("1", str(cache))
-    assert cache.is_dir()
-    assert list(cache.iterdir()) == []
-    assert cache.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("base", ["", "not/absolute"])
-def test_without_a_cache_folder_of_the_user_it_is_the_one_in_the_home(package, monkeypatch, tmp_path, base):
-    monkeypatch.setenv("XDG_CACHE_HOME", base)
+@pytest.mark.parametrize(
+    ("variables", "switch", "folder"),
+    [
+        ({}, "1", "cache/attnreg/fa4"),
+        ({"XDG_CACHE_HOME": ""}, "1", ".cache/attnreg/fa4"),
+        ({"XDG_CACHE_HOME": "not/absolute"}, "1", ".cache/attnreg/fa4"),
+        ({FOLDER: "{home}/mine"}, "1", "mine"),
+        ({SWITCH: "0"}, "0", None),
+        ({SWITCH: "off"}, "off", None),
+    ],
+)
+def test_what_is_compiled_is_kept_in_the_users_cache_folder_or_as_the_user_has_set(
+    package, cache, monkeypatch, tmp_path, variables, switch, folder
+):
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(home=tmp_path))
     BACKEND.load()
-    assert settings() == ("1", str(tmp_path / ".cache" / "attnreg" / "fa4"))
-
-
-@pytest.mark.parametrize("switch", ["0", "off"])
-def test_a_users_own_setting_is_kept(package, monkeypatch, cache, switch):
-    monkeypatch.setenv(SWITCH, switch)
-    BACKEND.load()
-    assert settings() == (switch, None)
-    assert not cache.exists()
-
-
-def test_a_folder_that_the_user_names_is_used(package, monkeypatch, cache, tmp_path):
-    monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
-    BACKEND.load()
-    assert settings() == ("1", str(tmp_path / "mine"))
-    assert not cache.exists()
+    kept = None if folder is None else Path(tmp_path, folder)
+    assert settings() == (switch, kept and str(kept))
+    assert cache.exists() is (kept == cache)
+    if kept:
+        assert list(kept.iterdir()) == []
+        assert kept.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(package, cache, caplog):
@@ -243,14 +197,5 @@ def test_what_is_missing_is_one_sentence_and_nothing_is_imported(machine, missin
     machine(**missing)
     before = set(sys.modules)
     assert BACKEND.unavailable() == message
+    assert BACKEND.version() == missing.get("version", "4.0.0b36")
     assert {name.partition(".")[0] for name in set(sys.modules) - before} <= set(sys.stdlib_module_names)
-
-
-def test_the_version_is_that_of_the_distribution(machine):
-    machine(version="4.0.0b36")
-    assert BACKEND.version() == "4.0.0b36"
-
-
-def test_without_the_distribution_there_is_no_version(machine):
-    machine(version=None)
-    assert BACKEND.version() is None

@@ -57,26 +57,19 @@ def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_bef
     kernels, package, no_unused_rows, monkeypatch
 ):
     """Also where the tensors of all calls are the very same ones."""
-    replayed, allocated = [], {}
-    launch, record = recording.Recipe.launch, recording.record
-
-    def recorded(call):
-        results, found = record(call)
-        allocated[found.recipe] = found.addresses
-        return results, found
+    replayed = []
+    launch, uninitialized = recording.Recipe.launch, replay.uninitialized
 
     def launched(recipe, slots):
         results = launch(recipe, slots)
         replayed.append((recipe, list(slots), results))
         return results
 
-    def uninitialized(size, stride, *rest):
+    def allocated(size, stride, *rest):
         assert type(size) is type(stride) is tuple  # on a GPU nothing else is taken
-        return replay_uninitialized(size, stride, *rest)
+        return uninitialized(size, stride, *rest)
 
-    replay_uninitialized = replay.uninitialized
-    monkeypatch.setattr(replay, "uninitialized", uninitialized)
-    monkeypatch.setattr(replay, "record", recorded)
+    monkeypatch.setattr(replay, "uninitialized", allocated)
     monkeypatch.setattr(recording.Recipe, "launch", launched)
     given = query, key, *_ = packed((5, 28, 7), (9, 21, 30))
     for count in (0, 0, 2):
@@ -85,8 +78,8 @@ def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_bef
     (_, forward, (out, _)), (_, backward, grads) = replayed
     for recipe, slots, _ in replayed:
         addresses = {slot: x.data_ptr() for slot, x in enumerate(slots) if isinstance(x, torch.Tensor)}
-        assert addresses.keys() == allocated[recipe].keys()
-        assert all(address != allocated[recipe][slot] for slot, address in addresses.items())
+        assert addresses.keys() == recipe.addresses.keys()
+        assert all(address != recipe.addresses[slot] for slot, address in addresses.items())
     assert [x[1:].tolist() for x in forward[3:5]] == [[3, 17, 21], [5, 16, 31]]
     assert [x[1:].tolist() for x in backward[6:8]] == [[3, 17, 21], [5, 16, 31]]
     # The last halves, heads and head dims reversed.
@@ -139,12 +132,10 @@ def test_addresses_that_the_host_reads_are_found_out_by_other_addresses(
     kernels, package, same_tensors, caplog
 ):
     package.bakes_addresses = True
+    given = [dense(seed=0 if same_tensors else seed) for seed in range(6)]
     with caplog.at_level(logging.INFO, "attnreg"):
-        given = dense()
-        for seed in range(6):
-            if not same_tensors:
-                given = dense(seed=seed)
-            assert entered(kernels, package, *given, call_of(*given[:2])) == BOTH
+        for tensors in [given[0]] * 6 if same_tensors else given:
+            assert entered(kernels, package, *tensors, call_of(*tensors[:2])) == BOTH
     assert len(caplog.messages) == 2
 
 
@@ -159,37 +150,31 @@ def test_an_allocation_of_integers_that_no_replayed_kernel_fills_is_found_out(
     assert "each forward like this one: its launches, replayed, fail: " in caplog.text
 
 
-def fail_in_the_proof(package, error):
-    """Have the backward's first kernel fail at its second launch of a round: the first is the package's."""
-
+@pytest.mark.parametrize(
+    ("error", "first", "later", "messages"),
+    [
+        # Later calls are counted: the first and the second had no memory, the fourth is the next to be tried.
+        (torch.OutOfMemoryError("full"), [BOTH, ["backward"]], [["backward"], ["backward"], NEITHER], []),
+        (RuntimeError("lost"), [BOTH], [["backward"]] * 6, ["its launches, replayed, fail: lost"]),
+    ],
+    ids=["no memory", "a fault"],
+)
+def test_a_proof_that_fails_leaves_the_call_right_and_is_repeated_only_for_want_of_memory(
+    rounds, package, caplog, error, first, later, messages
+):
     def fail(name):
+        # The backward's first kernel, at its second launch of a round: the first is the package's.
         if name == "_bwd_preprocess" and name in package.launched:
             raise error
 
+    assert rounds(2) == [BOTH] * 2
     package.on_launch = fail
-
-
-def test_a_proof_without_memory_is_repeated_at_a_later_call(rounds, package, caplog):
-    assert rounds(2) == [BOTH] * 2
-    fail_in_the_proof(package, torch.OutOfMemoryError("full"))
     with caplog.at_level(logging.INFO, "attnreg"):
-        assert rounds(2) == [BOTH, ["backward"]]
-    assert caplog.messages == []
-    package.on_launch = lambda name: None
-    # Later calls are counted: the first and the second had no memory, the fourth is the next to be tried.
-    assert rounds(3) == [["backward"], ["backward"], NEITHER]
-
-
-def test_an_exception_in_the_proof_leaves_the_call_right_and_its_recipe_unused(rounds, package, caplog):
-    assert rounds(2) == [BOTH] * 2
-    fail_in_the_proof(package, RuntimeError("lost"))
-    with caplog.at_level(logging.INFO, "attnreg"):
-        assert rounds(1) == [BOTH]
+        assert rounds(len(first)) == first
         package.on_launch = lambda name: None
-        assert rounds(6) == [["backward"]] * 6
-    assert caplog.messages == [
-        "FA4 calls the package's Python for each backward like this one: its launches, replayed, fail: lost"
-    ]
+        assert rounds(len(later)) == later
+    begin = "FA4 calls the package's Python for each backward like this one: "
+    assert caplog.messages == [begin + why for why in messages]
 
 
 def test_until_the_device_has_reported_calls_go_through_the_package(rounds, monkeypatch):
@@ -253,8 +238,10 @@ def test_memory_that_still_holds_the_right_values_does_not_pass_for_a_launch(mon
     # As a caching allocator does: memory that is freed is reused, with what was in it.
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: right.clone())
     allocations = tuple((slot, (3,), (1,), dtype) for slot in (1, 2))
-    recipe = recording.Recipe(right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]))
-    slots = replay._spoilt_slots(recording.Recorded(recipe, {1: 0, 2: 0}), (right,))
+    recipe = recording.Recipe(
+        right.device, (None, None), allocations, (2,), (), (), recording.pick([1, 2]), {1: 0, 2: 0}
+    )
+    slots = replay._spoilt_slots(recipe, (right,))
     assert not (slots[1] == right).any()
     assert not slots[2].any()
 
@@ -291,7 +278,7 @@ def test_the_fake_package_would_show_a_launch_left_out(kernels):
     right = both(kernels, query, key, value, grad, call)
     for name in ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"):
         function = getattr(sys.modules["flash_attn.cute.interface"], name)
-        (key_of,) = function.compile_cache.compiled
+        (key_of,) = function.compile_cache.data
         kept = function.compile_cache[key_of]
         function.compile_cache[key_of] = lambda *given: None
         with _disable_current_modes():
