@@ -229,7 +229,7 @@ def test_an_op_that_torch_lacks_is_an_error():
 
 
 def test_an_op_of_a_newer_torch_is_left_out():
-    aten.ensure((*aten.ROUTES, swapped("_no_such_attention", since="99.1")))
+    aten.ensure((*aten.ROUTES, swapped("_no_such_attention", since=(99, 1))))
     assert all(map(is_ours, PLACES))
 
 

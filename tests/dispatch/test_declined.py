@@ -16,9 +16,8 @@ from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.planning import Native, make_plan
-from attnreg.dispatch.state import state
+from attnreg.dispatch.state import retry_on_decline, state
 from attnreg.measure import Case, verify
 from attnreg.tuning.checks import Checks
 
