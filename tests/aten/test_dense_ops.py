@@ -100,17 +100,6 @@ def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
     assert ran() == {"cuDNN": (2 + len(BIASES), 2 + len(BIASES))}
 
 
-def test_a_dense_call_of_cudnns_lower_op_is_the_dense_op(route, ran):
-    route()
-    inputs = qkv(3, 6)
-    attnreg.register_backend("math")
-    op = torch.ops.aten._cudnn_attention_forward
-    result = op(*inputs, None, None, None, 3, 6, True, 0.0, True)
-    assert result[1].shape == (2, 4, 3, 1)
-    assert_call_right("cudnn", result, inputs, window=CAUSAL, top_left=True)
-    assert ran() == {"math": (1, 1)}
-
-
 def test_a_dense_call_of_the_flash_op_with_every_option(route, ran, fake):
     route()
     recorder = fake("mine")

@@ -57,20 +57,9 @@ def test_the_backward_drops_what_the_forward_dropped(route, ran, attend):
         return (attend(*tensors, p=0.4) * grad).sum()
 
     with attnreg.register_backend("math"):
-        exact = torch.autograd.grad(loss(*inputs), inputs)
+        torch.autograd.grad(loss(*inputs), inputs)
         assert ran() == {"math": (1, 1)}
-        with torch.no_grad():
-            for which, tensor in enumerate(inputs):
-                numeric = torch.empty_like(tensor)
-                for index in range(tensor.numel()):
-                    step = torch.zeros_like(tensor).flatten()
-                    step[index] = 1e-5
-                    moved = [
-                        [x + sign * step.view(x.shape) if x is tensor else x for x in inputs]
-                        for sign in (1, -1)
-                    ]
-                    numeric.view(-1)[index] = (loss(*moved[0]) - loss(*moved[1])) / 2e-5
-                torch.testing.assert_close(exact[which], numeric, rtol=1e-5, atol=1e-6)
+        assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, rtol=1e-5, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize("attend", DROPPING.values(), ids=DROPPING)
