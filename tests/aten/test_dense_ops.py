@@ -268,27 +268,41 @@ def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(r
     assert ran() == {}
 
 
-@pytest.mark.parametrize("kind", SDPA)
-def test_a_debug_mask_is_an_error_where_torch_has_no_kernel(route, kind):
-    route()
-    with pytest.raises(UnsupportedInputError) as error:
-        call(kind, [x.detach() for x in qkv()], debug=True)
-    assert str(error.value) == (
-        f"aten::{FORWARD[kind]}: return_debug_mask, and torch has no kernel for this device"
-    )
+QUERY, USED = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
+OFFSETS, OTHERS = torch.tensor([0, 4, 12]).int(), torch.tensor([0, 5, 12]).int()
+DENSE, PACKED = (QUERY, QUERY, QUERY, None, None, None, 6, 6), (*[QUERY.flatten(0, 1)] * 3, None)
+VARLEN = "a varlen call with a debug mask, a bias or a mask aligned top-left"
+TORCHS_OWN = {
+    "debug mask of flash": ("flash", (*DENSE[:3], *DENSE[4:], 0.0, False, True), {}, "return_debug_mask"),
+    "debug mask": ("cudnn", (*DENSE, True, 0.0, False, True), {}, "return_debug_mask"),
+    "counted keys": (
+        "cudnn",
+        (*DENSE, True),
+        {"seqused_k": USED},
+        "seqused_k or block_table of a dense call",
+    ),
+    "packed, a debug mask": ("cudnn", (*PACKED, OFFSETS, OTHERS, 8, 8, True, 0.0, False, True), {}, VARLEN),
+    "packed, causal with other lengths": (
+        "cudnn",
+        (*PACKED, OFFSETS, OTHERS, 8, 8, True, 0.0, True),
+        {},
+        VARLEN,
+    ),
+    "packed, a bias": ("cudnn", (*PACKED[:3], ADDED, OFFSETS, OTHERS, 8, 8, True), {}, VARLEN),
+}
 
 
-def test_a_dense_call_with_counted_keys_is_torchs_own(routes):
-    query, used = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
-    arguments = (query, query, query, None, None, None, 6, 6, True)
+@pytest.mark.parametrize(("kind", "args", "kwargs", "reason"), TORCHS_OWN.values(), ids=TORCHS_OWN)
+def test_a_call_that_only_torch_understands_is_torchs_own_or_an_error(
+    routes, ran, kind, args, kwargs, reason
+):
     kernel = NativeKernel(lambda *args, **kwargs: "torch's")
-    run, run_without = (router(routes["_cudnn_attention_forward"], one) for one in (kernel, None))
+    run, run_without = (router(routes[FORWARD[kind]], one) for one in (kernel, None))
+    kwargs = {**kwargs, "scale": 0.3}
     with attnreg.use_backend("math"):
-        assert run(*arguments, seqused_k=used) == ("torch's", None)
-        assert kernel.calls == [(arguments, {"seqused_k": used})]
+        assert run(*args, **kwargs) == ("torch's", None)
+        assert kernel.calls == [(args, kwargs)]
         with pytest.raises(UnsupportedInputError) as error:
-            run_without(*arguments, seqused_k=used)
-    assert str(error.value) == (
-        "aten::_cudnn_attention_forward: seqused_k or block_table of a dense call, "
-        "and torch has no kernel for this device"
-    )
+            run_without(*args, **kwargs)
+    assert str(error.value) == f"aten::{FORWARD[kind]}: {reason}, and torch has no kernel for this device"
+    assert ran() == {}

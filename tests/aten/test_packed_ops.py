@@ -63,44 +63,6 @@ def test_causal_packed_sequences_of_equal_lengths_are_served(route, packed, ran)
     assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 1]
 
 
-NATIVE_ONLY = {
-    "a bias": {"bias": torch.zeros(1, 1, 8, 8)},
-    "causal with other lengths": {"causal": True},
-    "a debug mask": {"debug": True},
-}
-
-
-@pytest.mark.parametrize("options", NATIVE_ONLY.values(), ids=NATIVE_ONLY)
-def test_packed_calls_with_another_alignment_or_a_bias_are_torchs_own(route, packed, ran, options):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
-    results = (inputs[0], inputs[0], None, None, 8, 8, cu_q, cu_q, None)
-    kernel = NativeKernel(lambda *args, **kwargs: results)
-    route({FORWARD["cudnn"]: kernel})
-    with attnreg.register_backend("math"):
-        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **options, scale=0.3)
-    ((args, kwargs),) = kernel.calls
-    given = (*inputs, options.get("bias"), cu_q, cu_k)
-    assert all(x is y for x, y in zip(args[:6], given, strict=True))
-    assert args[6:9] == (8, 8, True)
-    rest = (0.0, options.get("causal", False), options.get("debug", False))
-    assert args[9:] == rest[: len(args) - 9]  # what has its default may be left out
-    assert not any(rest[len(args) - 9 :])
-    assert kwargs == {"scale": 0.3}
-    assert ran() == {}
-
-
-@pytest.mark.parametrize("options", NATIVE_ONLY.values(), ids=NATIVE_ONLY)
-def test_such_calls_are_an_error_where_torch_has_no_kernel(route, packed, options):
-    route()
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
-    with pytest.raises(UnsupportedInputError) as error:
-        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **options)
-    assert str(error.value) == (
-        "aten::_cudnn_attention_forward: a varlen call with a debug mask, a bias or a mask aligned "
-        "top-left, and torch has no kernel for this device"
-    )
-
-
 def test_a_scope_holds_for_the_backward_of_cudnns_lower_op(route, packed, ran, fake):
     route()
     *inputs, cu, _, longest, _ = packed(LENGTHS_Q)
