@@ -25,20 +25,19 @@ REASON = "no engine for calls of this size"
 MATH = math_backend.BACKEND.load()
 
 
+LIMITS = attnreg.Capabilities(
+    devices=("cpu",), dtypes=("float32", "float64"), varlen=True, causal=True, seqused_k=True, dropout=True
+)
+
+
 class Choosy:
     """A backend whose kernels decline every call of the directions in `declining`; keeps what was called."""
 
     def __init__(self, name="choosy", *directions):
         self.declining = set(directions)
         self.called = []
-        limits = attnreg.Capabilities(
-            devices=("cpu",), dtypes=("float32", "float64"),
-            varlen=True, causal=True, seqused_k=True, dropout=True,
-        )  # fmt: skip
-        self.backend = attnreg.Backend(
-            name=name, forward=limits, backward=limits,
-            load=lambda: attnreg.Kernels(self.kernel("forward"), self.kernel("backward")),
-        )  # fmt: skip
+        kernels = attnreg.Kernels(self.kernel("forward"), self.kernel("backward"))
+        self.backend = attnreg.Backend(name=name, forward=LIMITS, backward=LIMITS, load=lambda: kernels)
 
     def kernel(self, direction):
         def run(*arguments):
@@ -48,6 +47,10 @@ class Choosy:
             return getattr(MATH, direction)(*arguments)
 
         return run
+
+
+def forward_only(name, run):
+    return attnreg.Backend(name=name, forward=LIMITS, load=lambda: attnreg.Kernels(run))
 
 
 @pytest.fixture(params=["python_routers", "compiled_routers"])
@@ -174,25 +177,19 @@ def test_dropout_ties_the_backward_to_the_forward_that_drew(packed):
             )
 
 
-def test_a_declined_call_is_not_kept_alive():
+def test_a_declined_call_is_not_kept_alive_and_others_still_go_to_that_backend(ran):
     choosy, inputs = Choosy("choosy", "forward"), dense()
     gone = [weakref.ref(x) for x in inputs]
     gc.disable()
     try:
         with attnreg.register_backend(choosy.backend):
             F.scaled_dot_product_attention(*inputs)
-        inputs.clear()
-        assert [one() for one in gone] == [None] * 3
+            inputs.clear()
+            assert [one() for one in gone] == [None] * 3
+            choosy.declining.clear()
+            F.scaled_dot_product_attention(*(torch.randn(1, 2, 3, 8) for _ in "qkv"))
     finally:
         gc.enable()
-
-
-def test_other_calls_still_go_to_a_backend_that_declined_one(packed, ran):
-    choosy = Choosy("choosy", "forward")
-    with attnreg.register_backend(choosy.backend):
-        F.scaled_dot_product_attention(*dense())
-        choosy.declining.clear()
-        F.scaled_dot_product_attention(*(torch.randn(1, 2, 3, 8) for _ in "qkv"))
     assert ran() == {"choosy": (1, 0), "cpu": (1, 0)}
 
 
@@ -215,7 +212,7 @@ def test_a_dropout_mask_is_the_same_whether_another_backend_declined_before_or_n
 
 def test_a_backend_that_declined_a_call_may_run_another_inside_of_it(ran):
     """The kernel that runs the declined call instead may call attention itself."""
-    inputs, limits = dense(), attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
+    inputs = dense()
 
     def one_at_a_time(query, key, value, call):
         if len(query) > 1:
@@ -226,30 +223,22 @@ def test_a_backend_that_declined_a_call_may_run_another_inside_of_it(ran):
         F.scaled_dot_product_attention(*(x[:1].transpose(1, 2) for x in (query, key, value)))
         return MATH.forward(query, key, value, call)
 
-    first, second = (
-        attnreg.Backend(name=name, forward=limits, load=lambda run=run: attnreg.Kernels(run))
-        for name, run in (("first", one_at_a_time), ("second", nesting))
-    )
+    first, second = forward_only("first", one_at_a_time), forward_only("second", nesting)
     with attnreg.register_backend(second), attnreg.register_backend(first), torch.no_grad():
         out = F.scaled_dot_product_attention(*inputs)
     assert_same([out], right(inputs)[:1])
     assert ran() == {"first": (1, 0), "second": (1, 0)}
 
 
-def test_an_error_of_a_call_inside_of_a_kernel_is_a_reason_of_one_line(ran):
-    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
-
+def test_an_error_of_a_call_inside_of_a_kernel_is_a_reason_of_one_line():
     def forward(query, key, value, call):
-        ends = torch.tensor([0, 1], dtype=torch.int32)
-        attnreg.varlen_attn(
-            *(x.double()[0, :1] for x in (query, key, value)), ends, ends, 1, 1, backend="cpu32"
-        )
+        ends, halves = torch.tensor([0, 1], dtype=torch.int32), (x.half()[0, :1] for x in (query, key, value))
+        attnreg.varlen_attn(*halves, ends, ends, 1, 1, backend="no half")
 
-    only = attnreg.Backend(name="cpu32", forward=limits, load=lambda: attnreg.Kernels(forward))
-    with attnreg.register_backend(only), torch.no_grad():
+    with attnreg.register_backend(forward_only("no half", forward)), torch.no_grad():
         F.scaled_dot_product_attention(*dense())
     ((backend, reason, count),) = reasons()
-    assert (backend, count) == ("cpu32", 1)
+    assert (backend, count) == ("no half", 1)
     assert reason.startswith("no attention backend can run this forward on cpu")
     assert "\n" not in reason
 
@@ -262,7 +251,7 @@ def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
         device=Device("cpu"), dtype="float32", batch=1, max_q=3, max_k=3, heads_q=2, heads_k=2, head_dim=8,
         head_dim_v=8, capturing=True,
     )  # fmt: skip
-    limits = dataclasses.replace(choosy.backend.forward, capture=True)
+    limits = dataclasses.replace(LIMITS, capture=True)
     inputs = [torch.randn(1, 3, 2, 8) for _ in "qkv"]
 
     def capture():
@@ -294,20 +283,13 @@ def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
         assert all(error.passed for error in outcome.errors.values())
 
 
-@pytest.mark.parametrize(
-    ("declining", "forward", "backward"),
-    [
-        ("backward", "", "its backward can't be checked"),
-        (
-            "forward",
-            "it can't be checked: it refuses small calls of this kind",
-            "its backward can't be checked",
-        ),
-    ],
-)
-def test_tune_says_what_it_cannot_check_as_a_kernel_declines(declining, forward, backward):
+UNCHECKED = "it can't be checked: it refuses small calls of this kind"
+
+
+@pytest.mark.parametrize(("declining", "forward"), [("backward", ""), ("forward", UNCHECKED)])
+def test_tune_says_what_it_cannot_check_as_a_kernel_declines(declining, forward):
     entry = Entry("choosy", "a test", Choosy("choosy", declining).backend)
     spec = Case(name="any", lens_q=(64,), lens_k=(64,), dtype="float32").spec(Device("cpu"))
     checks = Checks(torch.device("cpu"))
     assert checks.of(entry, spec, "forward").wrong == forward
-    assert checks.of(entry, spec, "backward").wrong == backward
+    assert checks.of(entry, spec, "backward").wrong == "its backward can't be checked"

@@ -130,16 +130,24 @@ def test_a_scoped_call_is_kept_and_its_backward_gets_the_choice(installed, plann
         assert planned(step) == 0
 
 
-def test_strides_and_values_are_those_of_a_call_without_a_scope(installed):
+@pytest.mark.parametrize("enter", [attnreg.use_backend, attnreg.register_backend])
+@pytest.mark.parametrize("bshd", [False, True])
+def test_strides_and_values_are_those_of_torchs_own_kernel(installed, planned, enter, bshd):
     inputs = qkv()
-    plain = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+    if bshd:
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+
+    def attend():
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+        return out, lse, *gradients(out, inputs)
+
+    plain = attend()
     for name in ("math", "cpu"):
-        for _ in range(4):
-            with attnreg.use_backend(name):
-                results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
-            for got, wanted in zip(results, plain, strict=True):
-                assert got.stride() == wanted.stride()
-                torch.testing.assert_close(got, wanted)
+        with enter(name):
+            for _ in range(4):
+                for got, wanted in zip(attend(), plain, strict=True):
+                    torch.testing.assert_close(got, wanted, check_stride=True)
+            assert planned(attend) == 0
 
 
 def test_a_scope_is_obeyed_by_no_other_thread(installed, ran):
