@@ -170,18 +170,28 @@ def test_compiled_in_one_graph_the_choice_is_made_when_it_runs(route, whole_grap
 
 
 @pytest.mark.parametrize("kind", SDPA)
-def test_with_nothing_registered_every_argument_reaches_torchs_kernel_untouched(route, ran, kind):
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_argument_of_calls_that_are_torchs_own_reaches_its_kernel_untouched(route, ran, kind, debug):
+    """With nothing registered all are; with a debug mask they always are."""
     kernels = native_kernels()
     route(kernels)
-    inputs = qkv()
-    result = call(kind, inputs, 0.0, True, scale=0.3)
+    inputs, dropout = qkv(), 0.25 if debug else 0.0
+    with (
+        attnreg.register_backend("math") if debug else contextlib.nullcontext(),
+        torch.set_grad_enabled(not debug),
+    ):
+        result = call(kind, inputs, dropout, True, debug, scale=0.3)
     ((args, kwargs),) = kernels[FORWARD[kind]].calls
     assert kwargs == {"scale": 0.3}
     # Below autograd the tensors are others, of the same memory.
     assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
-    assert True in args[3:]
-    assert_call_right(kind, result, inputs, window=CAUSAL, scale=0.3)
-    assert len(kernels[BACKWARD[kind]].calls) == 1
+    lengths, rest = (None, None, 6, 6), (dropout, True, debug)
+    expected = (*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest)
+    assert args[3:] == expected[: len(args) - 3]  # what has its default may be left out
+    assert not any(expected[len(args) - 3 :])
+    if not debug:
+        assert_call_right(kind, result, inputs, window=CAUSAL, scale=0.3)
+        assert len(kernels[BACKWARD[kind]].calls) == 1
     assert ran() == {}
 
 
@@ -250,22 +260,6 @@ def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward
 
 
 # ---- calls that are torch's own
-
-
-@pytest.mark.parametrize("kind", SDPA)
-def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(route, ran, kind):
-    kernels = native_kernels()
-    route(kernels)
-    inputs = [x.detach() for x in qkv()]
-    with attnreg.register_backend("math"):
-        call(kind, inputs, 0.25, True, True, scale=0.3)
-    ((args, kwargs),) = kernels[FORWARD[kind]].calls
-    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
-    lengths = (None, None, 6, 6)
-    rest = (0.25, True, True)
-    assert args[3:] == ((*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest))
-    assert kwargs == {"scale": 0.3}
-    assert ran() == {}
 
 
 QUERY, USED = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)

@@ -246,24 +246,20 @@ def fails(*_):
     raise LookupError("of a kernel")
 
 
-def test_an_error_is_the_callers_and_is_not_counted(op):
+def test_an_error_of_a_launcher_or_a_plan_is_the_callers_and_is_not_counted(op):
     op.forward = fails
     inputs = tensors()
     op.planned(*inputs)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="of a kernel"):
-            op.planned(*inputs)
-    assert op.counted() == 0
-
-
-def test_an_error_of_the_plan_is_the_callers_and_keeps_nothing(op):
-    op.forward, op.meanwhile = forward_function, fails
-    inputs = tensors()
-    for _ in range(2):
-        with pytest.raises(LookupError, match="of a kernel"):
-            op.planned(*inputs)
+    for of_the_plan in (False, True):
+        for _ in range(2):
+            with pytest.raises(LookupError, match="of a kernel"):
+                op.planned(*inputs)
+            assert bool(op.made) is of_the_plan
+        op.forward, op.meanwhile = forward_function, fails
+        op.module.drop()
     op.meanwhile = lambda: None
     assert op.planned(*inputs)[0]
+    assert op.counted() == 0
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
