@@ -88,16 +88,20 @@ def kept_for(
     others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
     if load() is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
         return None
-    launcher = None
-    if plan.specialize is not None:
-        try:
-            launcher = plan.specialize(tensors, call)
-        except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
-            log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+    launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
     return Kept(launcher, plan.counters, is_final, auxiliary, offsets)
+
+
+def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+    # A function of its own, as `benchmarks/ablation.py` switches it off.
+    try:
+        return plan.specialize(tensors, call)  # type: ignore[misc]
+    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        return None
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
