@@ -19,7 +19,7 @@ from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry
 from attnreg.aten import cpu, cudnn, flash
-from attnreg.aten.routing import Route, router
+from attnreg.aten.routing import TORCH_VERSION, Route, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
@@ -78,12 +78,11 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
             raise
         if above:
             known = above.casefold() in _registry.entries()
-            asks = f"register_backend({above!r}) asks for it" if known else f"it knows no backend {above!r}"
             log.warning(
                 "torch.nn.attention had %r active: attnreg has restored torch's own kernels, to which it "
                 "falls back, and chooses for each call from now on; %s",
                 above,
-                asks,
+                f"register_backend({above!r}) asks for it" if known else f"it knows no backend {above!r}",
             )
 
 
@@ -108,11 +107,10 @@ def shadowed_by() -> str:
 
 def _is_present(route: Route) -> bool:
     """Whether this torch has the op; one that is younger than this torch needn't be there."""
-    if hasattr(torch.ops.aten, route.op):
-        return True
-    if _version() < tuple(map(int, route.since.split("."))):
-        return False
-    raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
+    found = hasattr(torch.ops.aten, route.op)
+    if not found and route.since <= TORCH_VERSION:
+        raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
+    return found
 
 
 def _unknown_arguments(route: Route) -> frozenset[str]:
@@ -141,21 +139,15 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     ]
     call_cache.forget()
     module = call_cache.module_for_routers()
-    library = None if module else torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-
-    def remove() -> None:
-        if library is None:
-            call_cache.remove_routers()
-        else:
-            library._destroy()  # type: ignore[no-untyped-call]
-
+    library = module or torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    remove = call_cache.remove_routers if module else library._destroy
     try:
         for route, key, function in routers:
-            _register(library or module, route.op, key, function, route.layout)
+            _register(library, route.op, key, function, route.layout)
     except Exception as error:
         remove()
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
-    if library is None:
+    if module:
         call_cache.routers_added()
     else:
         captured.call_cache_in_use = False
@@ -163,31 +155,20 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     return remove
 
 
-def _described(function: Callable[..., Served]) -> Callable[..., Any]:
-    """Return a router as the compiled one calls it."""
+def _register(library: Any, op: str, key: str, function: Callable[..., Served], layout: Layout) -> None:
+    """Register a router, with a library of torch's or with the compiled call cache."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def results_alone(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)[0]
+
+    def with_kept(*args: Any, **kwargs: Any) -> Any:
         results, kept = function(*args, **kwargs)
         return results, call_cache.described(kept)
 
-    return run
-
-
-def _results_of(function: Callable[..., Served]) -> Callable[..., Any]:
-    """Return a router that returns the op's results alone."""
-    return lambda *args, **kwargs: function(*args, **kwargs)[0]
-
-
-def _register(library: Any, op: str, key: str, function: Callable[..., Served], layout: Layout) -> None:
-    """Register a router, with a library of torch's or with the compiled call cache."""
     with warnings.catch_warnings():
         # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         if isinstance(library, torch.library.Library):
-            library.impl(op, _results_of(function), key)  # type: ignore[no-untyped-call]
+            library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]
         else:
-            library.add_router(op, key, tuple(layout), _described(function))
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, torch.__version__.split(".")[:2]))
+            library.add_router(op, key, tuple(layout), with_kept)

@@ -6,38 +6,22 @@ passed on unchanged; only another backend's call is brought into the contract's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
+from attnreg.aten.routing import kept_dense
 from attnreg.contract.backend import Call
-from attnreg.dispatch.call_cache import Kept, kept_for
-from attnreg.dispatch.calls import (
-    bounds,
-    every_dense_row_sees_a_key,
-    plan_for,
-    scale_of,
-    to_bshd,
-    wants_deterministic,
-    wants_gradient,
-)
+from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.aten.routing import RoutedCall
     from attnreg.contract.spec import Direction
+    from attnreg.dispatch.call_cache import Kept
     from attnreg.dispatch.scope import ScopedChoice
     from attnreg.dispatch.state import Plan
-
-
-class Inputs(NamedTuple):
-    """The inputs of a call in the contract's layout."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    call: Call
 
 
 def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:
@@ -67,11 +51,6 @@ def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) ->
     )
 
 
-def inputs_of(given: Any, call: Call) -> Inputs:
-    """Bring the tensors of a (B, H, S, D) call into the contract's layout."""
-    return Inputs(*to_bshd(given.query, given.key, given.value, call), call)
-
-
 def dense_plan(
     direction: Direction, given: Any, routed: RoutedCall, call: Call, choice: ScopedChoice | None
 ) -> Plan:
@@ -81,25 +60,17 @@ def dense_plan(
     return plan_for(direction, query, key, value, call, choice, routed.native, needs_backward, bhsd=True)
 
 
-def gradients(plan: Plan, inputs: Inputs, given: Any, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a backend's backward and count it; returns the gradients in the contract's layout."""
-    query, key, value, call = inputs
-    grad_q, grad_k, grad_v = plan.run(
-        given.grad_out.transpose(1, 2), query, key, value, given.out.transpose(1, 2), lse, call
-    )
-    unseen = given.key.shape[2] - grad_k.shape[1]
-    if unseen:  # keys that a top-left causal mask hides from every query
-        grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
+def run_backward(plan: Plan, given: Any, call: Call, lse: Tensor) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """Run a backend's backward of a (B, H, S, D) call, and count it.
 
-
-def kept_dense(
-    plan: Plan, given: Any, call: Call, tensors: tuple[Tensor, ...], auxiliary: tuple[Any, ...] = ()
-) -> Kept | None:
-    """Return how the call cache is to run further calls like this one; see `kept_for`.
-
-    None where it takes more than the kernel: keys that no query sees, rows that see no key.
+    Returns:
+        The gradients in the contract's layout, and how the call cache is to run further calls like this one.
     """
-    if call.max_k != given.key.shape[2] or not every_dense_row_sees_a_key(call):
-        return None
-    return kept_for(plan, tensors, call, auxiliary)
+    length_k = given.key.shape[2]
+    inputs = to_bshd(given.query, given.key, given.value, call)
+    tensors = given.grad_out.transpose(1, 2), *inputs, given.out.transpose(1, 2), lse
+    grad_q, grad_k, grad_v = plan.run(*tensors, call)
+    kept = kept_dense(plan, call, length_k, tensors)
+    if unseen := length_k - grad_k.shape[1]:  # keys that a top-left causal mask hides from every query
+        grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
+    return (grad_q, grad_k, grad_v), kept

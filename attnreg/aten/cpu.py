@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from attnreg.aten.bhsd import call_of, dense_plan, gradients, inputs_of, kept_dense
-from attnreg.aten.routing import Layout, Route, RoutedCall, with_strides_of
+from attnreg.aten.bhsd import call_of, dense_plan, run_backward
+from attnreg.aten.routing import Layout, Route, RoutedCall, kept_dense, with_strides_of
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
-from attnreg.dispatch.call_cache import Kept
+from attnreg.dispatch.calls import to_bshd
 from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
@@ -29,14 +27,12 @@ def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
         return routed.untouched("dropout_p")
     call = call_of(given, given.attn_mask)
     plan = dense_plan("forward", given, routed, call, routed.choice)
-    kept: Kept | None
     if plan.is_native:
-        out, lse = routed.run_native(plan)
-        kept = Kept(None, plan.counters) if plan.is_checked else None
+        (out, lse), kept = routed.run_native(plan)
     else:
-        inputs = inputs_of(given, call)
-        out, lse = plan.run(*inputs)
-        kept = None if out.dtype == torch.float64 else kept_dense(plan, given, call, inputs[:3])
+        tensors = to_bshd(given.query, given.key, given.value, call)
+        out, lse = plan.run(*tensors, call)
+        kept = kept_dense(plan, call, given.key.shape[2], tensors)
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         out = with_strides_of(out.transpose(1, 2), given.query)
@@ -47,26 +43,16 @@ def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> Served:
     call = call_of(given, given.attn_mask)
     plan = dense_plan("backward", given, routed, call, routed.choice)
     if plan.is_native:
-        return routed.run_native(plan), Kept(None, plan.counters) if plan.is_checked else None
-    inputs = inputs_of(given, call)
-    grads = gradients(plan, inputs, given, given.logsumexp)
-    tensors = given.grad_out.transpose(1, 2), *inputs[:3], given.out.transpose(1, 2), given.logsumexp
-    kept = None if given.query.dtype == torch.float64 else kept_dense(plan, given, call, tensors)
+        return routed.run_native(plan)
+    grads, kept = run_backward(plan, given, call, given.logsumexp)
     # Torch lays these out by (B, S, H, D), whatever the layout of the inputs; torch.compile asserts it.
     return tuple(grad.contiguous().transpose(1, 2) for grad in grads), kept
 
 
+_FORWARD = Layout(query=0, token_result=1, bhsd=True, lse_bsh=True)
+_BACKWARD = Layout(query=1, token_argument=5, bhsd=True, gradients_bshd=True)
+
 ROUTES = (
-    Route(
-        OP, ("CPU",), SdpaCpuForward, _forward, CPU, Layout(query=0, token_result=1, bhsd=True, lse_bsh=True)
-    ),
-    Route(
-        OP + "_backward",
-        ("CPU",),
-        SdpaCpuBackward,
-        _backward,
-        CPU,
-        Layout(query=1, token_argument=5, bhsd=True, gradients_bshd=True),
-        token="logsumexp",
-    ),
+    Route(OP, ("CPU",), SdpaCpuForward, _forward, CPU, _FORWARD),
+    Route(OP + "_backward", ("CPU",), SdpaCpuBackward, _backward, CPU, _BACKWARD, token="logsumexp"),
 )

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.aten.bhsd import call_of, dense_plan, gradients, inputs_of, kept_dense
+from attnreg.aten.bhsd import call_of, dense_plan, run_backward
 from attnreg.aten.routing import (
+    TORCH_VERSION,
     Layout,
     Route,
     RoutedCall,
     backward_choice,
     forward_choice,
+    kept_dense,
     run_with_dropout,
     with_strides_of,
 )
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
-from attnreg.dispatch.call_cache import Kept
-from attnreg.dispatch.calls import bounds, plan_for, scale_of, wants_deterministic, wants_gradient
+from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
 from attnreg.dispatch.planning import Native
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from attnreg.dispatch.scope import ScopedChoice
 
 CUDNN = Native("cuDNN")
+OP = "_cudnn_attention"
 
 # Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).
-TOKEN_MAJOR_LSE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+TOKEN_MAJOR_LSE = TORCH_VERSION < (2, 14)
 
 TOKEN = 7  # the result that carries a choice: the offset of the random state
 
@@ -52,8 +54,8 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
-        kept = Kept(None, plan.counters) if plan.is_checked and choice is routed.choice else None
-        return _with_choice(routed.run_native(plan), choice), kept
+        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
+        return _with_choice(result, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         out, lse, seed = run_with_dropout(plan, query, key, value, call)
     else:
@@ -75,17 +77,17 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     plan = dense_plan("forward", given, routed, call, routed.choice)
     choice = forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
-        kept = Kept(None, plan.counters) if plan.is_checked and dropout == 0.0 else None
-        return _with_choice(routed.run_native(plan), choice), kept
-    inputs, kept = inputs_of(given, call), None
+        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
+        return _with_choice(result, choice), kept
+    tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
-        out, lse, rng_state = run_with_dropout(plan, *inputs)
+        out, lse, rng_state = run_with_dropout(plan, *tensors, call)
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
-        out, lse = plan.run(*inputs)
+        out, lse = plan.run(*tensors, call)
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
         if given.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
-            kept = kept_dense(plan, given, call, inputs[:3], _auxiliary(query, key))
+            kept = kept_dense(plan, call, key.shape[2], tensors, _auxiliary(query, key))
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
     result = _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, seed, offset, None
@@ -127,8 +129,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     inputs = given.query, given.key, given.value
     plan = plan_for("backward", *inputs, call, backward_choice(routed, dropout), routed.native)
     if plan.is_native:
-        kept = Kept(None, plan.counters) if plan.is_checked and dropout == 0.0 else None
-        return routed.run_native(plan), kept
+        return routed.run_native(plan, keeps=dropout == 0.0)
     lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp
     return plan.run(given.grad_out, *inputs, given.out, lse, call), None
 
@@ -140,12 +141,8 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     call = call_of(given, given.attn_bias, rng_state)
     plan = dense_plan("backward", given, routed, call, backward_choice(routed, dropout))
     if plan.is_native:
-        kept = Kept(None, plan.counters) if plan.is_checked and dropout == 0.0 else None
-        return routed.run_native(plan), kept
-    inputs, lse = inputs_of(given, call), given.logsumexp.squeeze(-1)
-    grads = gradients(plan, inputs, given, lse)
-    tensors = given.grad_out.transpose(1, 2), *inputs[:3], given.out.transpose(1, 2), lse
-    kept = kept_dense(plan, given, call, tensors)
+        return routed.run_native(plan, keeps=dropout == 0.0)
+    grads, kept = run_backward(plan, given, call, given.logsumexp.squeeze(-1))
     models = given.query, given.key, given.value
     laid_out = (with_strides_of(grad.transpose(1, 2), x) for grad, x in zip(grads, models, strict=True))
     return tuple(laid_out), kept
@@ -171,9 +168,9 @@ def _is_top_left(given: CudnnForward | CudnnBackward) -> bool:
 
 
 def _no_gradient(given: CudnnForward) -> str:
-    if given.seqused_k is None and given.block_table is None:
-        return ""
-    if not wants_gradient(given.query, given.key, given.value):
+    """Return why aten's backward of this call would be wrong, or an empty string."""
+    dropped = given.seqused_k is not None or given.block_table is not None
+    if not dropped or not wants_gradient(given.query, given.key, given.value):
         return ""
     return (
         "seqused_k or block_table: aten::_cudnn_attention_backward receives neither, so its gradients "
@@ -181,22 +178,10 @@ def _no_gradient(given: CudnnForward) -> str:
     )
 
 
+_FORWARD = Layout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
+_BACKWARD = Layout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
+
 ROUTES = (
-    Route(
-        "_cudnn_attention_forward",
-        ("CUDA",),
-        CudnnForward,
-        _forward,
-        CUDNN,
-        Layout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True),
-    ),
-    Route(
-        "_cudnn_attention_backward",
-        ("CUDA",),
-        CudnnBackward,
-        _backward,
-        CUDNN,
-        Layout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True),
-        token="philox_offset",
-    ),
+    Route(OP + "_forward", ("CUDA",), CudnnForward, _forward, CUDNN, _FORWARD),
+    Route(OP + "_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, _BACKWARD, token="philox_offset"),
 )

@@ -17,6 +17,7 @@ from attnreg.aten.routing import (
     RoutedCall,
     backward_choice,
     forward_choice,
+    kept_dense,
     run_with_dropout,
     with_strides_of,
 )
@@ -24,7 +25,6 @@ from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplac
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts
 from attnreg.dispatch import scope
-from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import (
     bounds,
     every_dense_row_sees_a_key,
@@ -41,11 +41,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnreg.aten.routing import Served
-    from attnreg.dispatch.scope import ScopedChoice
-    from attnreg.dispatch.state import Plan
 
 # Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2")
+OP = "_flash_attention"
 
 # aten's backward receives none of these, so its gradients would be those of another function.
 FORWARD_ONLY = ("seqused_k", "block_table", "alibi_slopes")
@@ -63,33 +62,22 @@ def _forward(given: FlashForward, routed: RoutedCall) -> Served:
     plan = plan_for("forward", query, key, value, call, routed.choice, native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
-        out, lse, rng_state, unused, debug_mask = routed.run_native(plan)
-        results = (
-            out,
-            lse,
-            rng_state,
-            unused if choice is None else scope.with_token(unused, choice),
-            debug_mask,
-        )
-        return results, _kept_native(plan, routed.choice, choice)
+        (*results, unused, debug_mask), kept = routed.run_native(plan, keeps=choice is routed.choice)
+        token = unused if choice is None else scope.with_token(unused, choice)
+        return (*results, token, debug_mask), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         out, lse, rng_state = run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         rng_state = query.new_empty(2, dtype=torch.uint64)
     kept = None
-    if call.cu_seqlens_q is None and every_dense_row_sees_a_key(call) and query.dtype != torch.float64:
-        kept = kept_for(plan, (query, key, value), call, _auxiliary(query))
+    if call.cu_seqlens_q is None and choice is routed.choice:
+        kept = kept_dense(plan, call, call.max_k, (query, key, value), _auxiliary(query))
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
-    results = _laid_out(out, query), lse, rng_state, scope.choice_token(choice, query), query.new_empty(0)
-    return results, kept if choice is routed.choice else None
-
-
-def _kept_native(plan: Plan, given: ScopedChoice | None, passed_on: ScopedChoice | None) -> Kept | None:
-    """Return how to call torch's kernel again; not if it drew a mask or its backward would be wrong."""
-    return Kept(None, plan.counters) if plan.is_checked and given is passed_on else None
+    token = scope.choice_token(choice, query)
+    return (_laid_out(out, query), lse, rng_state, token, query.new_empty(0)), kept
 
 
 def _auxiliary(query: Tensor) -> tuple[Tensor, ...]:
@@ -122,16 +110,13 @@ def _backward(given: FlashBackward, routed: RoutedCall) -> Served:
     choice = backward_choice(routed, dropout)
     plan = plan_for("backward", query, key, value, call, choice, _native(routed, call))
     if plan.is_native:
-        kept = Kept(None, plan.counters) if plan.is_checked and dropout == 0.0 else None
-        return routed.run_native(plan), kept
+        return routed.run_native(plan, keeps=dropout == 0.0)
     lse = given.logsumexp
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     tensors = given.grad_out, query, key, value, given.out, lse
     grads = plan.run(*tensors, call)
-    kept = None
-    if call.cu_seqlens_q is None and every_dense_row_sees_a_key(call) and query.dtype != torch.float64:
-        kept = kept_for(plan, tensors, call)
+    kept = kept_dense(plan, call, call.max_k, tensors) if call.cu_seqlens_q is None else None
     return (_laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)), kept
 
 
@@ -152,13 +137,13 @@ def _call(
     rng_state: Tensor | None,
     num_splits: int | None,
 ) -> Call:
-    max_q, max_k, scale = given.max_q, given.max_k, given.scale
+    max_q, max_k = given.max_q, given.max_k
     if given.cum_seq_q is None:
         max_q, max_k = given.query.shape[1], given.key.shape[1]
     left, right = given.window_size_left, given.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)
     return Call(
-        scale_of(given.query, None) if scale is None else scale,
+        scale_of(given.query, given.scale),
         max_q, max_k, bounds(window, given.is_causal, max_q, max_k),
         given.cum_seq_q, given.cum_seq_k, keys_used(seqused_k, given.cum_seq_k, block_table), block_table,
         None, alibi_slopes,
@@ -168,11 +153,9 @@ def _call(
 
 def _no_gradient(given: FlashForward) -> str:
     """Return why aten's backward of this call would be wrong, or an empty string."""
-    if given.seqused_k is None and given.block_table is None and given.alibi_slopes is None:
-        return ""
-    if not wants_gradient(given.query, given.key, given.value):
-        return ""
     dropped = [name for name in FORWARD_ONLY if getattr(given, name) is not None]
+    if not dropped or not wants_gradient(given.query, given.key, given.value):
+        return ""
     return (
         f"{' and '.join(dropped)}: aten::_flash_attention_backward doesn't receive it, so its gradients "
         "would be wrong; call attnreg.varlen_attn, whose backward does"
@@ -194,25 +177,11 @@ def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 _KEYS = ("CPU", "CUDA")
+_FORWARD, _BACKWARD = Layout(query=0, token_result=3), Layout(query=1, token_argument=13)
+_INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
-    Route("_flash_attention_forward", _KEYS, FlashForward, _forward, FA2, Layout(query=0, token_result=3)),
-    Route(
-        "_flash_attention_backward",
-        _KEYS,
-        FlashBackward,
-        _backward,
-        FA2,
-        Layout(query=1, token_argument=13),
-        token="unused",
-    ),
-    Route(
-        "_flash_attention_forward_no_dropout_inplace",
-        _KEYS,
-        FlashForwardInplace,
-        _forward_inplace,
-        FA2,
-        Layout(query=1),
-        since="2.12",
-    ),
+    Route(OP + "_forward", _KEYS, FlashForward, _forward, FA2, _FORWARD),
+    Route(OP + "_backward", _KEYS, FlashBackward, _backward, FA2, _BACKWARD, token="unused"),
+    Route(_INPLACE, _KEYS, FlashForwardInplace, _forward_inplace, FA2, Layout(query=1), since=(2, 12)),
 )

@@ -1,7 +1,7 @@
 """How a router works: it leaves a call to torch, or hands it to its op's `serve` function.
 
 A `Route` is one aten op as data. Its `serve` brings the op's arguments into the contract's layout, runs the
-plan, and brings the results back; what all ops share is here. A router returns the op's results together with
+plan, and brings the results back; what ops share is here. A router returns the op's results together with
 what the compiled call cache needs to run further calls like this one (`Kept`); without the compiled part that
 is dropped.
 """
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnreg.dispatch import counters, scope
-from attnreg.dispatch.call_cache import Kept
-from attnreg.dispatch.declined import DeclinedError, retry_on_decline
-from attnreg.dispatch.state import state
+from attnreg.dispatch.call_cache import Kept, kept_for
+from attnreg.dispatch.calls import every_dense_row_sees_a_key
+from attnreg.dispatch.state import DeclinedError, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Preference
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from attnreg.dispatch.planning import Native
     from attnreg.dispatch.scope import ScopedChoice
     from attnreg.dispatch.state import Plan
+
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 # An op's results, and how the call cache is to run further calls; True where nothing is registered, so that
 # every call of the op is torch's own.
@@ -77,7 +79,7 @@ class Route(NamedTuple):
     native: Native
     layout: Layout
     token: str = ""
-    since: str = "2.11"
+    since: tuple[int, int] = (2, 11)
 
 
 class RoutedCall(NamedTuple):
@@ -98,11 +100,14 @@ class RoutedCall(NamedTuple):
     native: Native | None
     choice: ScopedChoice | None
 
-    def run_native(self, plan: Plan) -> Any:
-        """Run torch's own kernel on the arguments as they came, because the plan says so; counts it."""
+    def run_native(self, plan: Plan, keeps: bool = True) -> tuple[Any, Kept | None]:
+        """Run torch's own kernel on the arguments as they came, because the plan says so; counts it.
+
+        Unless the kernel draws a dropout mask, or its backward would be wrong, further calls may be kept.
+        """
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
-        return result
+        return result, Kept(None, plan.counters) if keeps and plan.is_checked else None
 
     def untouched(self, why: str) -> Served:
         """Run torch's own kernel on a call that only it understands.
@@ -155,6 +160,19 @@ def run_with_dropout(
             generator.set_state(before)
         raise
     return out, lse, seed
+
+
+def kept_dense(
+    plan: Plan, call: Call, length_k: int, tensors: tuple[Tensor, ...], auxiliary: tuple[Any, ...] = ()
+) -> Kept | None:
+    """Return how the call cache is to run further calls like this dense one; see `kept_for`.
+
+    None where it takes more than the kernel: keys that no query sees (of the `length_k` that the op was
+    given), rows that see no key, the conversion of a float64 LSE.
+    """
+    if call.max_k != length_k or not every_dense_row_sees_a_key(call) or tensors[0].dtype == torch.float64:
+        return None
+    return kept_for(plan, tensors, call, auxiliary)
 
 
 def with_strides_of(result: Tensor, model: Tensor) -> Tensor:

@@ -89,23 +89,23 @@ def kept_for(
     if load() is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
         return None
     launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
-    if launcher is not None:
-        return Kept(launcher, plan.counters, True, auxiliary, offsets)
-    run = _unspecialized(plan, call)
-    return Kept(run, plan.counters, plan.specialize is None, auxiliary, offsets)
+    is_final = launcher is not None or plan.specialize is None
+    if launcher is None:
+        launcher = _unspecialized(plan.kernel, call)
+    return Kept(launcher, plan.counters, is_final, auxiliary, offsets)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+    # A function of its own, as `benchmarks/ablation.py` switches it off.
     try:
-        return plan.specialize(tensors, call) if plan.specialize is not None else None
+        return plan.specialize(tensors, call)  # type: ignore[misc]
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
         return None
 
 
-def _unspecialized(plan: Plan, call: Call) -> Launcher:
-    """Return the backend's function as a launcher."""
-    kernel = plan.kernel
+def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
+    """Return a backend's function as a launcher."""
     if call.cu_seqlens_q is None:
 
         def run(*tensors: Tensor) -> Any:
@@ -163,16 +163,13 @@ def set_plans(forward: Callable[..., Any], backward: Callable[..., Any]) -> None
 
 def described(kept: Kept | bool | None) -> Any:
     """Return what is to be kept as plain tuples, as the module reads it."""
-    if kept is None or isinstance(kept, bool):
+    if not isinstance(kept, Kept):
         return kept
-    launcher = kept.launcher
-    if isinstance(launcher, OpLauncher):
-        found: Any = ("op", launcher, *launcher.described())
-    elif isinstance(launcher, AddressLauncher):
-        found = ("addresses", launcher, *launcher.described())
-    else:
-        found = launcher
-    return found, kept.counters, kept.is_final, kept.auxiliary, kept.offsets
+    launcher: Any = kept.launcher
+    if isinstance(launcher, (OpLauncher, AddressLauncher)):
+        kind = "op" if isinstance(launcher, OpLauncher) else "addresses"
+        launcher = kind, launcher, *launcher.described()
+    return launcher, *kept[1:]
 
 
 def module_for_routers() -> Any:

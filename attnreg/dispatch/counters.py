@@ -17,19 +17,7 @@ if TYPE_CHECKING:
 
     from attnreg.contract.spec import Direction
 
-__all__ = [
-    "Counter",
-    "Fallback",
-    "Stats",
-    "call_counter",
-    "collect",
-    "count",
-    "count_also",
-    "fallback_counter",
-    "not_yet_logged",
-    "reset_stats",
-    "stats",
-]
+__all__ = ["Fallback", "Stats", "reset_stats", "stats"]
 
 # Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
 MOST_FALLBACKS = 1000

@@ -12,8 +12,8 @@ import torch
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.contract.validation import checked_against_contract
-from attnreg.dispatch import counters, declined, trace
-from attnreg.dispatch.state import Plan
+from attnreg.dispatch import counters, trace
+from attnreg.dispatch.state import Plan, declined_by
 from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, select
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.contract.backend import Call
+    from attnreg.contract.backend import Backend, Call
     from attnreg.contract.spec import Direction
     from attnreg.dispatch.state import State
 
@@ -68,13 +68,14 @@ def make_plan(
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
         _settle(spec, "backward", entries, policy, native)
-    for name, reason in declined.reasons(key).items():
+    for name, reason in declined_by(key).items():
         if entry := entries.get(name.casefold()):
-            entries = {**entries, name.casefold(): _DeclinedEntry(entry, reason)}
+            judged = _JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
+            entries = {**entries, name.casefold(): judged}
     decision, kernel = _settle(spec, direction, entries, policy, native)
     counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel or _not_to_be_called, kernel is None, counted, key=key)
+    made = Plan(decision.backend or "", kernel, kernel is None, counted, key=key)
     if made.is_native:
         log_fallbacks()
         if spec.capturing:  # maybe another backend only lacks its first run: see below
@@ -120,7 +121,7 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
     """Return the backends with torch's own kernel in place of the backend of its name."""
     if native is None or (native.judged and native.name.casefold() in entries):
         return entries
-    return {**entries, native.name.casefold(): _NativeEntry(native.name)}
+    return {**entries, native.name.casefold(): _JudgedEntry(native.name, "torch")}
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
@@ -163,38 +164,23 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
 
 
-def _not_to_be_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("this plan is torch's own kernel; the router calls that")
+class _JudgedEntry(Entry):
+    """A backend about whose kernel more is known than its declaration says; it has loaded.
 
+    One that has declined the call, for its reason; or torch's own kernel of an op, to which torch's selector
+    has sent the call, so that nothing is against it.
+    """
 
-class _NativeEntry(Entry):
-    """Torch's own kernel of an op, in place of the backend of its name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, "torch")
-
-    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        """Return nothing: torch's own selector has sent the call here."""
-        return ()
-
-    def unavailable(self) -> str:
-        """Return nothing: it is part of torch."""
-        return ""
-
-
-class _DeclinedEntry(Entry):
-    """A backend whose kernel has declined the call that is being decided."""
-
-    def __init__(self, entry: Entry, reason: str) -> None:
-        super().__init__(entry.name, entry.origin, entry.backend)
-        self._reason = reason
+    def __init__(
+        self, name: str, origin: str, backend: Backend | None = None, reasons: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(name, origin, backend)
+        self._reasons = reasons
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        """Return what the kernel said."""
-        return (self._reason,)
+        return self._reasons
 
     def unavailable(self) -> str:
-        """Return nothing: it has loaded."""
         return ""
 
 

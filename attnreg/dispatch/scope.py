@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,24 +27,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class ScopedChoice:
     """A choice of backends that overrides all others for the calls it is given to.
 
     Attributes:
-        preference: the backends that it puts first; None if it only forbids a gradient.
         number: its place in the list of all choices, from 1.
+        preference: the backends that it puts first; None if it only forbids a gradient.
         no_gradient: why a backward of this call would be wrong; empty if it is right.
     """
 
-    __slots__ = ("no_gradient", "number", "preference")
-
-    def __init__(self, number: int, preference: Preference | None, no_gradient: str = "") -> None:
-        self.number = number
-        self.preference = preference
-        self.no_gradient = no_gradient
-
-    def __repr__(self) -> str:
-        return f"ScopedChoice({self.number}, {self.preference!r}, {self.no_gradient!r})"
+    number: int
+    preference: Preference | None
+    no_gradient: str
 
 
 _lock = open_after_fork(threading.Lock())

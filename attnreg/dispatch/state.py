@@ -1,13 +1,19 @@
-"""What decisions are made from, as one value that is replaced whole when any of it changes."""
+"""What decisions are made from, as one value that is replaced whole when any of it changes; and plans.
+
+What some packages can run only they know, and only at the call: cuDNN when it builds a plan. A kernel that
+finds out that it can't run a call which its backend's limits admit *declines* it: it raises
+`UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
+whose reason is what the kernel said.
+"""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from attnreg import _registry
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.declined import Declined, DeclinedError
 from attnreg.errors import AttnregError, UnsupportedInputError
 from attnreg.selection import policy
 from attnreg.selection.decision import Policy
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.launchers import Launcher
 
+T = TypeVar("T")
+
 # Training on ragged batches has new lengths at every step; past this many plans all are dropped.
 MOST_PLANS = 4096
 
@@ -30,8 +38,8 @@ class Plan(NamedTuple):
 
     Attributes:
         backend: the name of the backend that runs the call.
-        kernel: its function.
-        is_native: whether that is torch's own kernel of the op; then the router calls that, and not `kernel`.
+        kernel: its function; None where the router is to call torch's own kernel of the op.
+        is_native: whether that is so.
         counters: what to add to once it has run.
         is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
@@ -39,7 +47,7 @@ class Plan(NamedTuple):
     """
 
     backend: str
-    kernel: Callable[..., Any]
+    kernel: Any
     is_native: bool
     counters: tuple[counters.Counter, ...]
     is_checked: bool = True
@@ -59,9 +67,51 @@ class Plan(NamedTuple):
             state().plans.pop(self.key, None)
             # The refusal of a call that the kernel itself makes has a table under its headline.
             reason = str(error).partition("\n")[0] if error.rejected else str(error)
-            raise DeclinedError(Declined(self.key, self.backend, reason)) from error
+            raise DeclinedError(self.key, self.backend, reason) from error
         counters.count(self.counters)
         return results
+
+
+class DeclinedError(UnsupportedInputError):
+    """A kernel has declined a call.
+
+    Attributes:
+        declined: what the call's plan is kept under, whose kernel it was, and why it can't run the call.
+    """
+
+    def __init__(self, key: tuple[object, ...], backend: str, reason: str) -> None:
+        super().__init__(reason)
+        self.declined = key, backend, reason
+
+
+_declined: ContextVar[tuple[tuple[tuple[object, ...], str, str], ...]] = ContextVar(
+    "attnreg_declined", default=()
+)
+
+
+def declined_by(key: tuple[object, ...]) -> dict[str, str]:
+    """Return which backends have declined the call that is being decided, and why."""
+    return {backend: reason for of, backend, reason in _declined.get() if of == key}
+
+
+def retry_on_decline(run: Callable[[], T]) -> T:
+    """Return what `run` returns, which decides about a call and runs its plan; once more after each decline.
+
+    Raises:
+        UnsupportedInputError: no backend is left that can run the call, or none may.
+    """
+    try:
+        return run()
+    except DeclinedError as error:
+        declined = (*_declined.get(), error.declined)  # not the error, which holds the tensors of its frames
+    while True:
+        token = _declined.set(declined)
+        try:
+            return run()
+        except DeclinedError as error:
+            declined = (*declined, error.declined)
+        finally:
+            _declined.reset(token)
 
 
 class State:

@@ -9,10 +9,9 @@ from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.bhsd import call_of as dense_call_of
-from attnreg.aten.bhsd import inputs_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.calls import wants_gradient
+from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
 from attnreg.varlen.arguments import autocast, call_of, check_heads, window
@@ -70,9 +69,10 @@ def dense(
             )
     query, key, value = autocast(query, key, value)
     given = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    inputs = inputs_of(given, dense_call_of(given, attn_mask))
+    call = dense_call_of(given, attn_mask)
+    inputs = *to_bshd(query, key, value, call), call
     check(*inputs)
-    check_scale(inputs.call.scale)
+    check_scale(call.scale)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))

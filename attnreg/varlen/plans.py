@@ -8,7 +8,7 @@ from attnreg.contract.offsets import facts_of, needs_graph_memory
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import plan_for
-from attnreg.dispatch.declined import retry_on_decline
+from attnreg.dispatch.state import retry_on_decline
 from attnreg.torchlib.layout import stream_of
 from attnreg.varlen.arguments import call_of, check_heads, window
 

@@ -48,14 +48,10 @@ def route(either_routers, routes):
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for op, kernel in kernels.items():
                 native.impl(op, kernel, "CPU")
-            for op, found in routes.items():
-                function = router(found, kernels.get(op))
-                if module is None:
-                    routers.impl(op, aten._results_of(function), "CPU")
-                else:
-                    module.add_router(op, "CPU", tuple(found.layout), aten._described(function))
             for op, kernel in sdpa_kernels().items():
                 routers.impl(op, kernel, "CPU")
+        for op, found in routes.items():
+            aten._register(module or routers, op, "CPU", router(found, kernels.get(op)), found.layout)
         # These are the routers now, so that registering a backend installs no others.
         aten._remove, captured.call_cache_in_use = remove, module is not None
 

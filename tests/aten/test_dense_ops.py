@@ -100,17 +100,6 @@ def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
     assert ran() == {"cuDNN": (2 + len(BIASES), 2 + len(BIASES))}
 
 
-def test_a_dense_call_of_cudnns_lower_op_is_the_dense_op(route, ran):
-    route()
-    inputs = qkv(3, 6)
-    attnreg.register_backend("math")
-    op = torch.ops.aten._cudnn_attention_forward
-    result = op(*inputs, None, None, None, 3, 6, True, 0.0, True)
-    assert result[1].shape == (2, 4, 3, 1)
-    assert_call_right("cudnn", result, inputs, window=CAUSAL, top_left=True)
-    assert ran() == {"math": (1, 1)}
-
-
 def test_a_dense_call_of_the_flash_op_with_every_option(route, ran, fake):
     route()
     recorder = fake("mine")
@@ -181,18 +170,28 @@ def test_compiled_in_one_graph_the_choice_is_made_when_it_runs(route, whole_grap
 
 
 @pytest.mark.parametrize("kind", SDPA)
-def test_with_nothing_registered_every_argument_reaches_torchs_kernel_untouched(route, ran, kind):
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_argument_of_calls_that_are_torchs_own_reaches_its_kernel_untouched(route, ran, kind, debug):
+    """With nothing registered all are; with a debug mask they always are."""
     kernels = native_kernels()
     route(kernels)
-    inputs = qkv()
-    result = call(kind, inputs, 0.0, True, scale=0.3)
+    inputs, dropout = qkv(), 0.25 if debug else 0.0
+    with (
+        attnreg.register_backend("math") if debug else contextlib.nullcontext(),
+        torch.set_grad_enabled(not debug),
+    ):
+        result = call(kind, inputs, dropout, True, debug, scale=0.3)
     ((args, kwargs),) = kernels[FORWARD[kind]].calls
     assert kwargs == {"scale": 0.3}
     # Below autograd the tensors are others, of the same memory.
     assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
-    assert True in args[3:]
-    assert_call_right(kind, result, inputs, window=CAUSAL, scale=0.3)
-    assert len(kernels[BACKWARD[kind]].calls) == 1
+    lengths, rest = (None, None, 6, 6), (dropout, True, debug)
+    expected = (*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest)
+    assert args[3:] == expected[: len(args) - 3]  # what has its default may be left out
+    assert not any(expected[len(args) - 3 :])
+    if not debug:
+        assert_call_right(kind, result, inputs, window=CAUSAL, scale=0.3)
+        assert len(kernels[BACKWARD[kind]].calls) == 1
     assert ran() == {}
 
 
@@ -263,43 +262,41 @@ def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward
 # ---- calls that are torch's own
 
 
-@pytest.mark.parametrize("kind", SDPA)
-def test_a_debug_mask_passes_the_call_to_torchs_own_kernel_with_every_argument(route, ran, kind):
-    kernels = native_kernels()
-    route(kernels)
-    inputs = [x.detach() for x in qkv()]
-    with attnreg.register_backend("math"):
-        call(kind, inputs, 0.25, True, True, scale=0.3)
-    ((args, kwargs),) = kernels[FORWARD[kind]].calls
-    assert [x.data_ptr() for x in args[:3]] == [x.data_ptr() for x in inputs]
-    lengths = (None, None, 6, 6)
-    rest = (0.25, True, True)
-    assert args[3:] == ((*lengths, *rest) if kind == "flash" else (None, *lengths, True, *rest))
-    assert kwargs == {"scale": 0.3}
-    assert ran() == {}
+QUERY, USED = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
+OFFSETS, OTHERS = torch.tensor([0, 4, 12]).int(), torch.tensor([0, 5, 12]).int()
+DENSE, PACKED = (QUERY, QUERY, QUERY, None, None, None, 6, 6), (*[QUERY.flatten(0, 1)] * 3, None)
+VARLEN = "a varlen call with a debug mask, a bias or a mask aligned top-left"
+TORCHS_OWN = {
+    "debug mask of flash": ("flash", (*DENSE[:3], *DENSE[4:], 0.0, False, True), {}, "return_debug_mask"),
+    "debug mask": ("cudnn", (*DENSE, True, 0.0, False, True), {}, "return_debug_mask"),
+    "counted keys": (
+        "cudnn",
+        (*DENSE, True),
+        {"seqused_k": USED},
+        "seqused_k or block_table of a dense call",
+    ),
+    "packed, a debug mask": ("cudnn", (*PACKED, OFFSETS, OTHERS, 8, 8, True, 0.0, False, True), {}, VARLEN),
+    "packed, causal with other lengths": (
+        "cudnn",
+        (*PACKED, OFFSETS, OTHERS, 8, 8, True, 0.0, True),
+        {},
+        VARLEN,
+    ),
+    "packed, a bias": ("cudnn", (*PACKED[:3], ADDED, OFFSETS, OTHERS, 8, 8, True), {}, VARLEN),
+}
 
 
-@pytest.mark.parametrize("kind", SDPA)
-def test_a_debug_mask_is_an_error_where_torch_has_no_kernel(route, kind):
-    route()
-    with pytest.raises(UnsupportedInputError) as error:
-        call(kind, [x.detach() for x in qkv()], debug=True)
-    assert str(error.value) == (
-        f"aten::{FORWARD[kind]}: return_debug_mask, and torch has no kernel for this device"
-    )
-
-
-def test_a_dense_call_with_counted_keys_is_torchs_own(routes):
-    query, used = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
-    arguments = (query, query, query, None, None, None, 6, 6, True)
+@pytest.mark.parametrize(("kind", "args", "kwargs", "reason"), TORCHS_OWN.values(), ids=TORCHS_OWN)
+def test_a_call_that_only_torch_understands_is_torchs_own_or_an_error(
+    routes, ran, kind, args, kwargs, reason
+):
     kernel = NativeKernel(lambda *args, **kwargs: "torch's")
-    run, run_without = (router(routes["_cudnn_attention_forward"], one) for one in (kernel, None))
+    run, run_without = (router(routes[FORWARD[kind]], one) for one in (kernel, None))
+    kwargs = {**kwargs, "scale": 0.3}
     with attnreg.use_backend("math"):
-        assert run(*arguments, seqused_k=used) == ("torch's", None)
-        assert kernel.calls == [(arguments, {"seqused_k": used})]
+        assert run(*args, **kwargs) == ("torch's", None)
+        assert kernel.calls == [(args, kwargs)]
         with pytest.raises(UnsupportedInputError) as error:
-            run_without(*arguments, seqused_k=used)
-    assert str(error.value) == (
-        "aten::_cudnn_attention_forward: seqused_k or block_table of a dense call, "
-        "and torch has no kernel for this device"
-    )
+            run_without(*args, **kwargs)
+    assert str(error.value) == f"aten::{FORWARD[kind]}: {reason}, and torch has no kernel for this device"
+    assert ran() == {}

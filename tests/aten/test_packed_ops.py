@@ -15,7 +15,7 @@ from support.cuda_ops import (
     native_kernels,
     random_state,
 )
-from support.dense import CAUSAL, SCATTERING, assert_near, qkv, random_like, with_gradients
+from support.dense import CAUSAL, SCATTERING, assert_near, random_like, with_gradients
 
 import attnreg
 from attnreg.aten import cudnn
@@ -61,44 +61,6 @@ def test_causal_packed_sequences_of_equal_lengths_are_served(route, packed, ran)
     out, *_ = cudnn_varlen(inputs, cu, cu, longest, longest, causal=True)
     assert_packed_right(out, inputs, cu, cu, window=CAUSAL)
     assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 1]
-
-
-NATIVE_ONLY = {
-    "a bias": {"bias": torch.zeros(1, 1, 8, 8)},
-    "causal with other lengths": {"causal": True},
-    "a debug mask": {"debug": True},
-}
-
-
-@pytest.mark.parametrize("options", NATIVE_ONLY.values(), ids=NATIVE_ONLY)
-def test_packed_calls_with_another_alignment_or_a_bias_are_torchs_own(route, packed, ran, options):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
-    results = (inputs[0], inputs[0], None, None, 8, 8, cu_q, cu_q, None)
-    kernel = NativeKernel(lambda *args, **kwargs: results)
-    route({FORWARD["cudnn"]: kernel})
-    with attnreg.register_backend("math"):
-        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **options, scale=0.3)
-    ((args, kwargs),) = kernel.calls
-    given = (*inputs, options.get("bias"), cu_q, cu_k)
-    assert all(x is y for x, y in zip(args[:6], given, strict=True))
-    assert args[6:9] == (8, 8, True)
-    rest = (0.0, options.get("causal", False), options.get("debug", False))
-    assert args[9:] == rest[: len(args) - 9]  # what has its default may be left out
-    assert not any(rest[len(args) - 9 :])
-    assert kwargs == {"scale": 0.3}
-    assert ran() == {}
-
-
-@pytest.mark.parametrize("options", NATIVE_ONLY.values(), ids=NATIVE_ONLY)
-def test_such_calls_are_an_error_where_torch_has_no_kernel(route, packed, options):
-    route()
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
-    with pytest.raises(UnsupportedInputError) as error:
-        cudnn_varlen(inputs, cu_q, cu_k, max_q, max_k, **options)
-    assert str(error.value) == (
-        "aten::_cudnn_attention_forward: a varlen call with a debug mask, a bias or a mask aligned "
-        "top-left, and torch has no kernel for this device"
-    )
 
 
 def test_a_scope_holds_for_the_backward_of_cudnns_lower_op(route, packed, ran, fake):
@@ -208,15 +170,10 @@ def test_varlen_attn_has_minus_infinity_and_zeros_behind_the_last_sequence(packe
     truth.assert_near(lse, expected_lse)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_shapes_dtypes_and_strides_are_those_of_torchs_meta_function(route, packed, fake, packs):
+def test_shapes_dtypes_and_strides_are_those_of_torchs_meta_function(route, packed, fake):
     route()
-    if packs:
-        *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
-        lengths = (cu_q, cu_k, max_q, max_k)
-    else:
-        inputs = [x.detach().transpose(1, 2) for x in qkv(5, 7)]
-        lengths = (None, None, 5, 7)
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    lengths = (cu_q, cu_k, max_q, max_k)
 
     def to_meta(*values):
         return [x.to("meta") if isinstance(x, torch.Tensor) else x for x in values]

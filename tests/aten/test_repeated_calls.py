@@ -233,7 +233,10 @@ def test_python_enters_nothing_of_a_kept_call_of_one_of_torchs_kernels(specializ
     assert not made.called
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_every_launcher_gives_the_same_whatever_the_strides(specializing, ran, order, launcher):
     made, kernels = specializing(launcher)
@@ -254,7 +257,7 @@ def test_every_launcher_gives_the_same_whatever_the_strides(specializing, ran, o
     assert (len(made.called) >= 16) is (launcher in (unrouted_op, on_addresses))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_values_of_another_head_dim_give_the_same_each_time(specializing, ran, order):
     made, _ = specializing(None)
     query, key, value = qkv(3, 6, heads_k=2)

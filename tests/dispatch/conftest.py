@@ -195,19 +195,18 @@ class PackedPlan(Plan):
         self.knows_offsets = True
         module.set_plans(self.plan_forward, self.plan_backward)
 
-    def offsets(self, query, key, cu_seqlens_q, cu_seqlens_k):
-        return (cu_seqlens_q, cu_seqlens_k, len(query), len(key)) if self.knows_offsets else None
-
-    def plan_forward(self, query, key, value, cu_seqlens_q, cu_seqlens_k, *rest):
-        self.made.append("forward")
+    def described(self, direction, query, key, cu_seqlens_q, cu_seqlens_k, *rest):
+        self.made.append(direction)
         self.given = rest
-        described = self.kept("forward", offsets=self.offsets(query, key, cu_seqlens_q, cu_seqlens_k))
+        offsets = (cu_seqlens_q, cu_seqlens_k, len(query), len(key)) if self.knows_offsets else None
+        return self.kept(direction, offsets=offsets)
+
+    def plan_forward(self, query, key, value, *rest):
+        described = self.described("forward", query, key, *rest)
         return query + 1, query.sum(-1).t().contiguous(), described
 
-    def plan_backward(self, grad, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
-        self.made.append("backward")
-        self.given = rest
-        described = self.kept("backward", offsets=self.offsets(query, key, cu_seqlens_q, cu_seqlens_k))
+    def plan_backward(self, grad, query, key, value, out, lse, *rest):
+        described = self.described("backward", query, key, *rest)
         return grad * 1, grad * 2, grad * 3, described
 
     def planned(self, *tensors, **options):

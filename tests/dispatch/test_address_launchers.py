@@ -131,35 +131,37 @@ def test_a_kernel_that_cannot_run_any_more_leaves_the_call_to_a_new_plan(packed,
     assert not packed(pair)
 
 
-@pytest.mark.parametrize("what", ["launch", "derive"])
-def test_an_error_of_either_function_is_the_callers_and_is_not_counted(packed_plan, pair, what):
-    packed = Packed(packed_plan, **{what: fails})
+WRONG = {
+    "error of launch": ({"launch": fails}, LookupError, "of a kernel"),
+    "error of derive": ({"derive": fails}, LookupError, "of a kernel"),
+    "operand": ({"operands": (0, 9)}, IndexError, "AddressLauncher.operands has 9, expected less than 6"),
+    "launch": (
+        {"launch": lambda *_: None},
+        TypeError,
+        "AddressLauncher.launch returned a NoneType, expected True or False",
+    ),
+    "derive": (
+        {"derive": lambda *_: (1,)},
+        TypeError,
+        "AddressLauncher.derive returned a tuple, expected a list of tensors or None",
+    ),
+    "tensors": (
+        {"derive": lambda *_: [3]},
+        TypeError,
+        "AddressLauncher.derive returned a list with a int, expected tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG.values(), ids=WRONG)
+def test_errors_and_what_breaks_the_contract_are_the_callers_errors_and_not_counted(
+    packed_plan, pair, changes, error, message
+):
+    packed = Packed(packed_plan, **changes)
     packed(pair)
-    with pytest.raises(LookupError, match="of a kernel"):
+    with pytest.raises(error, match=re.escape(message)):
         packed(pair)
     assert packed.plan.counted() == 0
-
-
-def test_an_operand_that_there_is_not_is_an_error(packed_plan, pair):
-    packed = Packed(packed_plan, operands=(0, 9))
-    packed(pair)
-    with pytest.raises(IndexError, match=r"AddressLauncher.operands has 9, expected less than 6"):
-        packed(pair)
-
-
-@pytest.mark.parametrize(
-    ("what", "returned", "message"),
-    [
-        ("launch", None, "AddressLauncher.launch returned a NoneType, expected True or False"),
-        ("derive", (1,), "AddressLauncher.derive returned a tuple, expected a list of tensors or None"),
-        ("derive", [3], "AddressLauncher.derive returned a list with a int, expected tensors"),
-    ],
-)
-def test_what_breaks_the_contract_is_an_error_that_says_so(packed_plan, pair, what, returned, message):
-    packed = Packed(packed_plan, **{what: lambda *_: returned})
-    packed(pair)
-    with pytest.raises(TypeError, match=re.escape(message)):
-        packed(pair)
 
 
 @pytest.mark.parametrize(

@@ -73,15 +73,14 @@ def test_asked_for_and_not_compiled_is_an_error_that_says_what_to_do(unbuilt, mo
 
 @pytest.mark.parametrize(("asked", "used"), [("", True), ("compiled", True), ("Python", False)])
 def test_what_is_compiled_is_used_unless_the_variable_says_otherwise(
-    unbuilt, built_routers, monkeypatch, ran, asked, used
+    unbuilt, built_routers, monkeypatch, ran, planned, asked, used
 ):
     monkeypatch.setattr(building, "built", lambda: built_routers)
     monkeypatch.setenv("ATTNREG_ROUTERS", asked)
     with attnreg.register_backend("cpu"):
         assert captured.call_cache_in_use is used
         assert (call_cache.load() is not None) is used
-        for _ in range(3):
-            attend()
+        assert [planned(attend) for _ in range(3)] == [1, *[0 if used else 1] * 2]
     assert ran() == {"cpu": (3, 0)}
 
 

@@ -1,5 +1,7 @@
 """Promises of the call cache for `varlen_attn`: which calls it runs, and that nothing else changes."""
 
+import contextlib
+import functools
 import inspect
 import threading
 import types
@@ -9,13 +11,12 @@ import numpy
 import pytest
 import torch
 from support.varlen_calls import LENGTHS, assert_right, attend
-from test_launchers import PACKED, forward_function, lse_of, tensors
+from test_call_cache import deterministic, offset_by_one, scoped
+from test_launchers import PACKED, fails, forward_function, lse_of, tensors
 
 import attnreg
 from attnreg import aten
 from attnreg.contract.backend import Call
-from attnreg.dispatch import scope
-from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.varlen import plans
 
@@ -63,33 +64,19 @@ def test_several_threads_get_their_own_results(compiled, packed):
 # ---- what makes another call
 
 
-def strided(inputs):
-    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]] + [*inputs[3:]]
-
-
-def offset_by_one(inputs):
-    moved = [torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for x in inputs[:3]]
-    return [*moved, *inputs[3:]]
-
-
-def deterministic(call):
-    torch.use_deterministic_algorithms(True)
-    try:
-        return call()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def in_scope(call):
-    with attnreg.use_backend("math", "cpu"):
-        return call()
+def of(given, *tensors):
+    """Return the inputs of a call with other tensors."""
+    return *tensors, *given[3:]
 
 
 def paged(inputs):
     pages = torch.zeros(2, 4, 4, 16)
-    table = torch.tensor([[0], [1]], dtype=torch.int32)
-    used = torch.tensor(LENGTHS, dtype=torch.int32)
-    return attend((inputs[0], pages, pages, inputs[3], None, 4, 4), seqused_k=used, block_table=table)
+    options = {"seqused_k": offsets(*LENGTHS), "block_table": offsets(0, 1)[:, None]}
+    return attend((inputs[0], pages, pages, inputs[3], None, 4, 4), **options)
+
+
+def offsets(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 # For each field of `Call` a call that differs in it; None where `varlen_attn` has no such argument.
@@ -98,9 +85,9 @@ FIELDS = {
     "max_q": lambda given: attend((*given[:5], 5, 4)),
     "max_k": lambda given: attend((*given[:5], 4, 5)),
     "window": lambda given: attend(given, window=(1, -1)),
-    "cu_seqlens_q": lambda given: attend((*given[:3], *[torch.tensor([0, 2, 4, 6]).int()] * 2, 4, 4)),
+    "cu_seqlens_q": lambda given: attend((*given[:3], *[offsets(0, 2, 4, 6)] * 2, 4, 4)),
     "cu_seqlens_k": lambda given: attend((*given[:4], given[3].clone(), 4, 4)),
-    "seqused_k": lambda given: attend(given, seqused_k=torch.tensor(LENGTHS, dtype=torch.int32)),
+    "seqused_k": lambda given: attend(given, seqused_k=offsets(*LENGTHS)),
     "block_table": paged,
     "attn_bias": None,
     "alibi_slopes": None,
@@ -111,16 +98,19 @@ FIELDS = {
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),
-    "shape": lambda given: attend((*[x[:5] for x in given[:3]], *[torch.tensor([0, 2, 5]).int()] * 2, 4, 4)),
-    "dtype": lambda given: attend((*[x.bfloat16() for x in given[:3]], *given[3:])),
-    "strides": lambda given: attend(strided(given)),
-    "alignment": lambda given: attend(offset_by_one(given)),
-    "a gradient": lambda given: attend([x.clone().requires_grad_() for x in given[:3]] + [*given[3:]]),
+    "shape": lambda given: attend((*[x[:5] for x in given[:3]], *[offsets(0, 2, 5)] * 2, 4, 4)),
+    "dtype": lambda given: attend(of(given, *[x.bfloat16() for x in given[:3]])),
+    "strides": lambda given: attend(
+        of(given, *[x.transpose(0, 1).contiguous().transpose(0, 1) for x in given[:3]])
+    ),
+    "alignment": lambda given: attend(of(given, *offset_by_one(given[:3]))),
+    "a gradient": lambda given: attend(of(given, *[x.clone().requires_grad_() for x in given[:3]])),
     "no grad mode": lambda given: torch.no_grad()(attend)(given),
     "enable_gqa": lambda given: attend(given, enable_gqa=True),
-    "choice": lambda given: in_scope(lambda: attend(given)),
+    "choice": lambda given: scoped(lambda: attend(given)),
     "backend": lambda given: attend(given, backend="math"),
 }
+DIFFERENT = {name: differs for name, differs in {**FIELDS, **FURTHER}.items() if differs is not None}
 
 
 def test_each_field_of_a_call_has_a_test_here():
@@ -129,11 +119,10 @@ def test_each_field_of_a_call_has_a_test_here():
     assert not lacking & set(inspect.signature(attnreg.varlen_attn).parameters)
 
 
-@pytest.mark.parametrize("name", [name for name in {**FIELDS, **FURTHER} if {**FIELDS, **FURTHER}[name]])
-def test_a_call_that_differs_is_planned(compiled, packed, planned, name):
+@pytest.mark.parametrize("differs", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_call_that_differs_is_planned(compiled, packed, planned, differs):
     given = packed(LENGTHS, grad=False)
     given = (*given[:4], given[3], *given[5:])  # one tensor of offsets for both
-    differs = {**FIELDS, **FURTHER}[name]
     aten.ensure()  # `use_backend` installs the routers, and everything is planned anew then
     for _ in range(3):
         attend(given)
@@ -156,9 +145,9 @@ def test_a_scale_of_zero_is_not_no_scale(packed_plan, pair):
 
 def test_on_a_cpu_offsets_are_read_each_time(compiled, packed, planned, ran):
     memory = numpy.array([0, 2, 6], dtype=numpy.int32)
-    offsets = torch.from_numpy(memory)
+    cu_seqlens = torch.from_numpy(memory)
     query, key, value, *_ = packed(LENGTHS)
-    inputs = query, key, value, offsets, offsets, 6, 6
+    inputs = query, key, value, cu_seqlens, cu_seqlens, 6, 6
     for name in ("cpu", "math"):
         with attnreg.register_backend(name):
             memory[1] = 2
@@ -185,7 +174,7 @@ def test_offsets_that_are_not_known_are_planned_once(packed_plan, pair):
     inputs = tensors(PACKED)
     packed_plan.forward = forward_function
     assert packed_plan.planned(*inputs, pair, pair)[0]
-    others = torch.tensor([0, 3, 6], dtype=torch.int32)
+    others = offsets(0, 3, 6)
     assert [packed_plan.planned(*inputs, others, others)[0] for _ in range(3)] == [True, False, False]
     others[1] = 0  # a sequence without a token
     packed_plan.knows_offsets = False
@@ -198,16 +187,16 @@ def test_offsets_at_the_address_of_others_are_not_taken_for_them(packed_plan):
     packed_plan.forward = forward_function
     inputs = tensors(PACKED)
     for _ in range(200):  # of which sixty-four are kept
-        offsets = torch.tensor([0, 3, 6], dtype=torch.int32)
-        assert packed_plan.planned(*inputs, offsets, offsets)[0]
-        del offsets
+        one = offsets(0, 3, 6)
+        assert packed_plan.planned(*inputs, one, one)[0]
+        del one
 
 
 def test_offsets_of_inference_mode_are_never_known(packed_plan):
     packed_plan.forward = forward_function
     with torch.inference_mode():
-        offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
-    assert [packed_plan.planned(*tensors(PACKED), offsets, offsets)[0] for _ in range(3)] == [True] * 3
+        one = offsets(0, 2, 6)
+    assert [packed_plan.planned(*tensors(PACKED), one, one)[0] for _ in range(3)] == [True] * 3
 
 
 def test_a_backward_needs_no_look_at_offsets_that_its_forward_knew(packed_plan, pair):
@@ -220,7 +209,7 @@ def test_a_backward_needs_no_look_at_offsets_that_its_forward_knew(packed_plan, 
         out = packed_plan.planned(query, key, value, pair, pair)[1][0]
         packed_plan.planned_back(out, [query])
     out = packed_plan.planned(query, key, value, pair, pair)[1][0]
-    others = [torch.tensor([0, 3, 6], dtype=torch.int32) for _ in range(65)]
+    others = [offsets(0, 3, 6) for _ in range(65)]
     for one in others:
         packed_plan.planned(query.detach(), key, value, one, one)
     was_planned, (grad,) = packed_plan.planned_back(out, [query])
@@ -308,49 +297,26 @@ def test_scoped_calls_are_kept_and_their_backward_gets_the_choice(compiled, pack
     assert ran() == {"cpu": (1, 1)}
 
 
-def test_a_scope_is_not_of_other_threads(compiled, packed, ran):
-    inputs = packed(LENGTHS)
-    for _ in range(3):
-        with attnreg.use_backend("math"), ThreadPoolExecutor(1) as pool:
-            assert_right(inputs)
-            pool.submit(assert_right, inputs).result()
-            assert scope.current() is not None
-    assert ran() == {"math": (3, 3), "cpu": (3, 3)}
-
-
 # ---- errors and counts
 
 
 def test_errors_are_the_callers_and_nothing_is_counted(packed_plan, pair):
-    def fails(*_):
-        raise LookupError("of a kernel")
-
     query, key, value = tensors(PACKED)
     query.requires_grad_()
+    raises = functools.partial(pytest.raises, LookupError, match="of a kernel")
     packed_plan.backward = fails
-    out = packed_plan.planned(query, key, value, pair, pair)[1][0]
-    packed_plan.planned_back(out, [query])
-    out = packed_plan.planned(query, key, value, pair, pair)[1][0]
-    raised = []
-
-    def backward():
-        try:
-            torch.autograd.grad(out, query, torch.ones_like(out))
-        except LookupError as error:
-            raised.append(str(error))
-
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    assert raised == ["of a kernel"]
+    for first in (True, False):
+        out = packed_plan.planned(query, key, value, pair, pair)[1][0]
+        with contextlib.nullcontext() if first else raises(), ThreadPoolExecutor(1) as pool:
+            pool.submit(packed_plan.planned_back, out, [query]).result()
     packed_plan.forward = fails
     packed_plan.module.drop()
     packed_plan.planned(query, key, value, pair, pair)
-    with pytest.raises(LookupError, match="of a kernel"):
+    with raises():
         packed_plan.planned(query, key, value, pair, pair)
     packed_plan.meanwhile = fails
     packed_plan.module.drop()
-    with pytest.raises(LookupError, match="of a kernel"):
+    with raises():
         packed_plan.planned(query, key, value, pair, pair)
     assert packed_plan.counted() == 0
 
@@ -370,15 +336,6 @@ def test_wrong_input_and_refusals_are_the_same_errors_before_and_after_a_kept_ca
         assert_right((*good, cu_q, cu_k, max_q, max_k))
 
 
-def test_a_recording_counts_repeated_calls(compiled, packed, tmp_path):
-    inputs = packed(LENGTHS)
-    with attnreg.record(tmp_path / "trace.jsonl"):
-        for _ in range(4):
-            assert_right(inputs)
-    assert '"forward":4,"backward":4' in (tmp_path / "trace.jsonl").read_text()
-    attnreg.uninstall()
-
-
 def test_an_lse_of_any_strides_comes_out_contiguous(packed_plan, pair):
     packed_plan.forward = lambda q, *_: (q, lse_of(q).t().contiguous().t())
     inputs = tensors(PACKED)
@@ -386,9 +343,3 @@ def test_an_lse_of_any_strides_comes_out_contiguous(packed_plan, pair):
         _, lse = attnreg.varlen_attn(*inputs, pair, pair, 4, 4, return_aux=attnreg.AuxRequest(lse=True))
         assert lse.is_contiguous()
         assert torch.equal(lse, lse_of(inputs[0]))
-
-
-def test_plans_are_few_whatever_the_call_cache_keeps(compiled, packed):
-    for number in range(20):
-        attend(packed(LENGTHS, grad=False), scale=float(number + 1))
-    assert len(state().plans) == 1

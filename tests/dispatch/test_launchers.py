@@ -6,13 +6,13 @@ import functools
 import gc
 import logging
 import re
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import truth
+from support.dense import assert_right, with_gradients
 
 import attnreg
 from attnreg.contract import offsets
@@ -191,16 +191,6 @@ def test_each_kind_runs_packed_calls_and_is_counted(packed_plan, pair, make):
     assert packed_plan.counted() >= 5
 
 
-def test_auxiliary_outputs_are_new_tensors_each_time(op):
-    op.forward = forward_function
-    results = [op.planned(*tensors())[1] for _ in range(4)][1:]
-    for place in (2, 3):
-        assert len({one[place].data_ptr() for one in results}) == 3
-        assert {(one[place].shape, one[place].dtype) for one in results} == {
-            ((2,) if place == 2 else (), torch.float32)
-        }
-
-
 def test_results_of_a_launcher_are_laid_out_as_torchs_own_kernels_lay_theirs_out(op):
     op.forward = lambda q, k, v: (torch.empty_strided(q.shape, (96, 8, 48, 1)).copy_(q), lse_of(q))
     q, k, v = tensors()
@@ -224,39 +214,26 @@ def test_one_that_returns_none_sends_the_call_to_a_new_plan_and_is_dropped(op):
     op.forward = launcher
     q, k, v = tensors()
     assert [op.planned(q, k, v)[0] for _ in range(2)] == [True, False]
-    able[0], op.forward = False, forward_function
+    able[0] = op.keeps = False  # it gets no successor: every call is left to the plan
     op.counted()
-    planned, (out, *_) = op.planned(q, k, v)
-    assert planned
-    assert torch.equal(out, q + 1)
+    for _ in range(3):
+        planned, (out, *_) = op.planned(q, k, v)
+        assert planned
+        assert torch.equal(out, q + 1)
     assert op.counted() == 0
-    assert [op.planned(q, k, v)[0] for _ in range(2)] == [False, False]
+    op.forward, op.keeps = forward_function, True
+    assert [op.planned(q, k, v)[0] for _ in range(3)] == [True, False, False]
     assert len(called) == 2
 
 
-def test_one_that_returns_none_and_gets_no_successor_leaves_every_call_to_the_plan(op):
-    op.forward = lambda *_: None
-    q, k, v = tensors()
-    op.planned(q, k, v)
-    op.keeps = False
-    assert [op.planned(q, k, v)[0] for _ in range(3)] == [True] * 3
-
-
-def test_a_better_launcher_is_looked_for_ever_more_rarely(op):
+def test_a_better_launcher_is_looked_for_ever_more_rarely_and_once_found_stays(op):
     op.forward, op.options = forward_function, {"is_final": False}
     inputs = tensors()
-    asked = [number for number in range(100) if op.planned(*inputs)[0]]
-    assert asked == [0, 1, 2, 4, 8, 16, 32, 64]  # the first, and after so many uses
-
-
-def test_a_better_launcher_is_found_later_and_stays(op):
-    op.forward, op.options = forward_function, {"is_final": False}
-    inputs = tensors()
-    for _ in range(4):
-        op.planned(*inputs)
+    asked = [number for number in range(64) if op.planned(*inputs)[0]]
+    assert asked == [0, 1, 2, 4, 8, 16, 32]  # the first, and after so many uses
     op.forward, op.options = (lambda q, k, v: (q * 5, lse_of(q))), {}
     assert op.planned(*inputs)[0]
-    for _ in range(20):
+    for _ in range(70):
         planned, (out, *_) = op.planned(*inputs)
         assert not planned
         assert torch.equal(out, inputs[0] * 5)
@@ -269,25 +246,20 @@ def fails(*_):
     raise LookupError("of a kernel")
 
 
-@pytest.mark.parametrize("launcher", [fails, None], ids=["function", "addresses"])
-def test_an_error_is_the_callers_and_is_not_counted(op, launcher):
-    op.forward = launcher or OnAddresses(launch=fails).launcher
+def test_an_error_of_a_launcher_or_a_plan_is_the_callers_and_is_not_counted(op):
+    op.forward = fails
     inputs = tensors()
     op.planned(*inputs)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="of a kernel"):
-            op.planned(*inputs)
-    assert op.counted() == 0
-
-
-def test_an_error_of_the_plan_is_the_callers_and_keeps_nothing(op):
-    op.forward, op.meanwhile = forward_function, fails
-    inputs = tensors()
-    for _ in range(2):
-        with pytest.raises(LookupError, match="of a kernel"):
-            op.planned(*inputs)
+    for of_the_plan in (False, True):
+        for _ in range(2):
+            with pytest.raises(LookupError, match="of a kernel"):
+                op.planned(*inputs)
+            assert bool(op.made) is of_the_plan
+        op.forward, op.meanwhile = forward_function, fails
+        op.module.drop()
     op.meanwhile = lambda: None
     assert op.planned(*inputs)[0]
+    assert op.counted() == 0
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -303,9 +275,8 @@ def test_an_error_holds_no_tensor_once_it_is_handled(op, in_thread):
             op.planned(*inputs)
 
     if in_thread:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call).result()
     else:
         call()
     op.given = None
@@ -314,46 +285,33 @@ def test_an_error_holds_no_tensor_once_it_is_handled(op, in_thread):
 
 
 WRONG = {
-    "number": (lambda q: (q,), RuntimeError, "a launcher breaks the contract: got 1 results, expected 2"),
-    "shape": (
-        lambda q: (q[:, :5], lse_of(q)),
-        RuntimeError,
-        r"got the output [2, 5, 2, 8] Float, expected [2, 6",
+    "number": (lambda q: (q,), "a launcher breaks the contract: got 1 results, expected 2"),
+    "shape": (lambda q: (q[:, :5], lse_of(q)), "got the output [2, 5, 2, 8] Float, expected [2, 6"),
+    "dtype": (lambda q: (q.double(), lse_of(q)), "Double, expected [2, 6, 2, 8] Float"),
+    "LSE's shape": (lambda q: (q, q.sum(-1)), "got the LSE [2, 6, 2] Float, expected [2, 2, 6]"),
+    "LSE's dtype": (lambda q: (q, lse_of(q).half()), "got the LSE [2, 2, 6] Half, expected"),
+    "no tuple": (lambda q: q, "a launcher returned a Tensor, expected a tuple of tensors or None"),
+    "no tensor": (lambda q: (q, 3), "a launcher returned a tuple with a int, expected tensors"),
+}
+WRONG_GRADIENTS = {
+    "number of gradients": (lambda g: (g, g), "got 2 results, expected 3"),
+    "gradient": (
+        lambda g: (g, g[:1], g),
+        "got a gradient [1, 6, 2, 8] Float, expected [2, 6, 2, 8] Float",
     ),
-    "dtype": (lambda q: (q.double(), lse_of(q)), RuntimeError, "Double, expected [2, 6, 2, 8] Float"),
-    "LSE's shape": (
-        lambda q: (q, q.sum(-1)),
-        RuntimeError,
-        "got the LSE [2, 6, 2] Float, expected [2, 2, 6]",
-    ),
-    "LSE's dtype": (lambda q: (q, lse_of(q).half()), RuntimeError, "got the LSE [2, 2, 6] Half, expected"),
-    "no tuple": (lambda q: q, TypeError, "a launcher returned a Tensor, expected a tuple of tensors or None"),
-    "no tensor": (lambda q: (q, 3), TypeError, "a launcher returned a tuple with a int, expected tensors"),
 }
 
 
-@pytest.mark.parametrize(("returns", "error", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_result_is_an_error_that_says_so(op, returns, error, message):
-    op.forward = lambda q, k, v: returns(q)
-    inputs = tensors()
-    op.planned(*inputs)
-    with pytest.raises(error, match=re.escape(message)):
-        op.planned(*inputs)
-
-
-@pytest.mark.parametrize(
-    ("returns", "message"),
-    [
-        (lambda g: (g, g), "got 2 results, expected 3"),
-        (lambda g: (g, g[:1], g), "got a gradient [1, 6, 2, 8] Float, expected [2, 6, 2, 8] Float"),
-    ],
-)
-def test_a_wrong_gradient_is_an_error_that_says_so(op, returns, message):
-    op.backward = lambda grad, *_: returns(grad)
-    given = (*backward_tensors(), torch.zeros(()))
-    op.planned_back(*given)
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        op.planned_back(*given)
+@pytest.mark.parametrize("what", {**WRONG, **WRONG_GRADIENTS})
+def test_a_wrong_result_is_an_error_that_says_so(op, what):
+    returns, message = {**WRONG, **WRONG_GRADIENTS}[what]
+    op.forward = op.backward = lambda first, *_: returns(first)
+    given, run = tensors(), op.planned
+    if what in WRONG_GRADIENTS:
+        given, run = (*backward_tensors(), torch.zeros(())), op.planned_back
+    run(*given)
+    with pytest.raises(TypeError if what.startswith("no ") else RuntimeError, match=re.escape(message)):
+        run(*given)
 
 
 def test_wrong_results_of_packed_calls_are_errors_too(packed_plan, pair):
@@ -374,14 +332,16 @@ def test_wrong_results_of_packed_calls_are_errors_too(packed_plan, pair):
         packed_plan.planned_back(out, [q])
 
 
-def test_an_error_of_specialize_costs_no_call_and_is_logged(compiled_routers, fake, caplog, ran):
+def specializing(fake, specialize):
+    """Return a backend that offers launchers."""
     mine = fake("mine")
-    kernels = attnreg.Kernels(mine.forward, mine.backward, fails)
+    kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *given: specialize(mine, *given))
+    return fake("mine", load=lambda: kernels).backend
+
+
+def test_an_error_of_specialize_costs_no_call_and_is_logged(compiled_routers, fake, caplog, ran):
     q, k, v = (x.transpose(1, 2) for x in tensors())
-    with (
-        caplog.at_level(logging.INFO, "attnreg"),
-        attnreg.register_backend(fake("mine", load=lambda: kernels).backend),
-    ):
+    with caplog.at_level(logging.INFO, "attnreg"), attnreg.register_backend(specializing(fake, fails)):
         for _ in range(4):
             F.scaled_dot_product_attention(q, k, v)
     assert ran() == {"mine": (4, 0)}
@@ -392,24 +352,17 @@ def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_c
     compiled_routers, fake, ran
 ):
     attnreg.aten.restore()
-    mine, asked, launched = fake("mine"), [], []
+    asked, launched = [], []
 
-    def specialize(direction, given, call):
+    def specialize(mine, direction, given, call):
         asked.append((direction, [x.shape for x in given], call))
         kernel = mine.forward if direction == "forward" else mine.backward
         return lambda *tensors: launched.append(direction) or kernel(*tensors, call)
 
-    kernels = attnreg.Kernels(mine.forward, mine.backward, specialize)
-    with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):
+    with attnreg.register_backend(specializing(fake, specialize)):
         for seed in range(4):
             inputs = [x.transpose(1, 2).requires_grad_() for x in tensors(seed=seed)]
-            out = F.scaled_dot_product_attention(*inputs)
-            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
-            exact = [x.detach().double().requires_grad_() for x in inputs]
-            right, _ = truth.dense(*exact)
-            wanted = torch.autograd.grad(right, exact, torch.ones_like(right))
-            for got, one in zip((out, *grads), (right, *wanted), strict=True):
-                truth.assert_near(got, one)
+            assert_right(with_gradients(F.scaled_dot_product_attention(*inputs), inputs), inputs)
     attnreg.aten.restore()
     assert ran() == {"mine": (4, 4)}
     assert launched == ["forward", "backward"] * 2
@@ -422,16 +375,16 @@ def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_c
 # ---- torch's own kernels
 
 
-@pytest.mark.parametrize(
-    ("rest", "options", "seen"),
-    [
-        ((0.25,), {}, ((0.25,), {})),
-        ((2, True), {}, ((2.0, True), {})),
-        ((0.5,), {"window": 3, "cap": 1.5}, ((0.5,), {"window": 3, "cap": 1.5})),
-        ((0.5,), {"window": None}, ((0.5,), {"window": None})),
-        ((), {"scale": 0.75}, ((0.75,), {})),
-    ],
-)
+GIVEN = [  # arguments of a launcher behind the tensors, by keyword, and what the kernel gets
+    ((0.25,), {}, ((0.25,), {})),
+    ((2, True), {}, ((2.0, True), {})),
+    ((0.5,), {"window": 3, "cap": 1.5}, ((0.5,), {"window": 3, "cap": 1.5})),
+    ((0.5,), {"window": None}, ((0.5,), {"window": None})),
+    ((), {"scale": 0.75}, ((0.75,), {})),
+]
+
+
+@pytest.mark.parametrize(("rest", "options", "seen"), GIVEN)
 def test_a_kernel_of_torchs_is_given_the_rest_by_place_by_name_and_by_default(op, rest, options, seen):
     define_kernels()
     op.forward = OpLauncher("attnreg_kernel", "CPU", rest, options, 2)
@@ -448,13 +401,13 @@ def test_a_kernel_of_torchs_is_given_the_rest_by_place_by_name_and_by_default(op
 @pytest.mark.parametrize(
     ("rest", "options", "message"),
     [
-        ((), {}, "aten::attnreg_kernel got no scale"),
-        ((0.5, True, 3, 1.0, 4), {}, "aten::attnreg_kernel got arguments that it doesn't take"),
-        ((0.5,), {"scales": 1}, "aten::attnreg_kernel got arguments that it doesn't take"),
+        ((), {}, "got no scale"),
+        ((0.5, True, 3, 1.0, 4), {}, "got arguments that it doesn't take"),
+        ((0.5,), {"scales": 1}, "got arguments that it doesn't take"),
     ],
 )
 def test_a_launcher_with_arguments_that_an_op_does_not_take_is_an_error(op, rest, options, message):
     define_kernels()
     op.forward = OpLauncher("attnreg_kernel", "CPU", rest, options, 2)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=f"aten::attnreg_kernel {message}"):
         op.planned(*tensors())

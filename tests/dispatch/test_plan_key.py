@@ -121,9 +121,8 @@ def test_capturing_a_graph_makes_another_plan(plans, monkeypatch):
 
     keys = []
     monkeypatch.setattr(calls, "make_plan", lambda now, key, *_: keys.append(key))
-    monkeypatch.setattr(calls, "check", lambda *_: None)
-    monkeypatch.setattr(calls, "spec_of", lambda *_: None)
-    monkeypatch.setattr(calls, "check_values", lambda *_: None)
+    for name in ("check", "spec_of", "check_values"):
+        monkeypatch.setattr(calls, name, lambda *_: None)
     query, key, value = PACKED
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)

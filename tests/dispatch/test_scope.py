@@ -1,6 +1,5 @@
 """Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,6 +65,7 @@ def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor):
         assert torch.equal(token, tensor)
         assert (token.dtype, token.stride()) == (tensor.dtype, tensor.stride())
         assert token.data_ptr() % 16 == 0
+        assert scope.read_token(token.clone()) is None
     assert scope.read_token(tensor) is None
 
 
@@ -85,22 +85,6 @@ def test_no_slice_of_an_ordinary_tensor_is_taken_for_a_token():
             taken = scope.read_token(whole[start:stop])
             assert taken is None or stop == 100 - scope.GUARD
     assert scope.read_token(torch.empty(1000)[4 * 200 :][:1]) is None
-
-
-def test_a_copy_of_a_token_carries_nothing():
-    token = scope.with_token(torch.randn(2, 3), choice_of("cpu"))
-    assert scope.read_token(token.clone()) is None
-
-
-def test_a_choice_holds_in_its_thread_until_it_is_left():
-    choice, seen = choice_of("cpu"), []
-    token = scope.enter(choice)
-    thread = threading.Thread(target=lambda: seen.append(scope.current()))
-    thread.start()
-    thread.join()
-    assert (scope.current(), seen) == (choice, [None])
-    scope.leave(token)
-    assert scope.current() is None
 
 
 def test_who_watches_is_called_before_a_choice_of_backends_can_hold(monkeypatch):
@@ -146,16 +130,24 @@ def test_a_scoped_call_is_kept_and_its_backward_gets_the_choice(installed, plann
         assert planned(step) == 0
 
 
-def test_strides_and_values_are_those_of_a_call_without_a_scope(installed):
+@pytest.mark.parametrize("enter", [attnreg.use_backend, attnreg.register_backend])
+@pytest.mark.parametrize("bshd", [False, True])
+def test_strides_and_values_are_those_of_torchs_own_kernel(installed, planned, enter, bshd):
     inputs = qkv()
-    plain = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+    if bshd:
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+
+    def attend():
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+        return out, lse, *gradients(out, inputs)
+
+    plain = attend()
     for name in ("math", "cpu"):
-        for _ in range(4):
-            with attnreg.use_backend(name):
-                results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
-            for got, wanted in zip(results, plain, strict=True):
-                assert got.stride() == wanted.stride()
-                torch.testing.assert_close(got, wanted)
+        with enter(name):
+            for _ in range(4):
+                for got, wanted in zip(attend(), plain, strict=True):
+                    torch.testing.assert_close(got, wanted, check_stride=True)
+            assert planned(attend) == 0
 
 
 def test_a_scope_is_obeyed_by_no_other_thread(installed, ran):
