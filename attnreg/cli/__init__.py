@@ -18,7 +18,7 @@ import typer
 from typer.main import get_command
 
 from attnreg import __version__
-from attnreg.cli.errors import report_errors
+from attnreg.cli.output import report_errors
 from attnreg.errors import AttnregError
 
 if TYPE_CHECKING:

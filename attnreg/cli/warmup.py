@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from attnreg.cli import options
+from attnreg.cli import options, output
 from attnreg.cli.backends import candidates
-from attnreg.cli.errors import FAILED, INTERRUPTED, import_torch
-from attnreg.cli.output import console, heading, print_json, progress, stdout_to_stderr, table
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
 
 Queries = Annotated[
     list[str],
-    typer.Option(
-        "--q", metavar="B,S,H,D", help="Query: batch, length, heads, head dim. Repeat it for several calls."
-    ),
+    options.valued("--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."),
 ]
 
 
@@ -50,43 +46,44 @@ def warmup(
 
     Example: attnreg warmup --q 1,4096,32,128 --causal --backend FA4
     """
-    import_torch()
-    place, named = options.present_device("--device", device), options.names("--backend", backend)
+    output.import_torch()
+    place, named = options.present_device(device), options.names("--backend", backend)
     specs = options.specs_of(
         q, kv, str(place), dtype, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
     )
-    with stdout_to_stderr():
-        done, finished = _run(_planned(named, place, specs, backward), place)
+    with output.stdout_to_stderr():
+        planned = _planned(named, place, specs, backward)
+        done: list[FirstCall] = []
+        finished = False
+        with contextlib.suppress(KeyboardInterrupt), output.progress(len(planned)) as update:
+            for call in planned:
+                update(description=f"{call.entry.name} {call.direction}")
+                done.append(call.run(place))
+                update(advance=1)
+            finished = True
     if as_json:
         found = [call.to_dict() for call in done]
-        print_json({"device": str(place), "finished": finished, "calls": found})
+        output.print_json({"device": str(place), "finished": finished, "calls": found})
     else:
-        _print(console(), done)
+        for spec, calls in groupby(done, key=lambda call: call.spec):
+            rows = (call.row() for call in calls)
+            output.table(f"{spec} on {spec.device}", rows, ("backend", "direction", "seconds", ""))
     if not finished:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(output.INTERRUPTED)
     refused = bool(named) and any(call.reason for call in done)
     if refused or any(call.failed for call in done) or all(call.seconds is None for call in done):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
 
 
 class FirstCall(NamedTuple):
-    """One direction of a call on one backend.
-
-    Attributes:
-        entry: the backend.
-        spec: the call.
-        direction: forward or backward.
-        seconds: how long it took; None if it wasn't run.
-        reason: why it wasn't run, or how it failed; empty if it ran.
-        failed: whether it was run and failed.
-    """
+    """One direction of a call on one backend."""
 
     entry: Entry
     spec: AttentionSpec
     direction: Direction
-    seconds: float | None = None
-    reason: str = ""
-    failed: bool = False
+    seconds: float | None = None  # None if it wasn't run
+    reason: str = ""  # why it wasn't run, or how it failed
+    failed: bool = False  # whether it was run and failed
 
     def run(self, device: torch.device) -> FirstCall:
         """Run it, unless there is a reason not to; returns it with the time or the error."""
@@ -117,6 +114,13 @@ class FirstCall(NamedTuple):
             "reason": self.reason,
         }
 
+    def row(self) -> tuple[str, ...]:
+        """Return the same as a row of the table."""
+        seconds = "-" if self.seconds is None else f"{self.seconds:.3f}"
+        reason = self.reason.partition("\n")[0]
+        note = reason if self.failed or not reason else f"not run: {reason}"
+        return self.entry.name, self.direction, seconds.rjust(7), note
+
 
 def _planned(
     named: tuple[str, ...], device: torch.device, specs: list[AttentionSpec], backward: bool
@@ -124,19 +128,16 @@ def _planned(
     """Return the calls of all backends, those that can't run with the reason."""
     from attnreg.contract.spec import Direction
 
-    directions = [direction for direction in get_args(Direction) if backward or direction == "forward"]
-    # A backend for other devices is listed only if it is named.
-    found = [one for one in candidates(named, device) if named or _runs_on(one.entry, device)]
+    found = candidates(named, device)
     return [
         FirstCall(entry, spec, direction, reason=reason or "; ".join(entry.reasons(spec, direction)))
         for spec in specs
         for entry, reason in found
-        for direction in directions
+        # A backend for other devices is listed only if it is named.
+        if named or entry.backend is None or device.type in entry.backend.devices
+        for direction in get_args(Direction)
+        if backward or direction == "forward"
     ]
-
-
-def _runs_on(entry: Entry, device: torch.device) -> bool:
-    return entry.backend is None or device.type in entry.backend.devices
 
 
 def _arguments(spec: AttentionSpec, direction: Direction, device: torch.device) -> tuple[Any, ...]:
@@ -179,30 +180,3 @@ def _synchronize(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _run(planned: list[FirstCall], device: torch.device) -> tuple[list[FirstCall], bool]:
-    """Run all calls behind a progress bar; the second value is False if that was interrupted."""
-    done: list[FirstCall] = []
-    try:
-        with progress(len(planned)) as update:
-            for call in planned:
-                update(description=f"{call.entry.name} {call.direction}")
-                done.append(call.run(device))
-                update(advance=1)
-    except KeyboardInterrupt:
-        return done, False
-    return done, True
-
-
-def _print(place: Console, done: list[FirstCall]) -> None:
-    for spec, calls in groupby(done, key=lambda call: call.spec):
-        heading(place, f"{spec} on {spec.device}")
-        table(place, ("backend", "direction", "seconds", ""), (_row(call) for call in calls))
-
-
-def _row(call: FirstCall) -> tuple[str, ...]:
-    seconds = "-" if call.seconds is None else f"{call.seconds:.3f}"
-    reason = call.reason.partition("\n")[0]
-    note = reason if call.failed or not reason else f"not run: {reason}"
-    return call.entry.name, call.direction, seconds.rjust(7), note

@@ -157,7 +157,7 @@ def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkey
 
 
 def test_the_table_of_variables_fills_every_field_and_describes_each_in_one_line():
-    assert {variable.field for variable in VARIABLES.values()} == set(Environment._fields)
+    assert {name.removeprefix("ATTNREG_").lower() for name in VARIABLES} == set(Environment._fields)
     assert all(variable.description and "\n" not in variable.description for variable in VARIABLES.values())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnreg.errors import ConfigError
-from attnreg.settings.toml_file import NOWHERE, Origin, Position, key_text, positions, read
+from attnreg.settings.toml_file import NOWHERE, Origin, key_text, positions, read
 
 EVERY_FORM = '''# every form in which TOML nests keys
 title = "a # that is no comment, [nor] a = {table}" # but this is
@@ -118,9 +118,7 @@ def test_a_key_is_shown_as_it_would_be_written(key, text):
 
 
 def test_what_is_not_written_is_placed_at_the_table_that_lacks_it():
-    origin = Origin(
-        Path("attnreg.toml"), {("devices",): Position(3, 2), ("devices", "cuda"): Position(4, 10)}
-    )
+    origin = Origin(Path("attnreg.toml"), {("devices",): (3, 2), ("devices", "cuda"): (4, 10)})
     assert origin.position(("devices", "cuda", "order", 1)) == (4, 10)
     assert origin.position(("devices", "cpu")) == (3, 2)
     assert origin.position(("strict",)) == NOWHERE
