@@ -3,12 +3,11 @@
 import functools
 import json
 import logging
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
+from support.command_line import in_a_process
 from support.processes import environment
 from support.sdpa import sdpa
 from torch.nn import attention
@@ -43,13 +42,7 @@ INACTIVE = ["attnreg", "attnreg._autoload"]
 
 def run(*options, program=PROGRAM, **variables):
     """Run a program of its own process; returns what it printed and its lines on stderr."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", program],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = in_a_process(*options, "-c", program, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from attnreg.measure import Case, Error, Outcome
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-STATES = ("right", "WRONG", "skipped")
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0
@@ -58,74 +55,29 @@ def verify(
     place, named = present_device(device), names("--backend", backend)
     with output.stdout_to_stderr():
         cases = _cases(full, names("--dtype", dtype), case)
-        results = [BackendResult(*candidate) for candidate in candidates(named, place)]
-        running = [(one, one.entry.backend) for one in results if one.entry.backend and not one.reason]
+        tested: list[tuple[Entry, str, list[Outcome]]] = [
+            (entry, reason, []) for entry, reason in candidates(named, place)
+        ]
+        running = [(one.backend, outcomes) for one, reason, outcomes in tested if one.backend and not reason]
         finished = False
         with contextlib.suppress(KeyboardInterrupt), output.progress(len(running) * len(cases)) as update:
-            for result, tested in running:
-                update(description=tested.name)
-                for outcome in measure.verify(tested, place, cases):
-                    result.outcomes.append(outcome)  # is kept if the next case is interrupted
-                    update(advance=1, description=f"{tested.name} {outcome.case}")
+            for kernels, outcomes in running:
+                update(description=kernels.name)
+                for outcome in measure.verify(kernels, place, cases):
+                    outcomes.append(outcome)  # is kept if the next case is interrupted
+                    update(advance=1, description=f"{kernels.name} {outcome.case}")
             finished = True
+    found = [_data(*one) for one in tested]
     if as_json:
-        found = [result.to_dict() for result in results]
-        output.print_json(
-            {"device": str(place), "cases": len(cases), "finished": finished, "backends": found}
-        )
+        data = {"device": str(place), "cases": len(cases), "finished": finished, "backends": found}
+        output.print_json(data)
     else:
-        _print(results, place)
+        _print(found, place)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
-    ran = any(result.outcomes for result in results)
-    missing = bool(named) and any(result.reason for result in results)
-    if missing or not ran or any(result.counts["WRONG"] for result in results):
+    missing = bool(named) and any(one["reason"] for one in found)
+    if missing or not any(one["rows"] for one in found) or any(one["wrong"] for one in found):
         raise typer.Exit(output.FAILED)
-
-
-@dataclass(slots=True)
-class BackendResult:
-    """A backend and the outcomes of its cases so far, those included that it refuses."""
-
-    entry: Entry
-    reason: str = ""  # why no case is run
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many cases are in each of `STATES`."""
-        found = [_state(outcome) for outcome in self.outcomes]
-        return {name: found.count(name) for name in STATES}
-
-    @property
-    def worst(self) -> tuple[float, str, str] | None:
-        """The largest error divided by PyTorch's, the tensor and the case; None if nothing was measured."""
-        found = (
-            (error.ratio, tensor, str(outcome.case))
-            for outcome in self.outcomes
-            for tensor, error in outcome.errors.items()
-            if error.math or not error.passed
-        )
-        return max(found, key=lambda worst: worst[0], default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
-        worst = self.worst
-        return {
-            "name": self.entry.name,
-            "version": self.entry.version(),
-            "reason": self.reason,
-            **{name.lower(): number for name, number in self.counts.items()},
-            "worst": worst and {"ratio": output.finite(worst[0]), "tensor": worst[1], "case": worst[2]},
-            "rows": [_data(outcome) for outcome in self.outcomes],
-        }
-
-
-def _state(outcome: Outcome) -> str:
-    """Return which of `STATES` a case is in: "skipped" if the backend refuses it."""
-    if not outcome.errors and not outcome.failure:
-        return "skipped"
-    return "right" if outcome.passed else "WRONG"
 
 
 def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> list[Case]:
@@ -144,51 +96,75 @@ def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> list[Case]:
     return found
 
 
-def _data(outcome: Outcome) -> dict[str, Any]:
+def _data(entry: Entry, reason: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the outcomes of a backend, or the reason why it wasn't run, as plain data."""
+    errors = [
+        (error.ratio, tensor, str(outcome.case))
+        for outcome in outcomes
+        for tensor, error in outcome.errors.items()
+        if error.math or not error.passed
+    ]
+    ratio, tensor, case = max(errors, key=lambda error: error[0], default=(0.0, "", ""))
+    rows = [_row_data(outcome) for outcome in outcomes]
+    states = [row["state"] for row in rows]
+    return {
+        "name": entry.name,
+        "version": entry.version(),
+        "reason": reason,
+        **{state: states.count(state) for state in ("right", "wrong", "skipped")},
+        "worst": {"ratio": output.finite(ratio), "tensor": tensor, "case": case} if errors else None,
+        "rows": rows,
+    }
+
+
+def _row_data(outcome: Outcome) -> dict[str, Any]:
     def numbers(error: Error) -> dict[str, Any]:
         named = {"error": error.kernel, "math": error.math, "allowed": error.allowed, "ratio": error.ratio}
         return {"passed": error.passed, **{name: output.finite(number) for name, number in named.items()}}
 
+    refused = not outcome.errors and not outcome.failure
     return {
         "case": outcome.case.name,
         "dtype": outcome.case.dtype,
-        "state": _state(outcome).lower(),
+        "state": "skipped" if refused else "right" if outcome.passed else "wrong",
         "reasons": list(outcome.reasons),
         "failure": outcome.failure,
         "errors": {tensor: numbers(error) for tensor, error in outcome.errors.items()},
     }
 
 
-def _print(results: list[BackendResult], device: torch.device) -> None:
-    for result in results:
-        ran = [outcome for outcome in result.outcomes if _state(outcome) != "skipped"]
-        for dtype, outcomes in groupby(ran, key=lambda outcome: outcome.case.dtype):
-            rows = (row for outcome in outcomes for row in _rows(outcome))
-            output.table(f"{result.entry.name} on {device}, {dtype}", rows, ("case", *TENSORS, ""))
+def _print(found: list[dict[str, Any]], device: torch.device) -> None:
+    for backend in found:
+        ran = [row for row in backend["rows"] if row["state"] != "skipped"]
+        for dtype, outcomes in groupby(ran, key=lambda row: row["dtype"]):
+            rows = (line for row in outcomes for line in _lines(row))
+            output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *TENSORS, ""))
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
-    output.table("Summary", (_summary(result) for result in results), headers)
+    output.table("Summary", map(_summary, found), headers)
     output.console().print(LEGEND)
 
 
-def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
-    yield outcome.case.name, *(_ratio(outcome.errors.get(tensor)) for tensor in TENSORS), _state(outcome)
-    if outcome.failure:
-        yield (outcome.failure.partition("\n")[0], *("" for _ in TENSORS), "")
+def _lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    ratios = (_ratio(row["errors"].get(tensor)) for tensor in TENSORS)
+    yield row["case"], *ratios, "WRONG" if row["state"] == "wrong" else row["state"]
+    if row["failure"]:
+        yield (row["failure"].partition("\n")[0], *("" for _ in TENSORS), "")
 
 
-def _ratio(error: Error | None) -> str:
+def _ratio(error: dict[str, Any] | None) -> str:
     if error is None:
         return "-"
-    if math.isinf(error.kernel):
+    if error["error"] is None:
         return "NaN"
-    return f"{error.ratio:.2f}" if error.math or not error.kernel else f"{error.kernel:.0e}"
+    return f"{error['error']:.0e}" if error["ratio"] is None else f"{error['ratio']:.2f}"
 
 
-def _summary(result: BackendResult) -> tuple[str, ...]:
-    if result.reason:
-        return result.entry.name, "", "", "", "", f"not run: {result.reason}"
-    counts = map(str, result.counts.values())
-    if result.worst is None:
-        return result.entry.name, *counts, "-", ""
-    ratio, tensor, case = result.worst
-    return result.entry.name, *counts, f"{ratio:.2f}", f"{tensor} of {case}"
+def _summary(backend: dict[str, Any]) -> tuple[str, ...]:
+    if backend["reason"]:
+        return backend["name"], "", "", "", "", f"not run: {backend['reason']}"
+    counts = (str(backend[state]) for state in ("right", "wrong", "skipped"))
+    worst = backend["worst"]
+    if worst is None:
+        return backend["name"], *counts, "-", ""
+    ratio = "inf" if worst["ratio"] is None else f"{worst['ratio']:.2f}"
+    return backend["name"], *counts, ratio, f"{worst['tensor']} of {worst['case']}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,92 +52,71 @@ def warmup(
         q, kv, str(place), dtype, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
     )
     with output.stdout_to_stderr():
-        planned = _planned(named, place, specs, backward)
-        done: list[FirstCall] = []
+        found = [
+            (entry, reason)
+            for entry, reason in candidates(named, place)
+            # A backend for other devices is listed only if it is named.
+            if named or entry.backend is None or place.type in entry.backend.devices
+        ]
+        directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
+        planned = [(spec, *one, direction) for spec in specs for one in found for direction in directions]
+        done: list[tuple[AttentionSpec, dict[str, Any]]] = []
         finished = False
         with contextlib.suppress(KeyboardInterrupt), output.progress(len(planned)) as update:
-            for call in planned:
-                update(description=f"{call.entry.name} {call.direction}")
-                done.append(call.run(place))
+            for spec, entry, reason, direction in planned:
+                update(description=f"{entry.name} {direction}")
+                done.append((spec, _first_call(spec, entry, reason, direction, place)))
                 update(advance=1)
             finished = True
+    calls = [call for _, call in done]
     if as_json:
-        found = [call.to_dict() for call in done]
-        output.print_json({"device": str(place), "finished": finished, "calls": found})
+        output.print_json({"device": str(place), "finished": finished, "calls": calls})
     else:
-        for spec, calls in groupby(done, key=lambda call: call.spec):
-            rows = (call.row() for call in calls)
+        for spec, group in groupby(done, key=lambda one: one[0]):
+            rows = (_row(call) for _, call in group)
             output.table(f"{spec} on {spec.device}", rows, ("backend", "direction", "seconds", ""))
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
-    refused = bool(named) and any(call.reason for call in done)
-    if refused or any(call.failed for call in done) or all(call.seconds is None for call in done):
+    states = [call["state"] for call in calls]
+    if "failed" in states or "ran" not in states or (named and "refused" in states):
         raise typer.Exit(output.FAILED)
 
 
-class FirstCall(NamedTuple):
-    """One direction of a call on one backend."""
-
-    entry: Entry
-    spec: AttentionSpec
-    direction: Direction
-    seconds: float | None = None  # None if it wasn't run
-    reason: str = ""  # why it wasn't run, or how it failed
-    failed: bool = False  # whether it was run and failed
-
-    def run(self, device: torch.device) -> FirstCall:
-        """Run it, unless there is a reason not to; returns it with the time or the error."""
-        if self.reason:
-            return self
-        try:
-            kernel = self.entry.kernel(self.direction)
-            arguments = _arguments(self.spec, self.direction, device)
+def _first_call(
+    spec: AttentionSpec, entry: Entry, reason: str, direction: Direction, device: torch.device
+) -> dict[str, Any]:
+    """Run one direction of a call on a backend, unless there is a reason not to; return what came of it."""
+    state, seconds = "refused", None
+    reason = reason or "; ".join(entry.reasons(spec, direction))
+    try:
+        if not reason:
+            kernel = entry.kernel(direction)
+            arguments = _arguments(spec, direction, device)
             _synchronize(device)
             started = time.perf_counter()
             kernel(*arguments)
             _synchronize(device)
-        except UnsupportedInputError as error:
-            return self._replace(reason=str(error))
-        except Exception as error:  # noqa: BLE001 - the other backends are still run
-            return self._replace(reason=f"{type(error).__name__}: {error}", failed=True)
-        return self._replace(seconds=time.perf_counter() - started)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
-        return {
-            "backend": self.entry.name,
-            "version": self.entry.version(),
-            "call": str(self.spec),
-            "direction": self.direction,
-            "state": "failed" if self.failed else "refused" if self.reason else "ran",
-            "seconds": self.seconds,
-            "reason": self.reason,
-        }
-
-    def row(self) -> tuple[str, ...]:
-        """Return the same as a row of the table."""
-        seconds = "-" if self.seconds is None else f"{self.seconds:.3f}"
-        reason = self.reason.partition("\n")[0]
-        note = reason if self.failed or not reason else f"not run: {reason}"
-        return self.entry.name, self.direction, seconds.rjust(7), note
+            state, seconds = "ran", time.perf_counter() - started
+    except UnsupportedInputError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - the other backends are still run
+        state, reason = "failed", f"{type(error).__name__}: {error}"
+    return {
+        "backend": entry.name,
+        "version": entry.version(),
+        "call": str(spec),
+        "direction": direction,
+        "state": state,
+        "seconds": seconds,
+        "reason": reason,
+    }
 
 
-def _planned(
-    named: tuple[str, ...], device: torch.device, specs: list[AttentionSpec], backward: bool
-) -> list[FirstCall]:
-    """Return the calls of all backends, those that can't run with the reason."""
-    from attnreg.contract.spec import Direction
-
-    found = candidates(named, device)
-    return [
-        FirstCall(entry, spec, direction, reason=reason or "; ".join(entry.reasons(spec, direction)))
-        for spec in specs
-        for entry, reason in found
-        # A backend for other devices is listed only if it is named.
-        if named or entry.backend is None or device.type in entry.backend.devices
-        for direction in get_args(Direction)
-        if backward or direction == "forward"
-    ]
+def _row(call: dict[str, Any]) -> tuple[str, ...]:
+    seconds = "-" if call["seconds"] is None else f"{call['seconds']:.3f}"
+    reason = call["reason"].partition("\n")[0]
+    note = f"not run: {reason}" if call["state"] == "refused" else reason
+    return call["backend"], call["direction"], seconds.rjust(7), note
 
 
 def _arguments(spec: AttentionSpec, direction: Direction, device: torch.device) -> tuple[Any, ...]:

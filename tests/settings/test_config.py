@@ -87,46 +87,37 @@ def test_an_empty_file_gives_the_defaults(write, text):
     }  # fmt: skip
 
 
+KEYS = "unknown key, expected strict or disabled or log_level or policy or tuned or devices"
+KINDS = "expected 'cpu', 'cuda', another device type of torch or 'sm_NN'"
+LEVELS = "expected 'debug', 'info', 'warning' or 'error'"
+ONCE = "expected each name once: [0] is the same, whatever the case"
+ORDER = "order: missing, expected a list of at least one name"
+REFERENCE = "another backend, or strict = true: the reference runs what no other can"
+
 WRONG = [
     ('strict = "yes"', "1:1: strict: got 'yes', expected true or false"),
     ("strict = 1", "1:1: strict: got 1, expected true or false"),
     ('disabled = "FA2"', "1:1: disabled: got 'FA2', expected a list of names"),
     ('disabled = ["FA2", true]', "1:20: disabled[1]: got True, expected a string"),
     ('disabled = [" "]', "1:13: disabled[0]: got ' ', expected a name"),
-    (
-        'disabled = ["FA2", "FA4", "fa2"]',
-        "1:27: disabled[2]: got 'fa2', expected each name once: [0] is the same, whatever the case",
-    ),
-    (
-        'disabled = ["FA2", "Math"]',
-        "1:20: disabled[1]: got 'Math', expected another backend, or strict = true: "
-        "the reference runs what no other can",
-    ),
-    (
-        'log_level = "WARNING"',
-        "1:1: log_level: got 'WARNING', expected 'debug', 'info', 'warning' or 'error'; "
-        "did you mean 'warning'?",
-    ),
-    ("log_level = 20", "1:1: log_level: got 20, expected 'debug', 'info', 'warning' or 'error'"),
+    ('disabled = ["FA2", "FA4", "fa2"]', f"1:27: disabled[2]: got 'fa2', {ONCE}"),
+    ('disabled = ["FA2", "Math"]', f"1:20: disabled[1]: got 'Math', expected {REFERENCE}"),
+    ('log_level = "WARNING"', f"1:1: log_level: got 'WARNING', {LEVELS}; did you mean 'warning'?"),
+    ("log_level = 20", f"1:1: log_level: got 20, {LEVELS}"),
     ('tuned = ""', "1:1: tuned: got '', expected the path of a file"),
     ("tuned = ['a.json']", "1:1: tuned: got ['a.json'], expected the path of a file"),
     (
-        'tuned = "~no-such-user/a.json"',
-        "1:1: tuned: got '~no-such-user/a.json', expected the path of a file "
-        "(there is no home folder for its ~)",
+        'tuned = "~no-one/a.json"',
+        "1:1: tuned: got '~no-one/a.json', expected the path of a file (there is no home folder for its ~)",
     ),
     ("devices = 3", "1:1: devices: got 3, expected a table"),
     ("[[devices]]\ncuda = 1", "1:3: devices: got [{'cuda': 1}], expected a table"),
     ('[devices]\ncuda = ["FA4"]', "2:1: devices.cuda: got ['FA4'], expected a table"),
-    (
-        "[devices]\n\n[devices.cuda]",
-        "3:10: devices.cuda.order: missing, expected a list of at least one name",
-    ),
+    ("[devices]\n\n[devices.cuda]", f"3:10: devices.cuda.{ORDER}"),
     ("devices.cuda.order = []", "1:14: devices.cuda.order: got [], expected at least one name"),
     (
         '[devices.sm_90]\norder = [\n  "FA4",\n  "FA2", "cuDNN",\n  "fa4",\n]',
-        "5:3: devices.\"sm_90\".order[3]: got 'fa4', expected each name once: "
-        "[0] is the same, whatever the case",
+        f"5:3: devices.\"sm_90\".order[3]: got 'fa4', {ONCE}",
     ),
     (
         'disabled = ["fa2"]\n[devices.cuda]\norder = ["FA4", "FA2"]',
@@ -135,39 +126,25 @@ WRONG = [
     ),
     (
         'stricct = true\n"log level" = "info"',
-        "1:1: stricct: unknown key, expected strict or disabled or log_level or policy or tuned or devices; "
-        "did you mean 'strict'?\n"
-        '2:1: "log level": unknown key, expected strict or disabled or log_level or policy or tuned or '
-        "devices; did you mean 'log_level'?",
+        f"1:1: stricct: {KEYS}; did you mean 'strict'?\n"
+        f"2:1: \"log level\": {KEYS}; did you mean 'log_level'?",
     ),
-    (
-        "strict.x = true\n[zzz]",
-        "1:1: strict: got {'x': True}, expected true or false\n"
-        "2:2: zzz: unknown key, expected strict or disabled or log_level or policy or tuned or devices",
-    ),
+    ("strict.x = true\n[zzz]", f"1:1: strict: got {{'x': True}}, expected true or false\n2:2: zzz: {KEYS}"),
     (
         '[devices.cuda]\nodrer = ["FA4"]',
-        "1:10: devices.cuda.order: missing, expected a list of at least one name\n"
+        f"1:10: devices.cuda.{ORDER}\n"
         "2:1: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
     ),
     (
         '[devices.cuda]\norder = ["FA4"]\nstrict = true',
         "3:1: devices.cuda.strict: unknown key, expected order; 'strict' belongs above the first [table]",
     ),
+    ('devices.cudaa.order = ["FA4"]', f"1:9: devices.cudaa: got 'cudaa', {KINDS}; did you mean 'cuda'?"),
     (
-        'devices.cudaa.order = ["FA4"]',
-        "1:9: devices.cudaa: got 'cudaa', expected 'cpu', 'cuda', another device type of torch or 'sm_NN'; "
-        "did you mean 'cuda'?",
+        '[devices.SM90a]\norder = ["a"]',
+        f"1:10: devices.\"SM90a\": got 'SM90a', {KINDS}; did you mean 'sm_90'?",
     ),
-    (
-        '[devices.SM90a]\norder = ["FA4"]',
-        "1:10: devices.\"SM90a\": got 'SM90a', expected 'cpu', 'cuda', another device type of torch "
-        "or 'sm_NN'; did you mean 'sm_90'?",
-    ),
-    (
-        '[devices."9.0"]\norder = ["FA4"]',
-        "1:10: devices.\"9.0\": got '9.0', expected 'cpu', 'cuda', another device type of torch or 'sm_NN'",
-    ),
+    ('[devices."9.0"]\norder = ["FA4"]', f"1:10: devices.\"9.0\": got '9.0', {KINDS}"),
 ]
 
 
