@@ -284,14 +284,6 @@ def test_an_open_scope_counts():
     assert explain(spec()).backend == "cpu"
 
 
-def test_a_preferred_backend_that_cannot_run_the_call_is_named(monkeypatch):
-    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
-    explanation = explain(spec(bias=True))
-    assert (explanation.backend, explanation.source) == ("math", "default order for cpu")
-    assert explanation.forward.passed_over == explanation.forward.asked_for == ("cpu",)
-    assert explanation.rejected["cpu"] == ("attn_bias must be None, got a tensor",)
-
-
 def test_an_unavailable_backend_of_the_environment_is_shown_and_not_raised(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "fa4")
     explanation = explain(spec("cuda", "bf16"))
@@ -307,29 +299,6 @@ def test_an_unavailable_backend_of_the_environment_is_shown_and_not_raised(monke
         "  cpu   device must be cpu, got cuda",
         "  math  could run it",
     ]
-
-
-def test_strict_mode_refuses_a_call_that_the_environments_backend_cannot_run(monkeypatch):
-    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
-    monkeypatch.setenv("ATTNREG_STRICT", "1")
-    explanation = explain(spec(bias=True))
-    assert explanation.backend is None
-    assert explanation.forward.refusal == (
-        "ATTNREG_BACKEND can't serve this call, and ATTNREG_STRICT makes that an error"
-    )
-
-
-def test_a_broken_plugin_is_a_row(known):
-    known["broken"] = Entry("broken", "a test", cause=SyntaxError("invalid syntax"))
-    explanation = explain(spec())
-    assert explanation.backend == "cpu"
-    assert "  broken  failed to load: SyntaxError: invalid syntax" in str(explanation).splitlines()
-
-
-def test_a_bad_environment_is_an_error(monkeypatch):
-    monkeypatch.setenv("ATTNREG_STRICT", "2")
-    with pytest.raises(errors.ConfigError, match="ATTNREG_STRICT: got '2'"):
-        explain(spec())
 
 
 # Notes
@@ -452,11 +421,6 @@ def test_the_error_of_a_refused_call_says_what_explain_says(known, fake, packed)
     )
     assert error.value.rejected == explanation.rejected
     assert str(explanation) == f"{error.value}\n\nnote: {NOT_SERVED}"
-
-
-def test_an_unavailable_backend_that_the_call_itself_would_raise_for_is_raised_by_the_call(packed):
-    with pytest.raises(errors.BackendUnavailableError, match="FA4 can't load here: no GPU here"):
-        attnreg.varlen_attn(*packed((3, 4)), backend="FA4")
 
 
 def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog):

@@ -1,8 +1,6 @@
 """Promises of the settings."""
 
-import copy
 import json
-import pickle
 import re
 import tomllib
 from pathlib import Path
@@ -275,17 +273,6 @@ def test_unknown_backends_are_refused_with_their_place_and_known_ones_taken_in_a
     assert refusal(check_backends, given, iter(("FA2", "cuDNN"))) == (
         "configure(...): disabled[1]: got 'cdnn', expected one of cuDNN, FA2; did you mean 'cuDNN'?"
     )
-
-
-def test_settings_and_their_errors_survive_pickle_and_deepcopy(write):
-    loaded = load(write(GOOD))
-    with pytest.raises(ConfigError) as caught:
-        load(write("strict = 2"))
-    for copied in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
-        assert copied(loaded.settings) == loaded.settings
-        assert copied(loaded) == loaded
-        assert copied(loaded).describe(("disabled",)) == "attnreg.toml:2"
-        assert str(copied(caught.value)) == str(caught.value)
 
 
 def test_the_schema_describes_every_field_and_is_json():
