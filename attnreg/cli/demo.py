@@ -20,21 +20,18 @@ if TYPE_CHECKING:
 
 CONTEXT = 1024
 BATCH = 8
-
-# In longer trainings rounding errors grow until they look like a mistake.
-Steps = Annotated[
-    int, valued("--steps", "N", "How many batches to train on.", min=2, max=100, show_default=True)
-]
-Out = Annotated[Path, valued("--out", "DIR", "The folder for the plot.", show_default=True)]
-Seed = Annotated[
-    int, valued("--seed", "N", "Seed of the weights and of the choice of documents.", show_default=True)
-]
+OUT = Path("demo-output")
 
 
 def demo(
-    steps: Steps = 30,
-    out: Out = Path("demo-output"),
-    seed: Seed = 0,
+    # In longer trainings rounding errors grow until they look like a mistake.
+    steps: Annotated[
+        int, valued("--steps", "N", "How many batches to train on.", min=2, max=100, show_default=True)
+    ] = 30,
+    out: Annotated[Path, valued("--out", "DIR", "The folder for the plot.", show_default=True)] = OUT,
+    seed: Annotated[
+        int, valued("--seed", "N", "Seed of the weights and of the choice of documents.", show_default=True)
+    ] = 0,
     device: DeviceHere = "",
     as_json: AsJson = False,
 ) -> None:

@@ -28,28 +28,22 @@ log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")
 
-Grid = Annotated[
-    str, options.valued("--grid", "NAME", "quick or full. Default: quick, if no calls are given.")
-]
-Queries = Annotated[
-    list[str],
-    options.valued("--q", "B,S,H,D", "A call: batch, length, heads, head dim. Repeat for several."),
-]
-Trace = Annotated[Path | None, options.TRACE]
-Out = Annotated[
-    Path | None, options.valued("--out", "FILE", "The table to write. Default: named after the device.")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")]
-
 
 def tune(
-    grid: Grid = "",
-    q: Queries = [],  # noqa: B006 - typer makes a new list for each call
+    grid: Annotated[
+        str, options.valued("--grid", "NAME", "quick or full. Default: quick, if no calls are given.")
+    ] = "",
+    q: Annotated[
+        list[str],
+        options.valued("--q", "B,S,H,D", "A call: batch, length, heads, head dim. Repeat for several."),
+    ] = [],  # noqa: B006 - typer makes a new list for each call
     kv: options.Keys = [],  # noqa: B006
-    trace: Trace = None,
+    trace: Annotated[Path | None, options.TRACE] = None,
     budget: options.Budget = "",
-    out: Out = None,
-    fresh: Fresh = False,
+    out: Annotated[
+        Path | None, options.valued("--out", "FILE", "The table to write. Default: named after the device.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")] = False,
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
     causal: options.Causal = False,

@@ -27,19 +27,17 @@ numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0
 WRONG:   the error exceeds twice PyTorch's plus the rounding error of the dtype"""
 
-Dtypes = Annotated[
-    list[str], valued("--dtype", "DTYPES", "One or several with commas. Default: bf16, with --full all.")
-]
-Full = Annotated[bool, typer.Option("--full/--quick", help="All cases, some of which take seconds each.")]
-CaseText = Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")]
-
 
 def verify(
     backend: Backends = [],  # noqa: B006 - typer makes a new list for each call
     device: DeviceHere = "",
-    dtype: Dtypes = [],  # noqa: B006
-    full: Full = False,
-    case: CaseText = "",
+    dtype: Annotated[
+        list[str], valued("--dtype", "DTYPES", "One or several with commas. Default: bf16, with --full all.")
+    ] = [],  # noqa: B006
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="All cases, some of which take seconds each.")
+    ] = False,
+    case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check every backend against a float64 reference.

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
 
-Queries = Annotated[
-    list[str],
-    options.valued("--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."),
-]
-
 
 def warmup(
-    q: Queries,
+    q: Annotated[
+        list[str],
+        options.valued(
+            "--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."
+        ),
+    ],
     kv: options.Keys = [],  # noqa: B006 - typer makes a new list for each call
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
