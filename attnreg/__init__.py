@@ -50,38 +50,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "api": (
-        "Handle",
-        "configure",
-        "install",
-        "list_backends",
-        "record",
-        "register_backend",
-        "reload",
-        "uninstall",
-        "use_backend",
-    ),
-    "contract.backend": ("Backend", "Call", "Kernels"),
-    "contract.capabilities": ("Capabilities", "Range"),
-    "settings.config": ("Settings",),
-    "errors": (
-        "AttnregError",
-        "BackendUnavailableError",
-        "BuildError",
-        "ConfigError",
-        "InvalidInputError",
-        "RanksDifferError",
-        "RegistrationError",
-        "UnknownBackendError",
-        "UnsupportedInputError",
-    ),
-    "explanation": ("Explanation", "explain"),
-    "selection.decision": ("Decision",),
-    "contract.spec": ("AttentionSpec", "Device"),
-    "dispatch.counters": ("Stats", "reset_stats", "stats"),
-    "varlen.front": ("AuxRequest", "varlen_attn", "varlen_attn_out"),
+    "api": "Handle configure install list_backends record register_backend reload uninstall use_backend",
+    "contract.backend": "Backend Call Kernels",
+    "contract.capabilities": "Capabilities Range",
+    "contract.spec": "AttentionSpec Device",
+    "dispatch.counters": "Stats reset_stats stats",
+    "errors": "AttnregError BackendUnavailableError BuildError ConfigError InvalidInputError"
+    " RanksDifferError RegistrationError UnknownBackendError UnsupportedInputError",
+    "explanation": "Explanation explain",
+    "selection.decision": "Decision",
+    "settings.config": "Settings",
+    "varlen.front": "AuxRequest varlen_attn varlen_attn_out",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022 - by what they are for
     "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 
 def activate() -> None:
@@ -50,27 +51,19 @@ def offer() -> None:
         registry.register_flash_attention_impl("attnreg", register_fn=_activated_by_torch)
 
 
-class _TorchHandle:
-    """What torch's registry keeps while "attnreg" is its active implementation."""
-
-    def __init__(self, installed_before: bool, active_before: bool) -> None:
-        self._installed_before = installed_before
-        self._active_before = active_before
-
-    def remove(self) -> None:
-        """Leave things as `activate_flash_attention_impl` found them, but for what was registered since."""
-        from attnreg import aten
-        from attnreg.selection import policy
-
-        policy.activate(self._active_before)
-        if not self._installed_before and not policy.is_active():
-            aten.restore()
-
-
-def _activated_by_torch() -> _TorchHandle:
+def _activated_by_torch() -> SimpleNamespace:
+    """Serve torch's entry points; return what torch's registry keeps while "attnreg" is active."""
     from attnreg import aten
     from attnreg.selection import policy
 
     installed_before = aten.installed()
     aten.ensure()
-    return _TorchHandle(installed_before, policy.activate(True))
+    active_before = policy.activate(True)
+
+    def remove() -> None:
+        """Leave things as `activate_flash_attention_impl` found them, but for what was registered since."""
+        policy.activate(active_before)
+        if not installed_before and not policy.is_active():
+            aten.restore()
+
+    return SimpleNamespace(remove=remove)

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.backend import Backend
 
-__all__ = [
-    "Registration",
-    "add",
-    "changed",
-    "discard",
-    "entries",
-    "find",
-    "forget",
-    "prefer",
-    "registrations",
-]
-
 log = logging.getLogger("attnreg")
 
 lock = open_after_fork(threading.RLock())
@@ -48,7 +36,6 @@ class Registration(NamedTuple):
 
     entry: Entry
     devices: tuple[str, ...]
-    token: object
 
     @property
     def name(self) -> str:
@@ -158,7 +145,7 @@ def prefer(entry: Entry, devices: tuple[str, ...]) -> Registration:
         if present is not entry:
             raise RegistrationError(f"a backend named {entry.name!r} is there already ({present.origin})")
         _entries = {**entries(), entry.name.casefold(): entry}
-        registration = Registration(entry, devices, object())
+        registration = Registration(entry, devices)
         _registrations = (registration, *_registrations)
         changed()
         return registration
@@ -168,7 +155,7 @@ def forget(registration: Registration) -> bool:
     """Take a registration back; False if it was gone already."""
     global _registrations
     with lock:
-        kept = tuple(other for other in _registrations if other.token is not registration.token)
+        kept = tuple(other for other in _registrations if other is not registration)
         if len(kept) == len(_registrations):
             return False
         _registrations = kept

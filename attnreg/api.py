@@ -23,23 +23,15 @@ from attnreg.tuning.traces import check_writable
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
     from typing import Self
 
     from attnreg.contract.discovery import Entry
     from attnreg.settings.config import Settings
 
 __all__ = [
-    "Handle",
-    "configure",
-    "install",
-    "list_backends",
-    "record",
-    "register_backend",
-    "reload",
-    "uninstall",
-    "use_backend",
-]
+    "Handle", "configure", "install", "list_backends", "record", "register_backend", "reload",
+    "uninstall", "use_backend",
+]  # fmt: skip
 
 log = logging.getLogger("attnreg")
 
@@ -73,9 +65,7 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.remove()
 
     def __reduce__(self) -> NoReturn:
@@ -112,14 +102,20 @@ def register_backend(
     """
     policy.sources()  # settings that can't be read are an error here, before anything changes
     known = _registry.entries().values()
-    entry = _registry.add(backend, _caller()) if isinstance(backend, Backend) else _registry.find(backend)
+    if isinstance(backend, Backend):
+        caller = sys._getframe(1)  # for messages about two backends of one name
+        entry = _registry.add(backend, f"registered at {caller.f_code.co_filename}:{caller.f_lineno}")
+    else:
+        entry = _registry.find(backend)
     try:
         led = _devices(entry, devices)
         if not entry.unavailable():
             aten.ensure()  # before it loads: torch's own kernels are captured before anything covers them
-        if not _loads(entry, required):
+        entry.kernels()
+    except BaseException as error:
+        if isinstance(error, BackendUnavailableError) and not required:
+            log.warning("%s; going on without it", error)
             return Handle(None, entry)
-    except BaseException:
         if entry not in known:
             _registry.discard(entry)
         raise
@@ -281,20 +277,3 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
             f"which {entry.name} serves"
         )
     return tuple(device.keys[0] for device in named)
-
-
-def _loads(entry: Entry, required: bool) -> bool:
-    try:
-        entry.kernels()
-    except BackendUnavailableError as error:
-        if required:
-            raise
-        log.warning("%s; going on without it", error)
-        return False
-    return True
-
-
-def _caller() -> str:
-    """Return where `register_backend` was called, for messages about two backends of one name."""
-    frame = sys._getframe(2)
-    return f"registered at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -23,17 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
-    "AttnregError",
-    "BackendUnavailableError",
-    "BuildError",
-    "ConfigError",
-    "InvalidInputError",
-    "RanksDifferError",
-    "RegistrationError",
-    "UnknownBackendError",
-    "UnsupportedInputError",
-    "did_you_mean",
-]
+    "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
+    "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError", "did_you_mean",
+]  # fmt: skip
 
 
 class AttnregError(Exception):

@@ -1,15 +1,15 @@
 """Promises to unchanged programs: torch finds attnreg by itself, and never fails for it."""
 
+import functools
 import json
 import logging
-import subprocess
-import sys
-import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.command_line import in_a_process
 from support.processes import environment
+from support.sdpa import sdpa
 from torch.nn import attention
 
 import attnreg
@@ -42,13 +42,7 @@ INACTIVE = ["attnreg", "attnreg._autoload"]
 
 def run(*options, program=PROGRAM, **variables):
     """Run a program of its own process; returns what it printed and its lines on stderr."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", program],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = in_a_process(*options, "-c", program, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 
@@ -56,17 +50,12 @@ def run(*options, program=PROGRAM, **variables):
 # Set and unset
 
 
-def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment_asks_for():
-    (_, _, error, installed, calls), said = run(ATTNREG_BACKEND="math")
-    assert (error, installed, said) == ("", True, [])
-    assert calls == {"math": {"forward": 1, "backward": 1}}
-
-
-def test_a_file_of_the_environment_does_the_same(tmp_path):
+@pytest.mark.parametrize("variable", ["ATTNREG_BACKEND", "ATTNREG_CONFIG"])
+def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment_asks_for(variable, tmp_path):
     file = tmp_path / "attnreg.toml"
     file.write_text('devices.cpu.order = ["math"]\n')
-    (_, _, error, _, calls), said = run(ATTNREG_CONFIG=str(file))
-    assert (error, said) == ("", [])
+    (_, _, error, installed, calls), said = run(**{variable: "math" if "BACKEND" in variable else str(file)})
+    assert (error, installed, said) == ("", True, [])
     assert calls == {"math": {"forward": 1, "backward": 1}}
 
 
@@ -92,39 +81,20 @@ def test_torch_does_not_load_it_where_backend_autoload_is_off():
 # What is wrong
 
 
-VARIABLES = ", ".join(
-    f"ATTNREG_{name}"
-    for name in ("BACKEND", "DISABLE", "CONFIG", "STRICT", "POLICY", "RECORD", "LOCK", "ROUTERS", "BUILD")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ATTNREG_BACKEND", "mth", "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known "),
+        ("ATTNREG_BACKENDS", "math", "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND"),
+        ("attnreg_strict", "1", "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, "),
+        ("ATTNREG_CONFIG", "/no/x.toml", "/no/x.toml: can't be read (no such file or directory), expected a"),
+        ("ATTNREG_LOCK", "/no/x.json", "ATTNREG_LOCK: /no/x.json: can't be read: No such file or directory"),
+    ],
 )
-BAD = {
-    "unknown backend": (
-        {"ATTNREG_BACKEND": "mth"},
-        "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known backends: ",
-    ),
-    "misspelt variable": (
-        {"ATTNREG_BACKENDS": "math"},
-        f"ATTNREG_BACKENDS: unknown variable, expected one of {VARIABLES}; did you mean 'ATTNREG_BACKEND'?",
-    ),
-    "variable in lower case": (
-        {"attnreg_strict": "1"},
-        f"attnreg_strict: unknown variable, expected one of {VARIABLES}; did you mean 'ATTNREG_STRICT'?",
-    ),
-    "missing file": (
-        {"ATTNREG_CONFIG": "/no/such/file.toml"},
-        "/no/such/file.toml: can't be read (no such file or directory), expected a settings file in TOML",
-    ),
-    "missing lock": (
-        {"ATTNREG_LOCK": "/no/such/lock.json"},
-        "ATTNREG_LOCK: /no/such/lock.json: can't be read: No such file or directory",
-    ),
-}
-
-
-@pytest.mark.parametrize(("variables", "message"), BAD.values(), ids=BAD)
 def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_attention_call(
-    variables, message
+    variable, value, message
 ):
-    (_, _, error, _, calls), said = run(**variables)
+    (_, _, error, _, calls), said = run(**{variable: value})
     assert error.startswith(f"ConfigError: {message}")
     warned = [line for line in said if "Warning" in line]
     assert len(warned) == 1
@@ -150,12 +120,9 @@ def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():
     ids=["routers that can't be installed", "a fault of attnreg's own"],
 )
 def test_what_fails_in_the_hook_is_a_warning_and_no_error_of_the_import(monkeypatch, module, name, error):
-    def fails():
-        raise error
-
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     monkeypatch.setattr(aten, "ensure", lambda: None)
-    monkeypatch.setattr(module, name, fails)
+    monkeypatch.setattr(module, name, Mock(side_effect=error))
     with pytest.warns(UserWarning, match="attnreg is not active: ") as caught:
         _autoload.activate()
     messages = [str(warning.message) for warning in caught]
@@ -180,44 +147,7 @@ def test_the_public_names_may_be_imported_before_torch():
     assert run(program=program, ATTNREG_BACKEND="math") == ({"math": {"forward": 1, "backward": 0}}, [])
 
 
-def test_good_values_install_the_routers_without_a_warning_or_a_log_line(monkeypatch, caplog):
-    installed = aten.installed()
-    monkeypatch.setenv("ATTNREG_BACKEND", "math")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _autoload.activate()
-    assert aten.installed()
-    assert caplog.records == []
-    if not installed:
-        aten.restore()
-        aten._kept_out = False
-
-
 # torch's own registry of implementations
-
-
-@pytest.fixture
-def sdpa(ran):
-    """Run a small call and return the name of the backend that ran it, or "torch" for torch's own."""
-    inputs = torch.randn(3, 1, 2, 8, 16)
-
-    def run():
-        ran()
-        F.scaled_dot_product_attention(*inputs)
-        return next(iter(ran()), "torch")
-
-    return run
-
-
-@pytest.fixture
-def flash():
-    """Call the aten op that has no kernel on a CPU but a router's."""
-    inputs = torch.randn(3, 1, 8, 2, 16)
-
-    def run():
-        return torch.ops.aten._flash_attention_forward(*inputs, None, None, 8, 8, 0.0, False, False)[0]
-
-    return run
 
 
 @pytest.fixture
@@ -245,16 +175,16 @@ def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
     assert run(program=program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ([False, True], [])
 
 
-def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_torch_as_it_was(
-    no_routers, sdpa, flash
-):
+def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_torch_as_it_was(no_routers):
     assert sdpa() == "torch"
     for _ in range(2):  # twice is as good as once
         attention.activate_flash_attention_impl("attnreg")
         assert attention.current_flash_attention_impl() == "attnreg"
         assert aten.installed()
         assert sdpa() == "cpu"
-    assert flash().shape == (1, 8, 2, 16)
+    inputs = torch.randn(3, 1, 8, 2, 16)  # for the aten op that has no kernel on a CPU but a router's
+    flash = functools.partial(torch.ops.aten._flash_attention_forward, *inputs, None, None, 8, 8, 0.0, False)
+    assert flash(False)[0].shape == (1, 8, 2, 16)
     with attnreg.use_backend("math"):
         assert sdpa() == "math"
     attention.restore_flash_attention_impl()
@@ -262,7 +192,7 @@ def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_
     assert not aten.installed()
     assert sdpa() == "torch"
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        flash()
+        flash(False)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +204,7 @@ def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_
     ],
     ids=["routers", "install", "a registration"],
 )
-def test_restoring_leaves_what_was_there_before_as_it_was(no_routers, sdpa, before, while_active, afterwards):
+def test_restoring_leaves_what_was_there_before_as_it_was(no_routers, before, while_active, afterwards):
     before()
     attention.activate_flash_attention_impl("attnreg")
     assert sdpa() == while_active
@@ -283,7 +213,7 @@ def test_restoring_leaves_what_was_there_before_as_it_was(no_routers, sdpa, befo
     assert sdpa() == afterwards
 
 
-def test_restoring_leaves_a_registration_made_since_serving(no_routers, sdpa):
+def test_restoring_leaves_a_registration_made_since_serving(no_routers):
     attention.activate_flash_attention_impl("attnreg")
     handle = attnreg.register_backend("math")
     attention.restore_flash_attention_impl()
@@ -293,7 +223,7 @@ def test_restoring_leaves_a_registration_made_since_serving(no_routers, sdpa):
     assert sdpa() == "torch"
 
 
-def test_an_unknown_name_in_attnreg_leaves_torchs_activation_active(no_routers, sdpa):
+def test_an_unknown_name_in_attnreg_leaves_torchs_activation_active(no_routers):
     attention.activate_flash_attention_impl("attnreg")
     with pytest.raises(UnknownBackendError):
         attnreg.register_backend("FA77")
@@ -301,22 +231,18 @@ def test_an_unknown_name_in_attnreg_leaves_torchs_activation_active(no_routers, 
     assert sdpa() == "cpu"
 
 
-class Other:
-    """Another implementation in torch's registry."""
-
-    def __init__(self):
-        self.removed = 0
-
-    def remove(self):
-        self.removed += 1
+@pytest.fixture
+def other(monkeypatch):
+    """Give torch's registry another implementation, FA99, and return its handle."""
+    handle = Mock()
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: handle)
+    return handle
 
 
-def test_what_was_activated_in_torch_before_is_restored_with_a_warning(no_routers, monkeypatch, caplog, sdpa):
-    other = Other()
-    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
+def test_what_was_activated_in_torch_before_is_restored_with_a_warning(no_routers, other, caplog):
     attention.activate_flash_attention_impl("FA99")
     with attnreg.register_backend("math"):
-        assert other.removed == 1
+        other.remove.assert_called_once_with()
         assert attention.current_flash_attention_impl() is None
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
@@ -327,9 +253,7 @@ def test_what_was_activated_in_torch_before_is_restored_with_a_warning(no_router
         assert sdpa() == "math"
 
 
-def test_activating_another_in_torch_ends_attnregs_activation(no_routers, monkeypatch, sdpa):
-    other = Other()
-    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: other)
+def test_activating_another_in_torch_ends_attnregs_activation(no_routers, other):
     attention.activate_flash_attention_impl("attnreg")
     attention.activate_flash_attention_impl("FA99")
     assert not aten.installed()

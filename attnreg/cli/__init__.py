@@ -1,6 +1,6 @@
 """The command line: `attnreg` and `python -m attnreg`.
 
-A command is a function in a file of its own, both of its name; `output`, `options`, `errors` and
+A command is a function in a file of its own, both of its name; `output`, `options` and
 `backends` are shared. Any room may be imported, but torch, rich and what imports them only inside
 functions, so that `--help` is fast. Exit codes: 0; 1 nothing can run, or a backend is wrong;
 2 usage; 130 and 141 for Ctrl-C and a closed pipe. Read `info.py` first.
@@ -18,13 +18,15 @@ import typer
 from typer.main import get_command
 
 from attnreg import __version__
-from attnreg.cli.errors import report_errors
+from attnreg.cli.output import report_errors
 from attnreg.errors import AttnregError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-COMMANDS = ("info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo")
+COMMANDS = (
+    "info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo", "bench",
+)  # fmt: skip
 
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.
 app = typer.Typer(
@@ -95,12 +97,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 for _name in COMMANDS:
-    # What follows the first positional argument belongs to the program that `run` is to start.
-    app.command(_name, context_settings={"allow_interspersed_args": False})(report_errors(_function(_name)))
-
-# A command with commands of its own, unless its file can't be imported.
-_bench = _function("bench")
-if isinstance(_bench, typer.Typer):
-    app.add_typer(_bench, name="bench")
-else:
-    app.command("bench")(report_errors(_bench))
+    _command = _function(_name)
+    if isinstance(_command, typer.Typer):  # it has commands of its own
+        app.add_typer(_command, name=_name)
+    else:
+        # What follows the first positional argument belongs to the program that `run` is to start.
+        app.command(_name, context_settings={"allow_interspersed_args": False})(report_errors(_command))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from attnreg.errors import BackendUnavailableError
 
@@ -18,49 +18,30 @@ if TYPE_CHECKING:
 REFERENCE = "math"
 
 
-class Candidate(NamedTuple):
-    """A backend, and why it can't run on the device; the reason is empty if it can."""
+def candidates(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[tuple[Entry, str]]:
+    """Return the backends that are named by `--backend`, else all, each with why it can't run, or "".
 
-    entry: Entry
-    reason: str = ""
-
-
-def candidates(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Candidate]:
-    """Return the backends that are named, else all.
-
-    Args:
-        named: from `--backend`.
-        device: to run them on.
-        files: whether the table and the lockfile that settings name must be readable. They needn't be
-            where the command may be about to write them.
-
-    Raises:
-        UnknownBackendError: no backend has one of the names.
-        ConfigError: the environment or a settings file can't be read.
+    Without `files` the table and the lockfile that settings name needn't be readable: the command may be
+    about to write them.
     """
     from attnreg import _registry
     from attnreg.selection import policy
 
-    found = dict.fromkeys(_registry.find(name) for name in named)
+    found = dict.fromkeys(_registry.find(name) for name in named) or _registry.entries().values()
     disabled = policy.current().disabled if files else policy.disabled_backends()
-    return [
-        Candidate(entry, _reason(entry, device, disabled.get(entry.name.casefold(), "")))
-        for entry in found or _registry.entries().values()
-    ]
+    return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in found]
 
 
 def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
-    """Return the backends to compare: those named, else all that run on the device.
+    """Return the backends to compare: those named, which have to run on the device, else all that do.
 
     The reference is left out on a GPU, unless it is named or the only one.
-
-    Raises:
-        BackendUnavailableError: one that is named can't run on the device, or none can.
     """
     found = candidates(named, device, files)
-    if named and (failed := next((one for one in found if one.reason), None)):
-        raise BackendUnavailableError(f"--backend: {failed.entry.name} {failed.reason}")
-    entries = [one.entry for one in found if not one.reason]
+    for entry, reason in found:
+        if named and reason:
+            raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
+    entries = [entry for entry, reason in found if not reason]
     if not named and device.type == "cuda" and len(entries) > 1:
         entries = [entry for entry in entries if entry.name != REFERENCE]
     if not entries:
@@ -93,9 +74,7 @@ def state(entry: Entry, in_force: Policy) -> tuple[str, str]:
         state = "can't load" if entry.cause is None else "broken"
         reason = entry.unavailable().removeprefix("can't load here: ").removeprefix("failed to load: ")
         return state, f"{reason}; experimental: it {UNTRIED}" if experimental else reason
-    if experimental:
-        return "experimental", UNTRIED
-    return "ready", ""
+    return ("experimental", UNTRIED) if experimental else ("ready", "")
 
 
 def order(device: Device, in_force: Policy) -> dict[str, Any]:
@@ -123,12 +102,13 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
         if preference.applies_to(device)
         for name in preference.names
     }
-    default = f"default order for {device.keys[0]}"
-    found = [
-        {"backend": name, "source": sources.get(name.casefold(), default)}
-        for name in select(spec, "forward", entries, in_force).order
-        if name.casefold() not in in_force.disabled and _can_run_on(entries[name.casefold()], device)
-    ]
+    found = []
+    for name in select(spec, "forward", entries, in_force).order:
+        entry = entries[name.casefold()]
+        served = entry.backend is not None and device.type in entry.backend.devices
+        if served and name.casefold() not in in_force.disabled and not entry.unavailable():
+            source = sources.get(name.casefold(), f"default order for {device.keys[0]}")
+            found.append({"backend": name, "source": source})
     return {"order": found, "problem": problem}
 
 
@@ -139,7 +119,3 @@ def _lock_problem(in_force: Policy, device: Device) -> str:
     backends = dict.fromkeys(row.backend for row in in_force.lock.file.rows)
     differs = dict.fromkeys(filter(None, (in_force.lock.differences(device, name) for name in backends)))
     return f"ATTNREG_LOCK: {'; '.join(differs)}: calls on this device are refused" if differs else ""
-
-
-def _can_run_on(entry: Entry, device: Device) -> bool:
-    return entry.backend is not None and device.type in entry.backend.devices and not entry.unavailable()

@@ -5,16 +5,16 @@ from typing import Annotated
 
 import typer
 
-from attnreg.cli.errors import FAILED, import_torch
 from attnreg.cli.options import AsJson
-from attnreg.cli.output import console, print_json, table
-
-OnlyMissing = Annotated[
-    bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
-]
+from attnreg.cli.output import FAILED, console, import_torch, print_json, table
 
 
-def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
+def build(
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Compile the call cache and the kernel for this CPU now.
 
     The call cache serves repeated calls without Python. Both are compiled for this torch and Python, with the
@@ -47,7 +47,9 @@ def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
                 made[name] = str(building.build(library, missing or bool(others)))
         except BuildError as error:
             failures.append(str(error))
-            typer.echo(f"attnreg: {_first_lines(str(error)) if missing else error}", err=True)
+            # With --missing it goes into a log, as one line: what failed, and the compiler's first line.
+            lines = [line.strip() for line in str(error).splitlines()[:2]]
+            typer.echo(f"attnreg: {' '.join(lines) if missing else error}", err=True)
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
         problem = {"type": "BuildError", "message": "\n".join(failures)}
@@ -55,11 +57,6 @@ def build(missing: OnlyMissing = False, as_json: AsJson = False) -> None:
     elif made and not missing:
         titles = {"file": "call cache", "cpu_kernel": "CPU kernel"}
         rows = [(titles[name], file) for name, file in made.items()]
-        table(console(), ("", ""), [*rows, ("compiled in", f"{seconds} s")])
+        table("", [*rows, ("compiled in", f"{seconds} s")])
     if failures:
         raise typer.Exit(FAILED)
-
-
-def _first_lines(text: str) -> str:
-    """Return what fits into one line of a log: what failed, and the compiler's first line."""
-    return " ".join(line.strip() for line in text.splitlines()[:2])

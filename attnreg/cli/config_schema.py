@@ -6,12 +6,10 @@ import typer
 
 from attnreg.cli.output import print_json
 
+Json = Annotated[bool, typer.Option("--json", show_default=False, help="Has no effect: the schema is JSON.")]
 
-def config_schema(
-    json: Annotated[
-        bool, typer.Option("--json", show_default=False, help="Has no effect: the schema is JSON.")
-    ] = True,
-) -> None:
+
+def config_schema(json: Json = True) -> None:
     """Print the JSON schema of a settings file.
 
     Editors use it to complete and check settings files.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.cli.errors import FAILED, import_torch
-from attnreg.cli.options import AsJson, DeviceHere, present_device
-from attnreg.cli.output import console, finite, heading, print_json, progress, table
+from attnreg.cli.options import AsJson, DeviceHere, present_device, valued
+from attnreg.cli.output import FAILED, console, finite, import_torch, print_json, progress, table
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -21,21 +20,18 @@ if TYPE_CHECKING:
 
 CONTEXT = 1024
 BATCH = 8
-
-# In longer trainings rounding errors grow until they look like a mistake.
-Steps = Annotated[
-    int, typer.Option("--steps", metavar="N", min=2, max=100, help="How many batches to train on.")
-]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the plot.")]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="N", help="Seed of the weights and of the choice of documents.")
-]
+OUT = Path("demo-output")
 
 
 def demo(
-    steps: Steps = 30,
-    out: Out = Path("demo-output"),
-    seed: Seed = 0,
+    # In longer trainings rounding errors grow until they look like a mistake.
+    steps: Annotated[
+        int, valued("--steps", "N", "How many batches to train on.", min=2, max=100, show_default=True)
+    ] = 30,
+    out: Annotated[Path, valued("--out", "DIR", "The folder for the plot.", show_default=True)] = OUT,
+    seed: Annotated[
+        int, valued("--seed", "N", "Seed of the weights and of the choice of documents.", show_default=True)
+    ] = 0,
     device: DeviceHere = "",
     as_json: AsJson = False,
 ) -> None:
@@ -47,10 +43,20 @@ def demo(
     Example: attnreg demo --steps 50 --out demo-output
     """
     import_torch()
-    place = console(stderr=as_json)
-    where, folder = present_device("--device", device), _folder(out)
+    place, where = console(stderr=as_json), present_device(device)
+    try:  # now, so that the command doesn't fail after the training
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"--out: got {str(out)!r}, expected a folder to write to ({error.strerror})"
+        ) from None
     result = _train(place, steps, seed, where)
-    plot = _plot(result, folder)
+    plot = None
+    if importlib.util.find_spec("matplotlib") is not None:
+        from attnreg.demo.plot import draw
+
+        plot = out / "demo.png"
+        draw(result, plot)
     if as_json:
         print_json({**_data(result), "plot": plot and str(plot)})
     else:
@@ -61,41 +67,20 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _folder(out: Path) -> Path:
-    """Make the folder now, so that the command doesn't fail after the training."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(
-            f"--out: got {str(out)!r}, expected a folder to write to ({error.strerror})"
-        ) from None
-    return out
-
-
 def _train(place: Console, steps: int, seed: int, device: torch.device) -> Result:
     import attnreg
-    from attnreg.demo.text import batches, corpus
+    from attnreg.demo.batches import corpus, draw
     from attnreg.demo.train import Result, explain_step, train
 
     documents = corpus(CONTEXT)
-    heading(place, f"Training a transformer on bytes, twice, on {device} in float32")
+    place.print(f"Training a transformer on bytes, twice, on {device} in float32", style="bold")
     attnreg.reset_stats()
     done = []
     with progress(steps) as update:
-        for step in train(batches(documents, BATCH, steps, seed), CONTEXT, device, seed):
+        for step in train(draw(documents, BATCH, steps, seed), CONTEXT, device, seed):
             done.append(step)
             update(advance=1, description=f"loss {step.loss['packed']:.3f}")
     return Result(steps=tuple(done), ran=attnreg.stats(), why=explain_step(done[-1], device))
-
-
-def _plot(result: Result, folder: Path) -> Path | None:
-    """Write the plot and return its path; None if matplotlib isn't installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return None
-    from attnreg.demo.plot import draw
-
-    draw(result, folder / "demo.png")
-    return folder / "demo.png"
 
 
 def _data(result: Result) -> dict[str, Any]:
@@ -116,45 +101,32 @@ def _data(result: Result) -> dict[str, Any]:
 
 
 def _print(place: Console, result: Result) -> None:
-    for title, rows in (
-        ("Text, one token per byte", _text(result)),
-        ("Losses", _losses(result)),
-        ("Speed, in tokens of text per second: the median step, padding not counted", _speed(result)),
-    ):
-        heading(place, title)
-        table(place, ("", ""), rows)
-    heading(place, "What ran")
-    counts = ((name, *map(str, n.values())) for name, n in result.ran.calls.items())
-    table(place, ("backend", "forward", "backward"), counts, right=2)
-    heading(place, "Why, for the last batch")
-    place.print(str(result.why), soft_wrap=True)
-    place.print()
-
-
-def _text(result: Result) -> list[tuple[str, str]]:
-    lengths = result.lengths
-    return [
-        ("source", "docstrings of Python's standard library, its licence, attnreg's files"),
-        ("documents", f"{len(lengths):,} in {len(result.steps)} batches, drawn at random"),
-        ("lengths", f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[len(lengths) // 2]:,}"),
-        ("padding", f"{result.padding:.0%} of the padded batches"),
-    ]
-
-
-def _losses(result: Result) -> list[tuple[str, str]]:
     from attnreg.demo.train import TOLERANCE
 
-    first, last = result.steps[0].loss, result.steps[-1].loss
-    difference = f"at most {result.largest_difference:.1e}; rounding explains up to {TOLERANCE:.0e}"
-    return [
-        *((name, f"{first[name]:.4f} to {last[name]:.4f} nats per token") for name in first),
-        ("difference", difference),
-        ("result", "equal but for rounding" if result.agrees else "WRONG: the trainings differ"),
-    ]
-
-
-def _speed(result: Result) -> list[tuple[str, str]]:
+    lengths, first, last = result.lengths, result.steps[0].loss, result.steps[-1].loss
     through = {"packed": "attnreg.varlen_attn", "padded": "F.scaled_dot_product_attention, is_causal=True"}
-    rows = [(name, f"{result.throughput(name):>9,.0f}  through {how}") for name, how in through.items()]
     slower = "" if result.speedup >= 1 else ": it is slower here"
-    return [*rows, ("ratio", f"packed is {result.speedup:.2f} times as fast{slower}")]
+    tables = {
+        "Text, one token per byte": {
+            "source": "docstrings of Python's standard library, its licence, attnreg's files",
+            "documents": f"{len(lengths):,} in {len(result.steps)} batches, drawn at random",
+            "lengths": f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[len(lengths) // 2]:,}",
+            "padding": f"{result.padding:.0%} of the padded batches",
+        },
+        "Losses": {
+            **{name: f"{first[name]:.4f} to {last[name]:.4f} nats per token" for name in first},
+            "difference": f"at most {result.largest_difference:.1e}; rounding explains up to {TOLERANCE:.0e}",
+            "result": "equal but for rounding" if result.agrees else "WRONG: the trainings differ",
+        },
+        "Speed, in tokens of text per second: the median step, padding not counted": {
+            **{name: f"{result.throughput(name):>9,.0f}  through {how}" for name, how in through.items()},
+            "ratio": f"packed is {result.speedup:.2f} times as fast{slower}",
+        },
+    }
+    for title, rows in tables.items():
+        table(title, rows.items(), place=place)
+    counts = ((name, *map(str, n.values())) for name, n in result.ran.calls.items())
+    table("What ran", counts, ("backend", "forward", "backward"), right=2, place=place)
+    place.print("Why, for the last batch", style="bold")
+    place.print(str(result.why), soft_wrap=True)
+    place.print()

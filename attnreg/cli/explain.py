@@ -4,98 +4,59 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnreg.cli.errors import FAILED, import_torch
-from attnreg.cli.options import AsJson, Causal, Deterministic, ValueDim, Varlen, Window, names, spec_of
-from attnreg.cli.output import print_json
+from attnreg.cli import options
+from attnreg.cli.options import valued
+from attnreg.cli.output import FAILED, import_torch, print_json
 
 if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
     from attnreg.explanation import Explanation
 
-Query = Annotated[
-    str,
-    typer.Option(
-        "--q", metavar="B,S,H,D", help="Query: batch, length (--varlen: the longest), heads, head dim."
-    ),
-]
-Key = Annotated[str, typer.Option("--kv", metavar="B,S,H,D", help="Key and value. Default: as --q.")]
-Where = Annotated[
-    str,
-    typer.Option(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, or a simulated sm_90. Default: this machine's."
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16, fp32, fp64, or torch's name.")
-]
-Backward = Annotated[bool, typer.Option("--backward", help="The call needs gradients.")]
-TokensQ = Annotated[
-    int,
-    typer.Option(
-        "--tokens-q",
-        metavar="N",
-        show_default=False,
-        help="With --varlen: query tokens in total. Default: batch x length.",
-    ),
-]
-TokensK = Annotated[
-    int,
-    typer.Option(
-        "--tokens-k",
-        metavar="N",
-        show_default=False,
-        help="With --varlen: key tokens in total. Default: batch x length.",
-    ),
-]
-Scale = Annotated[float | None, typer.Option("--scale", metavar="X", help="Softmax scale.")]
-Dropout = Annotated[
-    float, typer.Option("--dropout", metavar="P", show_default=False, help="Dropout probability.")
-]
-Bias = Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")]
-Alibi = Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")]
-Paged = Annotated[
-    int | None, typer.Option("--paged", metavar="N", min=1, help="Paged key-value cache, N tokens a page.")
-]
-SequsedK = Annotated[
-    bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
-]
-NumSplits = Annotated[
-    int | None, typer.Option("--num-splits", metavar="N", help="Split the keys into N parts (split-KV).")
-]
-Capture = Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")]
-Only = Annotated[
-    str, typer.Option("--backend", metavar="NAME", help="As with backend= on the call: this one or an error.")
-]
-Prefer = Annotated[
-    list[str],
-    typer.Option("--prefer", metavar="NAMES", help="As inside use_backend(...): one or several with commas."),
-]
-
 
 def explain(
-    q: Query,
-    kv: Key = "",
-    device: Where = "",
-    dtype: Dtype = "bf16",
-    causal: Causal = False,
-    window: Window = "-1,-1",
-    backward: Backward = False,
-    varlen: Varlen = False,
-    tokens_q: TokensQ = -1,
-    tokens_k: TokensK = -1,
-    head_dim_v: ValueDim = None,
-    scale: Scale = None,
-    dropout: Dropout = 0.0,
-    bias: Bias = False,
-    alibi: Alibi = False,
-    paged: Paged = None,
-    seqused_k: SequsedK = False,
-    num_splits: NumSplits = None,
-    deterministic: Deterministic = False,
-    capture: Capture = False,
-    backend: Only = "",
-    prefer: Prefer = [],  # noqa: B006 - typer makes a new list for each call
-    as_json: AsJson = False,
+    q: Annotated[
+        str, valued("--q", "B,S,H,D", "Query: batch, length (--varlen: the longest), heads, head dim.")
+    ],
+    kv: Annotated[str, valued("--kv", "B,S,H,D", "Key and value. Default: as --q.")] = "",
+    device: Annotated[
+        str, valued("--device", "DEVICE", "cpu, cuda, cuda:1, or a simulated sm_90. Default: this machine's.")
+    ] = "",
+    dtype: Annotated[
+        str, valued("--dtype", "DTYPE", "bf16, fp16, fp32, fp64, or torch's name.", show_default=True)
+    ] = "bf16",
+    causal: options.Causal = False,
+    window: options.Window = "-1,-1",
+    backward: Annotated[bool, typer.Option("--backward", help="The call needs gradients.")] = False,
+    varlen: options.Varlen = False,
+    tokens_q: Annotated[
+        int, valued("--tokens-q", "N", "With --varlen: query tokens in total. Default: batch x length.")
+    ] = -1,
+    tokens_k: Annotated[
+        int, valued("--tokens-k", "N", "With --varlen: key tokens in total. Default: batch x length.")
+    ] = -1,
+    head_dim_v: options.ValueDim = None,
+    scale: Annotated[float | None, valued("--scale", "X", "Softmax scale.")] = None,
+    dropout: Annotated[float, valued("--dropout", "P", "Dropout probability.")] = 0.0,
+    bias: Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")] = False,
+    paged: Annotated[
+        int | None, valued("--paged", "N", "Paged key-value cache, N tokens a page.", min=1)
+    ] = None,
+    seqused_k: Annotated[
+        bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
+    ] = False,
+    num_splits: Annotated[
+        int | None, valued("--num-splits", "N", "Split the keys into N parts (split-KV).")
+    ] = None,
+    deterministic: options.Deterministic = False,
+    capture: Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")] = False,
+    backend: Annotated[
+        str, valued("--backend", "NAME", "As with backend= on the call: this one or an error.")
+    ] = "",
+    prefer: Annotated[
+        list[str], valued("--prefer", "NAMES", "As inside use_backend(...): one or several with commas.")
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    as_json: options.AsJson = False,
 ) -> None:
     """Say which backend would run a call, and why.
 
@@ -105,18 +66,15 @@ def explain(
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
     """
     import_torch()
-    spec = spec_of(
+    spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale > 0.0,
     )  # fmt: skip
-    _report(_explained(spec, backend, names("--prefer", prefer)), as_json)
-
-
-def _report(found: "Explanation", as_json: bool) -> None:
+    found = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:
-        print_json({"runs": found.runs, "backend": found.backend, "source": found.source, **found.to_dict()})
+        print_json(found.to_dict())
     else:
         typer.echo(str(found))
     if not found.runs:
@@ -133,8 +91,7 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     from attnreg.dispatch import scope
     from attnreg.selection.decision import Preference
 
-    named = (only,) if only else preferred
-    found = tuple(_registry.find(name).name for name in named)
+    found = tuple(_registry.find(name).name for name in ((only,) if only else preferred))
     if not found:
         return explanation.explain(spec)
     source = f"{'--backend' if only else '--prefer'} {','.join(found)}"

@@ -9,20 +9,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from attnreg.cli import backends
-from attnreg.cli.errors import import_torch
 from attnreg.cli.options import AsJson  # noqa: TC001 - typer reads it
-from attnreg.cli.output import console, counted, heading, print_json, stdout_to_stderr, table
+from attnreg.cli.output import counted, import_torch, print_json, stdout_to_stderr, table
 from attnreg.errors import AttnregError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
     from attnreg.selection.decision import Policy
     from attnreg.torchlib.libraries import Library
+
+    Rows = Iterator[tuple[str, ...]]
 
 
 def info(as_json: AsJson = False) -> None:
@@ -39,7 +38,7 @@ def info(as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
     else:
-        _print(console(), found)
+        _print(found)
 
 
 def inventory() -> dict[str, Any]:
@@ -48,9 +47,14 @@ def inventory() -> dict[str, Any]:
     from attnreg.cli import torch_facts
     from attnreg.dispatch import planning
     from attnreg.selection import policy
+    from attnreg.selection.decision import Policy
     from attnreg.torchlib import building
 
-    in_force, problem = _policy()
+    in_force, problem = Policy(), ""
+    try:
+        in_force = policy.current()
+    except AttnregError as error:
+        problem = str(error)
     devices = [(planning.device_of(device), facts) for device, facts in torch_facts.devices()]
     return {
         "versions": torch_facts.versions(),
@@ -58,10 +62,13 @@ def inventory() -> dict[str, Any]:
         "backends": [_backend(entry, in_force) for entry in _registry.entries().values()],
         "settings": {
             "variables": list(_variables()),
-            "in_force": list(_settings(in_force)),
+            "in_force": [
+                {"setting": name, "value": value, "source": source}
+                for name, value, source in _settings(in_force)
+            ],
             "problem": problem,
         },
-        "tables": [_table(device, in_force) for device, _ in devices],
+        "tables": [{"device": facts["device"], **_table(device, in_force)} for device, facts in devices],
         "routers": {
             "installed": aten.installed(),
             "compiled": _compiled(),
@@ -93,23 +100,9 @@ def _library(library: Library) -> dict[str, str | None]:
     from attnreg.torchlib import building
 
     found = building.status(library)
-    return {
-        "library": library.title.removeprefix("the "),
-        "state": found.state,
-        "file": str(found.file) if found.file else None,
-        "reason": found.reason,
-    }
-
-
-def _policy() -> tuple[Policy, str]:
-    """Return the settings in force; if they can't be read, none and why."""
-    from attnreg.selection import policy
-    from attnreg.selection.decision import Policy
-
-    try:
-        return policy.current(), ""
-    except AttnregError as error:
-        return Policy(), str(error)
+    file = str(found.file) if found.file else None
+    title = library.title.removeprefix("the ")
+    return {"library": title, "state": found.state, "file": file, "reason": found.reason}
 
 
 def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
@@ -126,12 +119,10 @@ def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
 
 def _table(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return which measured table decides on a device, and why others don't."""
-    place = device.type if device.index is None else f"{device.type}:{device.index}"
-    if in_force.tables is None:
-        return {"device": place, "in_force": None, "points": 0, "notes": [], "refused": []}
-    found = in_force.tables.report(device)
+    from attnreg.tuning.tables import Report
+
+    found = in_force.tables.report(device) if in_force.tables is not None else Report()
     return {
-        "device": place,
         "in_force": None if found.in_force is None else str(found.in_force),
         "points": 0 if found.in_force is None else len(found.in_force.table.points),
         "notes": list(found.notes),
@@ -150,64 +141,53 @@ def _variables() -> Iterator[dict[str, str | None]]:
         yield {"name": name, "value": os.environ.get(name), "purpose": purpose}
 
 
-def _settings(in_force: Policy) -> Iterator[dict[str, str]]:
-    """Yield the settings in force, highest precedence first."""
+def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings in force, highest precedence first: name, value, source."""
     from attnreg import _registry
     from attnreg.selection import policy
 
     for preference in in_force.preferences:
         where = f" on {', '.join(preference.devices)}" if preference.devices else ""
-        yield _setting(f"prefer{where}", ", ".join(preference.names), preference.source)
+        yield f"prefer{where}", ", ".join(preference.names), preference.source
     for name, source in in_force.disabled.items():
-        yield _setting("disabled", _registry.find(name).name, source)
+        yield "disabled", _registry.find(name).name, source
     if in_force.strict:
-        yield _setting("strict", "true", in_force.strict)
+        yield "strict", "true", in_force.strict
     try:
         sources = policy.sources()
     except AttnregError:
         return
     if sources.lock is not None:
-        rows = counted(len(sources.lock.rows), "row")
-        yield _setting("lock", f"{sources.lock.path}, {rows}", "ATTNREG_LOCK")
+        yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
     for key in ("policy", "record"):
         if value := getattr(sources.environment, key):
-            yield _setting(key, str(value), f"ATTNREG_{key.upper()}")
+            yield key, str(value), f"ATTNREG_{key.upper()}"
     for one in sources.loaded:
         for key in ("log_level", "policy", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
-                yield _setting(key, str(value), one.describe((key,)))
+                yield key, str(value), one.describe((key,))
         if one.source is not None:
             by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
-            yield _setting("settings file", str(one.source), by)
+            yield "settings file", str(one.source), by
 
 
-def _setting(name: str, value: str, source: str) -> dict[str, str]:
-    return {"setting": name, "value": value, "source": source}
-
-
-def _print(place: Console, found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any]) -> None:
     versions = found["versions"]
-    compiled_for = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
-    for title, headers, rows in (
-        ("Versions", ("", ""), _version_rows(versions)),
-        ("Devices, and their backends in order of preference", ("", ""), _device_rows(found)),
-        ("Backends", ("name", "version", "state", "from"), _backend_rows(found["backends"])),
-        ("Environment", ("", ""), _variable_rows(found["settings"])),
-        ("Settings in force, highest precedence first", ("", ""), _setting_rows(found["settings"])),
-        ("Measured tables", ("", ""), _table_rows(found["tables"])),
-        ("PyTorch's entry points", ("", ""), _router_rows(found)),
-        (compiled_for, ("", ""), _library_rows(found["compiled"])),
-        ("What torch does without attnreg", ("", ""), _torch_rows(found["torch"])),
-    ):
-        heading(place, title)
-        table(place, headers, rows)
+    names = ("attnreg", "python", "torch", "cuda", "cudnn")
+    table("Versions", ((name, versions[name] or "none") for name in names))
+    table("Devices, and their backends in order of preference", _device_rows(found))
+    table("Backends", _backend_rows(found["backends"]), ("name", "version", "state", "from"))
+    table("Environment", _variable_rows(found["settings"]["variables"]))
+    table("Settings in force, highest precedence first", _setting_rows(found["settings"]))
+    table("Measured tables", _table_rows(found["tables"]))
+    table("PyTorch's entry points", _router_rows(found["routers"], found["settings"]["problem"]))
+    compiled = found["compiled"]
+    libraries = ((one["library"], one["file"] or f"{one['state']}: {one['reason']}") for one in compiled)
+    table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
+    table("What torch does without attnreg", _torch_rows(found["torch"]))
 
 
-def _version_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    return ((name, found[name] or "none") for name in ("attnreg", "python", "torch", "cuda", "cudnn"))
-
-
-def _device_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _device_rows(found: dict[str, Any]) -> Rows:
     for device in found["devices"]:
         capability = device["compute_capability"]
         yield device["device"], device["name"] + (f", compute capability {capability}" if capability else "")
@@ -219,20 +199,20 @@ def _device_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "cuda", f"none: {trouble}"
 
 
-def _backend_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _backend_rows(found: list[dict[str, Any]]) -> Rows:
     for backend in found:
         yield backend["name"], backend["version"], backend["state"], backend["origin"]
         if backend["reason"]:
             yield "", "", "", backend["reason"]
 
 
-def _variable_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for one in found["variables"]:
+def _variable_rows(found: list[dict[str, Any]]) -> Rows:
+    for one in found:
         yield one["name"], "not set" if one["value"] is None else repr(one["value"])
         yield "", one["purpose"]
 
 
-def _setting_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _setting_rows(found: dict[str, Any]) -> Rows:
     for line in found["problem"].splitlines():
         yield "problem", line
     if found["problem"]:
@@ -243,7 +223,7 @@ def _setting_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "none", "each device has its default order of backends"
 
 
-def _table_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _table_rows(found: list[dict[str, Any]]) -> Rows:
     for one in found:
         in_force = f"{one['in_force']}, {counted(one['points'], 'point')}" if one["in_force"] else ""
         yield one["device"], in_force or "none: the default order decides"
@@ -251,33 +231,23 @@ def _table_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             yield "", line
 
 
-def _router_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    routers = found["routers"]
-    unserved = routers["untouched_programs"]
-    calls = "run by attnreg's backends" if routers["serving"] else "run by torch, as no backend is selected"
-    yield "routers", "installed" if routers["installed"] else "not installed"
-    yield from _compiled_rows(routers["compiled"])
-    yield "calls", "refused: see the problems above" if found["settings"]["problem"] else calls
-    if routers["shadowed_by"]:
-        yield "shadowed", f"torch.nn.attention has activated {routers['shadowed_by']!r} above the routers"
+def _router_rows(found: dict[str, Any], problem: str) -> Rows:
+    compiled, unserved = found["compiled"], found["untouched_programs"]
+    calls = "run by attnreg's backends" if found["serving"] else "run by torch, as no backend is selected"
+    yield "routers", "installed" if found["installed"] else "not installed"
+    yield "repeated calls", f"served by {'Python' if compiled['problem'] else 'the compiled call cache'}"
+    if compiled["file"] and compiled["problem"]:
+        yield "", f"the compiled call cache is not used: {compiled['problem']}"
+    yield "calls", "refused: see the problems above" if problem else calls
+    if found["shadowed_by"]:
+        yield "shadowed", f"torch.nn.attention has activated {found['shadowed_by']!r} above the routers"
     yield (
         "programs that import only torch",
         f"can't use attnreg: {unserved}" if unserved else "use attnreg if a variable selects a backend",
     )
 
 
-def _compiled_rows(compiled: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "repeated calls", f"served by {'Python' if compiled['problem'] else 'the compiled call cache'}"
-    if compiled["file"] and compiled["problem"]:
-        yield "", f"the compiled call cache is not used: {compiled['problem']}"
-
-
-def _library_rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    for one in found:
-        yield one["library"], one["file"] or f"{one['state']}: {one['reason']}"
-
-
-def _torch_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _torch_rows(found: dict[str, Any]) -> Rows:
     for device, kernel in found["chooses"].items():
         yield f"bfloat16, causal, on {device}", kernel
     # On a CPU torch ignores both: it tries flash, then math.

@@ -6,33 +6,28 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnreg.cli.errors import FAILED, import_torch
-from attnreg.cli.options import AsJson, present_device
-from attnreg.cli.output import console, counted, heading, print_json, stdout_to_stderr, table
-from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError
+from attnreg.cli.options import TRACE, AsJson, check_writable, present_device, valued
+from attnreg.cli.output import FAILED, counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.errors import BackendUnavailableError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rich.console import Console
 
     from attnreg.contract.spec import AttentionSpec, Device, Direction
     from attnreg.selection.decision import Decision, Policy
     from attnreg.selection.lockfile import Lockfile
     from attnreg.tuning.traces import Recorded
 
-Trace = Annotated[
-    Path, typer.Option("--from", metavar="FILE", help="Calls recorded by attnreg.record or ATTNREG_RECORD.")
-]
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The lockfile to write.")]
-Where = Annotated[
-    str,
-    typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1. Default: that of the calls."),
-]
+    # Calls that no backend can run, with the decision: a lockfile has no row for them.
+    Refused = list[tuple[AttentionSpec, Decision]]
+
+Trace = Annotated[Path, TRACE]
+Out = Annotated[Path, valued("--out", "FILE", "The lockfile to write.")]
+Where = Annotated[str, valued("--device", "DEVICE", "cpu, cuda or cuda:1. Default: that of the calls.")]
 
 
 def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) -> None:
@@ -49,55 +44,32 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     try:
         import_torch()
         with stdout_to_stderr():
-            result = _lock(trace, out, device)
+            file, refused = _lock(trace, out, device)
     finally:
         if in_force is not None:
             os.environ[VARIABLE] = in_force
     if as_json:
-        print_json(result.to_dict())
+        rows = [row.to_dict() for row in file.rows]
+        left = [
+            {"call": str(spec), "direction": one.direction, "reasons": one.rejected, "why": one.refusal}
+            for spec, one in refused
+        ]
+        print_json({"out": str(file.path), "device": file.device, "rows": rows, "refused": left})
     else:
-        _print(console(), result)
-    if result.refused:
+        _print(file, refused)
+    if refused:
         raise typer.Exit(FAILED)
 
 
-class Result(NamedTuple):
-    """What was locked.
-
-    Attributes:
-        file: the lockfile, as it was written.
-        refused: calls that no backend can run, with the decision; the file has no row for them.
-    """
-
-    file: Lockfile
-    refused: tuple[tuple[AttentionSpec, Decision], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        return {
-            "out": str(self.file.path),
-            "device": self.file.device,
-            "rows": [row.to_dict() for row in self.file.rows],
-            "refused": [
-                {"call": str(spec), "direction": one.direction, "reasons": one.rejected, "why": one.refusal}
-                for spec, one in self.refused
-            ],
-        }
-
-
-def _lock(trace: Path, out: Path, device: str) -> Result:
+def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     """Decide which backend runs each call of a trace, and write the lockfile."""
     from attnreg import _registry
     from attnreg.dispatch.state import state
     from attnreg.selection.lockfile import FORMAT, Lockfile, Row
     from attnreg.tuning import traces
     from attnreg.tuning.machine import environment
-    from attnreg.tuning.table import check_writable
 
-    try:
-        check_writable(out, FORMAT)
-    except ConfigError as error:
-        raise ConfigError(f"--out: {error}") from None
+    check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):
         raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
     recorded = traces.read(trace)
@@ -112,10 +84,9 @@ def _lock(trace: Path, out: Path, device: str) -> Result:
                 refused.append((spec, decision))
             else:
                 rows[Row(spec, decision.direction, decision.backend, decision.source)] = None
-    here = environment(place, _registry.entries())
-    file = Lockfile(out.absolute(), place.type, here, tuple(rows))
+    file = Lockfile(out.absolute(), place.type, environment(place, _registry.entries()), tuple(rows))
     file.save()
-    return Result(file, tuple(refused))
+    return file, refused
 
 
 def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
@@ -125,12 +96,14 @@ def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
     types = sorted({one.spec.device.type for one in recorded})
     if not types:
         raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
-    if not named and len(types) > 1:
+    if named:
+        return planning.device_of(present_device(named))
+    if len(types) > 1:
         raise InvalidInputError(
             f"--from: got calls on {' and '.join(types)}, expected --device as well: "
             "a lockfile is for one device"
         )
-    return planning.device_of(present_device("--device" if named else "--from", named or types[0]))
+    return planning.device_of(present_device(types[0], "--from"))
 
 
 def _decisions(spec: AttentionSpec, one: Recorded, policy: Policy) -> Iterator[Decision]:
@@ -163,16 +136,11 @@ def _decided(spec: AttentionSpec, direction: Direction, policy: Policy) -> Decis
         return decision
 
 
-def _print(place: Console, result: Result) -> None:
-    counts = Counter((row.backend, row.direction, row.source) for row in result.file.rows)
-    heading(place, "Locked")
-    table(
-        place,
-        ("backend", "direction", "calls", "decided by"),
-        ((backend, direction, str(n), source) for (backend, direction, source), n in counts.items()),
-    )
-    if result.refused:
-        heading(place, "No backend can run")
-        table(place, ("direction", "call"), ((one.direction, str(spec)) for spec, one in result.refused))
-    heading(place, "Summary")
-    table(place, ("", ""), [("lockfile", f"{result.file.path}, {counted(len(result.file.rows), 'row')}")])
+def _print(file: Lockfile, refused: Refused) -> None:
+    counts = Counter((row.backend, row.direction, row.source) for row in file.rows)
+    rows = ((backend, direction, str(n), source) for (backend, direction, source), n in counts.items())
+    table("Locked", rows, ("backend", "direction", "calls", "decided by"))
+    if refused:
+        calls = ((one.direction, str(spec)) for spec, one in refused)
+        table("No backend can run", calls, ("direction", "call"))
+    table("Summary", [("lockfile", f"{file.path}, {counted(len(file.rows), 'row')}")])

@@ -12,59 +12,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.errors import InvalidInputError, did_you_mean
+from attnreg.errors import ConfigError, InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import torch
 
-    from attnreg.contract.spec import AttentionSpec, Device
+    from attnreg.contract.spec import AttentionSpec
 
-# Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
+
+def valued(name: str, metavar: str, text: str, *, show_default: bool = False, **further: Any) -> Any:
+    """Declare an option that takes a value; most defaults only mean that it isn't given."""
+    # Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
+    return typer.Option(name, metavar=metavar, help=text, show_default=show_default, **further)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DeviceHere = Annotated[
-    str,
-    typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
+    str, valued("--device", "DEVICE", "cpu, cuda or cuda:1. Default: the GPU if there is one.")
 ]
 Backends = Annotated[
-    list[str],
-    typer.Option(
-        "--backend", metavar="NAMES", help="One or several with commas. Default: all that run here."
-    ),
+    list[str], valued("--backend", "NAMES", "One or several with commas. Default: all that run here.")
 ]
-Dtypes = Annotated[
-    list[str], typer.Option("--dtype", metavar="DTYPES", help="One or several with commas. Default: bf16.")
-]
+Dtypes = Annotated[list[str], valued("--dtype", "DTYPES", "One or several with commas. Default: bf16.")]
 Keys = Annotated[
-    list[str],
-    typer.Option(
-        "--kv", metavar="B,S,H,D", help="Shape of key and value, one for each --q. Default: as --q."
-    ),
+    list[str], valued("--kv", "B,S,H,D", "Shape of key and value, one for each --q. Default: as --q.")
 ]
-ValueDim = Annotated[
-    int | None,
-    typer.Option("--head-dim-v", metavar="N", min=1, help="Head dim of the value, if it differs."),
-]
+ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the value, if it differs.", min=1)]
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.")]
 Window = Annotated[
     str,
-    typer.Option(
-        "--window",
-        metavar="L,R",
-        show_default=False,
-        help="Sliding window: keys visible before and after; -1: all.",
-    ),
+    valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all."),
 ]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
 ]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
-Budget = Annotated[
-    str,
-    typer.Option("--budget", metavar="TIME", help="Stop after 60s, 5m or 1h. Default: no limit."),
-]
+Budget = Annotated[str, valued("--budget", "TIME", "Stop after 60s, 5m or 1h. Default: no limit.")]
+TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -88,15 +76,15 @@ def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def seconds(option: str, text: str) -> float:
-    """Read a time such as `60s`, `5m` or `1.5h`; infinity if the option isn't given."""
+def seconds(text: str) -> float:
+    """Read `--budget`, a time such as `60s`, `5m` or `1.5h`; infinity if it isn't given."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if text and (found is None or not float(found[1])):
-        raise InvalidInputError(f"{option}: got {text!r}, expected a time: 60s, 5m or 1h")
+        raise InvalidInputError(f"--budget: got {text!r}, expected a time: 60s, 5m or 1h")
     return float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else math.inf
 
 
-def dtype_name(option: str, text: str) -> str:
+def dtype_name(text: str) -> str:
     """Read a floating-point dtype by any usual name; returns torch's name."""
     import torch
 
@@ -106,27 +94,13 @@ def dtype_name(option: str, text: str) -> str:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidInputError(
-            f"{option}: got {text!r}, expected a floating-point dtype: {', '.join(DTYPES)}, ..."
+            f"--dtype: got {text!r}, expected a floating-point dtype: {', '.join(DTYPES)}, ..."
             f"{did_you_mean(name, DTYPES)}"
         )
     return name
 
 
-def device_of(option: str, text: str) -> Device:
-    """Read a device to select for: one of this machine, or a simulated one such as sm_90.
-
-    Returns this machine's GPU, else its CPU, if the option isn't given.
-    """
-    from attnreg.contract.spec import Device
-    from attnreg.dispatch import planning
-
-    parsed = Device.parse(text) if text else None
-    if parsed is not None and parsed.capability is not None:
-        return parsed
-    return planning.device_of(torch_device(option, text))
-
-
-def torch_device(option: str, text: str) -> torch.device:
+def torch_device(text: str, option: str = "--device") -> torch.device:
     """Read a device that torch knows; this machine's GPU, else its CPU, if the option isn't given."""
     import torch
 
@@ -147,11 +121,11 @@ def torch_device(option: str, text: str) -> torch.device:
     return found
 
 
-def present_device(option: str, text: str) -> torch.device:
+def present_device(text: str, option: str = "--device") -> torch.device:
     """Read a device of this machine, to run something on."""
     import torch
 
-    found = torch_device(option, text)
+    found = torch_device(text, option)
     if found.type == "meta":
         raise InvalidInputError(f"{option}: got 'meta', expected a device that computes")
     if found.type == "cuda" and not torch.cuda.is_available():
@@ -159,11 +133,25 @@ def present_device(option: str, text: str) -> torch.device:
     return found
 
 
+def check_writable(option: str, file: Path, mark: str = "") -> None:
+    """Check that an option's file can be written, as `tuning.table.check_writable` does."""
+    from attnreg.tuning import table
+
+    try:
+        table.check_writable(file, mark)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def spec_of(
     q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
 ) -> AttentionSpec:
-    """Read the options that describe one call; `facts` are further fields of its spec."""
-    from attnreg.contract.spec import AttentionSpec
+    """Read the options that describe one call; `facts` are further fields of its spec.
+
+    The device is one of this machine, or a simulated one such as sm_90.
+    """
+    from attnreg.contract.spec import AttentionSpec, Device
+    from attnreg.dispatch import planning
     from attnreg.dispatch.calls import bounds
 
     batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
@@ -176,9 +164,12 @@ def spec_of(
     left, right = numbers("--window", window, "left,right")
     if min(left, right) < -1:
         raise InvalidInputError(f"--window: got {window!r}, expected numbers of keys, -1 for all")
+    selected = Device.parse(device) if device else None
+    if selected is None or not selected.simulated:
+        selected = planning.device_of(torch_device(device))
     return AttentionSpec(
-        device=device_of("--device", device),
-        dtype=dtype_name("--dtype", dtype),
+        device=selected,
+        dtype=dtype_name(dtype),
         batch=batch,
         max_q=max_q,
         max_k=max_k,
@@ -192,12 +183,7 @@ def spec_of(
 
 
 def specs_of(
-    queries: Sequence[str],
-    keys: Sequence[str],
-    device: str,
-    dtypes: Sequence[str],
-    *shared: Any,
-    **facts: Any,
+    queries: list[str], keys: list[str], device: str, dtypes: list[str], *shared: Any, **facts: Any
 ) -> list[AttentionSpec]:
     """Read repeated `--q` and `--kv`, each pair in each dtype; `shared` and `facts` go to `spec_of`."""
     if keys and len(keys) != len(queries):

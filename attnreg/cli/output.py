@@ -1,4 +1,4 @@
-"""How the commands print: tables that fit 80 columns, progress on stderr, and JSON alone on stdout."""
+"""How a command prints and ends: tables that fit 80 columns, JSON alone on stdout, exit codes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,60 @@ import functools
 import json
 import math
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
 
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
 # Cells that a reader looks for; all others keep the colour of the terminal.
 STYLES = {
-    "ready": "green",
-    "right": "green",
-    "WRONG": "bold red",
-    "wrong": "bold red",
+    **dict.fromkeys(("ready", "right"), "green"),
+    **dict.fromkeys(("can't load", "disabled"), "yellow"),
+    **dict.fromkeys(("WRONG", "wrong"), "bold red"),
     "broken": "red",
-    "can't load": "yellow",
-    "disabled": "yellow",
     "experimental": "cyan",
 }
+
+
+def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that prints attnreg's own errors on stderr and, with `--json`, as JSON on stdout."""
+
+    @functools.wraps(command)
+    def reporting(*args: Any, **options: Any) -> Any:
+        try:
+            return command(*args, **options)
+        except AttnregError as error:
+            typer.echo(f"attnreg: {error}", err=True)
+            if options.get("as_json"):
+                print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+            nothing_runs = isinstance(error, UnsupportedInputError | BackendUnavailableError)
+            raise typer.Exit(FAILED if nothing_runs else USAGE) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    return reporting
+
+
+def import_torch() -> None:
+    """Import torch before any module of attnreg that imports it.
+
+    Torch's entry point installs attnreg's routers if an environment variable selects backends. It must
+    not run while a module of attnreg is half imported. Its warning about settings that can't be read is
+    silenced, because the command reports them as an error.
+    """
+    warnings.filterwarnings("ignore", message="attnreg", category=UserWarning)
+    import torch  # noqa: F401
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -37,19 +71,22 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def heading(place: Console, text: str) -> None:
-    """Print the title of a section."""
-    from rich.text import Text
-
-    place.print(Text(text, style="bold"))
-
-
-def table(place: Console, headers: Iterable[str], rows: Iterable[Iterable[str]], right: int = 0) -> None:
-    """Print aligned rows, the last `right` columns flush right; a cell that is too wide is folded."""
+def table(
+    title: str,
+    rows: Iterable[Iterable[str]],
+    headers: Iterable[str] = ("", ""),
+    *,
+    right: int = 0,
+    place: Console | None = None,
+) -> None:
+    """Print a title and aligned rows, the last `right` columns flush right; too wide cells are folded."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
+    place = place or console()
+    if title:
+        place.print(title, style="bold")
     names = list(headers)
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="dim")
     for index, name in enumerate(names):
@@ -71,8 +108,7 @@ def progress(total: int | None, description: str = "") -> Iterator[Callable[...,
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     place = console(stderr=True)
-    columns: tuple[Any, ...] = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    columns += (TextColumn("{task.description}"),)
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as bar:
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 

@@ -15,44 +15,34 @@ from typing import Annotated
 
 import typer
 
-from attnreg.cli.output import console, heading, table
+from attnreg.cli.options import valued
+from attnreg.cli.output import console, table
 from attnreg.errors import InvalidInputError
-
-Backend = Annotated[
-    list[str],
-    typer.Option("--backend", metavar="NAMES", help="Prefer these, one or several with commas."),
-]
-Disable = Annotated[
-    list[str], typer.Option("--disable", metavar="NAMES", help="Never run these, one or several with commas.")
-]
-Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")]
-Strict = Annotated[
-    bool | None,
-    typer.Option("--strict/--no-strict", help="Fail if a preferred backend can't run a call."),
-]
-Stats = Annotated[
-    bool, typer.Option("--stats", help="When the program ends, print on stderr which backends ran.")
-]
-Record = Annotated[
-    Path | None,
-    typer.Option("--record", metavar="FILE", help="Record the attention calls, for `attnreg tune --from`."),
-]
-AsModule = Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")]
-Program = Annotated[
-    list[str], typer.Argument(metavar="PROGRAM", help="What `python` would run, and its arguments.")
-]
 
 
 def run(
     context: typer.Context,
-    program: Program,
-    backend: Backend = [],  # noqa: B006 - typer makes a new list for each call
-    disable: Disable = [],  # noqa: B006
-    config: Config = None,
-    strict: Strict = None,
-    record: Record = None,
-    stats: Stats = False,
-    as_module: AsModule = False,
+    program: Annotated[
+        list[str], typer.Argument(metavar="PROGRAM", help="What `python` would run, and its arguments.")
+    ],
+    backend: Annotated[
+        list[str], valued("--backend", "NAMES", "Prefer these, one or several with commas.")
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    disable: Annotated[
+        list[str], valued("--disable", "NAMES", "Never run these, one or several with commas.")
+    ] = [],  # noqa: B006
+    config: Annotated[Path | None, valued("--config", "FILE", "Settings file (TOML).")] = None,
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict/--no-strict", help="Fail if a preferred backend can't run a call."),
+    ] = None,
+    record: Annotated[
+        Path | None, valued("--record", "FILE", "Record the attention calls, for `attnreg tune --from`.")
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="When the program ends, print on stderr which backends ran.")
+    ] = False,
+    as_module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a Python program on attention backends of your choice.
 
@@ -70,11 +60,18 @@ def run(
         "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
         "ATTNREG_RECORD": "" if record is None else str(record.absolute()),
     }
-    _activate({variable: value for variable, value in given.items() if value})
+    # Read before the program starts, which checks the names of backends; torch is imported for that, before
+    # attnreg's own modules as in `import_torch`. No GPU is initialised: the program may still set
+    # CUDA_VISIBLE_DEVICES.
+    import torch  # noqa: F401
+
+    import attnreg
+
+    os.environ.update({variable: value for variable, value in given.items() if value})
+    attnreg.reload()
     if stats:
         atexit.register(_print_stats)
-    start = _run_module if as_module else _run_script
-    context.obj.append(functools.partial(start, name, arguments))
+    context.obj.append(functools.partial(_start, name, arguments, as_module))
 
 
 def _check_exists(name: str, as_module: bool) -> None:
@@ -88,38 +85,27 @@ def _check_exists(name: str, as_module: bool) -> None:
         raise InvalidInputError(f"got {name!r}, expected a program: there is no such file")
 
 
-def _activate(given: dict[str, str]) -> None:
-    """Set the variables, for child processes too, and read them before the program starts.
-
-    Reading them checks the names of backends, for which torch is imported. No GPU is initialised: the
-    program may still set CUDA_VISIBLE_DEVICES.
-    """
-    import torch  # noqa: F401 - before attnreg's own modules, see `errors.import_torch`
-
-    import attnreg
-
-    os.environ.update(given)
-    attnreg.reload()
-
-
 def _print_stats() -> None:
     import attnreg
 
     counted, place = attnreg.stats(), console(stderr=True)
-    heading(place, "What ran" if counted.calls else "No attention call went through attnreg")
     if counted.calls:
         calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
-        table(place, ("backend", "forward", "backward"), calls, right=2)
+        table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
+    else:
+        place.print("No attention call went through attnreg", style="bold")
     if counted.fallbacks:
-        heading(place, "What could not run, and why")
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
-        table(place, ("backend", "calls", "reason"), rows)
+        table("What could not run, and why", rows, ("backend", "calls", "reason"), place=place)
 
 
-def _run_script(name: str, arguments: list[str]) -> None:
-    """Run a file as `python name arguments` does."""
-    path = Path(name).absolute()
+def _start(name: str, arguments: list[str], as_module: bool) -> None:
+    """Run the program as `python name arguments` does, or `python -m name arguments`."""
     sys.argv = [name, *arguments]
+    if as_module:  # sys.path has the current folder already
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    path = Path(name).absolute()
     if pkgutil.get_importer(str(path)) is not None:  # a folder or an archive with a __main__.py
         _set_first_path(str(path))
         runpy.run_path(str(path), run_name="__main__")
@@ -133,12 +119,6 @@ def _run_script(name: str, arguments: list[str]) -> None:
     with io.open_code(str(path)) as file:
         code = compile(file.read(), str(path), "exec")
     exec(code, main.__dict__)  # noqa: S102 - running a program is the command's purpose
-
-
-def _run_module(name: str, arguments: list[str]) -> None:
-    """Run a module as `python -m name arguments` does; sys.path has the current folder already."""
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _set_first_path(folder: str) -> None:

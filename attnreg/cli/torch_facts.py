@@ -21,22 +21,17 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that belong in a bug report."""
+    """Return the versions that belong in a bug report, and why there is no GPU if there is none."""
+    cuda, hip = torch.version.cuda, getattr(torch.version, "hip", None)
+    trouble = "torch finds none" if cuda or hip else "this torch is built without CUDA"
     return {
         "attnreg": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "cuda": cuda,
         "cudnn": str(torch.backends.cudnn.version() or "") or None,  # type: ignore[no-untyped-call]
-        "gpu_trouble": _gpu_trouble(),
+        "gpu_trouble": None if torch.cuda.is_available() else trouble,
     }
-
-
-def _gpu_trouble() -> str | None:
-    if torch.cuda.is_available():
-        return None
-    built = torch.version.cuda or getattr(torch.version, "hip", None)
-    return "torch finds none" if built else "this torch is built without CUDA"
 
 
 def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
@@ -47,12 +42,9 @@ def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         found = torch.cuda.get_device_properties(device)
-        facts = {
-            "device": str(device),
-            "name": f"{found.name}, {found.total_memory / 2**30:.0f} GiB",
-            "compute_capability": f"{found.major}.{found.minor}",
-        }
-        yield device, facts
+        name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+        capability = f"{found.major}.{found.minor}"
+        yield device, {"device": str(device), "name": name, "compute_capability": capability}
 
 
 def own_choice() -> dict[str, Any]:
@@ -62,7 +54,7 @@ def own_choice() -> dict[str, Any]:
     order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     return {
         "chooses": chosen,
-        "priority": [_short(SDPBackend(number).name) for number in order],
+        "priority": [_kernel(number) for number in order],
         "enabled": {
             name.removeprefix("mem_"): bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
             for name in ("flash", "mem_efficient", "cudnn", "math")
@@ -76,13 +68,13 @@ def _chosen(device: torch.device) -> str:
     """Return the kernel that torch picks for a common call: bfloat16, 8 heads of 128, causal."""
     try:
         query = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device=device)
-        return _short(SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name)
+        return _kernel(torch._fused_sdp_choice(query, query, query, is_causal=True))
     except Exception as error:  # noqa: BLE001 - a GPU without free memory is no reason to fail
         return f"{type(error).__name__}: {error}"
 
 
-def _short(name: str) -> str:
-    return name.removesuffix("_ATTENTION").lower()
+def _kernel(number: int) -> str:
+    return SDPBackend(number).name.removesuffix("_ATTENTION").lower()
 
 
 def untouched_programs() -> str:

@@ -11,54 +11,39 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from attnreg.cli import options
+from attnreg.cli import options, output
 from attnreg.cli.backends import measurable
-from attnreg.cli.errors import FAILED, INTERRUPTED, import_torch
-from attnreg.cli.output import console, counted, heading, print_json, progress, stdout_to_stderr, table
-from attnreg.errors import ConfigError, InvalidInputError, did_you_mean
+from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
-    from rich.console import Console
 
     from attnreg.contract.spec import AttentionSpec, Device
-    from attnreg.tuning.points import Front, Measured, Point
+    from attnreg.tuning.points import Front, Point
     from attnreg.tuning.session import Session
 
 log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")
 
-Grid = Annotated[
-    str, typer.Option("--grid", metavar="NAME", help="quick or full. Default: quick, if no calls are given.")
-]
-Queries = Annotated[
-    list[str],
-    typer.Option(
-        "--q", metavar="B,S,H,D", help="A call: batch, length, heads, head dim. Repeat for several."
-    ),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="FILE", help="Calls recorded by attnreg.record or ATTNREG_RECORD."),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="The table to write. Default: named after the device."),
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")]
-
 
 def tune(
-    grid: Grid = "",
-    q: Queries = [],  # noqa: B006 - typer makes a new list for each call
+    grid: Annotated[
+        str, options.valued("--grid", "NAME", "quick or full. Default: quick, if no calls are given.")
+    ] = "",
+    q: Annotated[
+        list[str],
+        options.valued("--q", "B,S,H,D", "A call: batch, length, heads, head dim. Repeat for several."),
+    ] = [],  # noqa: B006 - typer makes a new list for each call
     kv: options.Keys = [],  # noqa: B006
-    trace: Trace = None,
+    trace: Annotated[Path | None, options.TRACE] = None,
     budget: options.Budget = "",
-    out: Out = None,
-    fresh: Fresh = False,
+    out: Annotated[
+        Path | None, options.valued("--out", "FILE", "The table to write. Default: named after the device.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")] = False,
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
     causal: options.Causal = False,
@@ -79,9 +64,9 @@ def tune(
     Example: attnreg tune --grid quick --budget 5m --out here.json
     """
     began = time.monotonic()
-    import_torch()
-    place, longest = options.present_device("--device", device), options.seconds("--budget", budget)
-    with stdout_to_stderr():
+    output.import_torch()
+    place, longest = options.present_device(device), options.seconds(budget)
+    with output.stdout_to_stderr():
         described = {
             "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
             "--head-dim-v": head_dim_v, "--deterministic": deterministic,
@@ -98,15 +83,15 @@ def tune(
         session = _session(out, place, options.names("--backend", backend), fresh)
         end, problem = _run(session, specs, began + longest)
     if as_json:
-        print_json(_data(session, specs, end))
+        output.print_json(_data(session, specs, end))
     else:
-        _print(console(), session, specs, end)
+        _print(session, specs, end)
     if problem:
         typer.echo(f"attnreg: {problem}", err=True)
     if end == "interrupted":
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(output.INTERRUPTED)
     if problem or not session.points:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
 
 
 def _specs(
@@ -143,7 +128,7 @@ def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
             f"--from: got calls on {elsewhere}, expected some on {device.type}, the device of --device"
         )
     if elsewhere:
-        left_out = counted(len(recorded) - len(here), "call")
+        left_out = output.counted(len(recorded) - len(here), "call")
         log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device.type)
     for one in here:
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
@@ -163,15 +148,12 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     from attnreg.tuning.checks import Checks
     from attnreg.tuning.machine import environment, file_name
     from attnreg.tuning.session import Session, kept
-    from attnreg.tuning.table import Table, check_writable, load
+    from attnreg.tuning.table import Table, load
 
     entries = measurable(named, place, files=False)
     here = environment(planning.device_of(place), _registry.entries())
     file = (out or Path(file_name(here.device))).absolute()
-    try:
-        check_writable(file)
-    except ConfigError as error:
-        raise ConfigError(f"--out: {error}") from None
+    options.check_writable("--out", file)
     if fresh and file.exists():
         load(file)  # raises unless it is a table: no other file is overwritten
     known = Table(here, ()) if fresh else kept(file, here)
@@ -200,7 +182,7 @@ def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple
 
     done = 0
     try:
-        with progress(len(specs), "host time per call") as update:
+        with output.progress(len(specs), "host time per call") as update:
             measure_fronts(session)
             for spec in session.run(specs, deadline - time.monotonic()):
                 done += 1
@@ -232,35 +214,32 @@ def _data(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, A
     }
 
 
-def _print(place: Console, session: Session, specs: list[AttentionSpec], end: str) -> None:
+def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
     found = sorted(session.fresh, key=lambda point: (str(point.kind), point.size))
     names = list(dict.fromkeys(entry.name for entry in session.entries))
     for kind, points in groupby(found, key=lambda point: point.kind):
-        heading(place, str(kind))
-        table(place, ("call", *names, "fastest"), (_row(point, names) for point in points), right=len(names))
+        rows = (_row(point, names) for point in points)
+        output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
     if session.fronts:
-        heading(place, "Host time per call, µs")
         headers = ("backend", "front", "routers", "forward", "backward")
-        table(place, headers, host_rows(session.fronts), right=2)
+        output.table("Host time per call, µs", host_rows(session.fronts), headers, right=2)
     if failures := {
         (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
     }:
-        heading(place, "Wrong or failed, and so never chosen for these calls")
-        table(place, ("backend", "why"), sorted(failures))
+        title = "Wrong or failed, and so never chosen for these calls"
+        output.table(title, sorted(failures), ("backend", "why"))
     if session.skipped:
-        heading(place, "Not measured")
-        table(place, ("call", "why"), ((str(spec), reason) for spec, reason in session.skipped))
+        output.table(
+            "Not measured", ((str(spec), reason) for spec, reason in session.skipped), ("call", "why")
+        )
     data = _data(session, specs, end)
-    heading(place, "Summary")
-    rows = (
-        ("end", end),
-        (
-            "measured",
-            f"{counted(data['measured'], 'point')}; {data['left']} of {data['calls']} calls are left",
-        ),
-        ("table", f"{session.out}, {counted(data['table_points'], 'point')}"),
-    )
-    table(place, ("", ""), rows)
+    left = f"{data['left']} of {data['calls']} calls are left"
+    summary = {
+        "end": end,
+        "measured": f"{output.counted(data['measured'], 'point')}; {left}",
+        "table": f"{session.out}, {output.counted(data['table_points'], 'point')}",
+    }
+    output.table("Summary", summary.items())
 
 
 def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
@@ -284,13 +263,8 @@ def _row(point: Point, names: list[str]) -> Iterator[str]:
         name: max(one.gpu_us, one.host_us) for name, one in point.backends.items() if one.gpu_us is not None
     }
     yield str(point.size)
-    yield from (_cell(point.backends.get(name)) for name in names)
+    for name in names:
+        found = point.backends.get(name)
+        untimed = "-" if found is None else "wrong" if found.wrong else "failed"
+        yield f"{timed[name]:.1f} µs" if name in timed else untimed
     yield min(timed, key=timed.__getitem__, default="-")
-
-
-def _cell(found: Measured | None) -> str:
-    if found is None:
-        return "-"
-    if found.gpu_us is None:
-        return "wrong" if found.wrong else "failed"
-    return f"{max(found.gpu_us, found.host_us):.1f} µs"

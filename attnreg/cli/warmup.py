@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.cli import options
+from attnreg.cli import options, output
 from attnreg.cli.backends import candidates
-from attnreg.cli.errors import FAILED, INTERRUPTED, import_torch
-from attnreg.cli.output import console, heading, print_json, progress, stdout_to_stderr, table
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
 
-Queries = Annotated[
-    list[str],
-    typer.Option(
-        "--q", metavar="B,S,H,D", help="Query: batch, length, heads, head dim. Repeat it for several calls."
-    ),
-]
-
 
 def warmup(
-    q: Queries,
+    q: Annotated[
+        list[str],
+        options.valued(
+            "--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."
+        ),
+    ],
     kv: options.Keys = [],  # noqa: B006 - typer makes a new list for each call
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
@@ -50,93 +46,77 @@ def warmup(
 
     Example: attnreg warmup --q 1,4096,32,128 --causal --backend FA4
     """
-    import_torch()
-    place, named = options.present_device("--device", device), options.names("--backend", backend)
+    output.import_torch()
+    place, named = options.present_device(device), options.names("--backend", backend)
     specs = options.specs_of(
         q, kv, str(place), dtype, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
     )
-    with stdout_to_stderr():
-        done, finished = _run(_planned(named, place, specs, backward), place)
+    with output.stdout_to_stderr():
+        found = [
+            (entry, reason)
+            for entry, reason in candidates(named, place)
+            # A backend for other devices is listed only if it is named.
+            if named or entry.backend is None or place.type in entry.backend.devices
+        ]
+        directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
+        planned = [(spec, *one, direction) for spec in specs for one in found for direction in directions]
+        done: list[tuple[AttentionSpec, dict[str, Any]]] = []
+        finished = False
+        with contextlib.suppress(KeyboardInterrupt), output.progress(len(planned)) as update:
+            for spec, entry, reason, direction in planned:
+                update(description=f"{entry.name} {direction}")
+                done.append((spec, _first_call(spec, entry, reason, direction, place)))
+                update(advance=1)
+            finished = True
+    calls = [call for _, call in done]
     if as_json:
-        found = [call.to_dict() for call in done]
-        print_json({"device": str(place), "finished": finished, "calls": found})
+        output.print_json({"device": str(place), "finished": finished, "calls": calls})
     else:
-        _print(console(), done)
+        for spec, group in groupby(done, key=lambda one: one[0]):
+            rows = (_row(call) for _, call in group)
+            output.table(f"{spec} on {spec.device}", rows, ("backend", "direction", "seconds", ""))
     if not finished:
-        raise typer.Exit(INTERRUPTED)
-    refused = bool(named) and any(call.reason for call in done)
-    if refused or any(call.failed for call in done) or all(call.seconds is None for call in done):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.INTERRUPTED)
+    states = [call["state"] for call in calls]
+    if "failed" in states or "ran" not in states or (named and "refused" in states):
+        raise typer.Exit(output.FAILED)
 
 
-class FirstCall(NamedTuple):
-    """One direction of a call on one backend.
-
-    Attributes:
-        entry: the backend.
-        spec: the call.
-        direction: forward or backward.
-        seconds: how long it took; None if it wasn't run.
-        reason: why it wasn't run, or how it failed; empty if it ran.
-        failed: whether it was run and failed.
-    """
-
-    entry: Entry
-    spec: AttentionSpec
-    direction: Direction
-    seconds: float | None = None
-    reason: str = ""
-    failed: bool = False
-
-    def run(self, device: torch.device) -> FirstCall:
-        """Run it, unless there is a reason not to; returns it with the time or the error."""
-        if self.reason:
-            return self
-        try:
-            kernel = self.entry.kernel(self.direction)
-            arguments = _arguments(self.spec, self.direction, device)
+def _first_call(
+    spec: AttentionSpec, entry: Entry, reason: str, direction: Direction, device: torch.device
+) -> dict[str, Any]:
+    """Run one direction of a call on a backend, unless there is a reason not to; return what came of it."""
+    state, seconds = "refused", None
+    reason = reason or "; ".join(entry.reasons(spec, direction))
+    try:
+        if not reason:
+            kernel = entry.kernel(direction)
+            arguments = _arguments(spec, direction, device)
             _synchronize(device)
             started = time.perf_counter()
             kernel(*arguments)
             _synchronize(device)
-        except UnsupportedInputError as error:
-            return self._replace(reason=str(error))
-        except Exception as error:  # noqa: BLE001 - the other backends are still run
-            return self._replace(reason=f"{type(error).__name__}: {error}", failed=True)
-        return self._replace(seconds=time.perf_counter() - started)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
-        return {
-            "backend": self.entry.name,
-            "version": self.entry.version(),
-            "call": str(self.spec),
-            "direction": self.direction,
-            "state": "failed" if self.failed else "refused" if self.reason else "ran",
-            "seconds": self.seconds,
-            "reason": self.reason,
-        }
+            state, seconds = "ran", time.perf_counter() - started
+    except UnsupportedInputError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - the other backends are still run
+        state, reason = "failed", f"{type(error).__name__}: {error}"
+    return {
+        "backend": entry.name,
+        "version": entry.version(),
+        "call": str(spec),
+        "direction": direction,
+        "state": state,
+        "seconds": seconds,
+        "reason": reason,
+    }
 
 
-def _planned(
-    named: tuple[str, ...], device: torch.device, specs: list[AttentionSpec], backward: bool
-) -> list[FirstCall]:
-    """Return the calls of all backends, those that can't run with the reason."""
-    from attnreg.contract.spec import Direction
-
-    directions = [direction for direction in get_args(Direction) if backward or direction == "forward"]
-    # A backend for other devices is listed only if it is named.
-    found = [one for one in candidates(named, device) if named or _runs_on(one.entry, device)]
-    return [
-        FirstCall(entry, spec, direction, reason=reason or "; ".join(entry.reasons(spec, direction)))
-        for spec in specs
-        for entry, reason in found
-        for direction in directions
-    ]
-
-
-def _runs_on(entry: Entry, device: torch.device) -> bool:
-    return entry.backend is None or device.type in entry.backend.devices
+def _row(call: dict[str, Any]) -> tuple[str, ...]:
+    seconds = "-" if call["seconds"] is None else f"{call['seconds']:.3f}"
+    reason = call["reason"].partition("\n")[0]
+    note = f"not run: {reason}" if call["state"] == "refused" else reason
+    return call["backend"], call["direction"], seconds.rjust(7), note
 
 
 def _arguments(spec: AttentionSpec, direction: Direction, device: torch.device) -> tuple[Any, ...]:
@@ -179,30 +159,3 @@ def _synchronize(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _run(planned: list[FirstCall], device: torch.device) -> tuple[list[FirstCall], bool]:
-    """Run all calls behind a progress bar; the second value is False if that was interrupted."""
-    done: list[FirstCall] = []
-    try:
-        with progress(len(planned)) as update:
-            for call in planned:
-                update(description=f"{call.entry.name} {call.direction}")
-                done.append(call.run(device))
-                update(advance=1)
-    except KeyboardInterrupt:
-        return done, False
-    return done, True
-
-
-def _print(place: Console, done: list[FirstCall]) -> None:
-    for spec, calls in groupby(done, key=lambda call: call.spec):
-        heading(place, f"{spec} on {spec.device}")
-        table(place, ("backend", "direction", "seconds", ""), (_row(call) for call in calls))
-
-
-def _row(call: FirstCall) -> tuple[str, ...]:
-    seconds = "-" if call.seconds is None else f"{call.seconds:.3f}"
-    reason = call.reason.partition("\n")[0]
-    note = reason if call.failed or not reason else f"not run: {reason}"
-    return call.entry.name, call.direction, seconds.rjust(7), note

@@ -8,11 +8,11 @@ fronts and all below them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from attnreg import _registry, aten
 from attnreg.contract.backend import UNTRIED
-from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
@@ -23,12 +23,11 @@ from attnreg.selection.render import decision_table
 from attnreg.tuning.kinds import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import Direction
     from attnreg.selection.decision import Policy
 
 __all__ = ["Explanation", "explain"]
@@ -115,7 +114,13 @@ def explain(
         UnknownBackendError: there is no such `backend`.
         ConfigError: the environment or a settings file can't be read.
     """
-    leading = _leading(backend)
+    # `backend=` here as there, but the backend needn't load.
+    leading = None
+    if backend is not None:
+        name = _registry.find(backend).name
+        leading = Preference(f"backend={name!r}", (name,), exclusive=True)
+    elif choice := scope.current():
+        leading = choice.preference
     if isinstance(query, AttentionSpec):
         return _explained(CallSpec(query), leading)
     if key is None or value is None:
@@ -148,59 +153,47 @@ def explain(
     return _explained(described, leading)
 
 
-def _leading(backend: str | None) -> Preference | None:
-    """Return the preference of `backend=` or of an open `use_backend`; the backend needn't load here."""
-    if backend is not None:
-        name = _registry.find(backend).name
-        return Preference(f"backend={name!r}", (name,), exclusive=True)
-    choice = scope.current()
-    return choice.preference if choice is not None else None
-
-
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     now, spec = state(), described.spec
+    directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
-        backward = _elsewhere(described, "backward", now.entries) if spec.needs_backward else None
-        return Explanation(spec, _elsewhere(described, "forward", now.entries), backward, _front_notes())
+        decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
+        return Explanation(spec, decided["forward"], decided.get("backward"), tuple(_front_notes()))
     entries = entries_with_native(described.native, now.entries)
     policy = now.policy.with_first(leading)
     native = described.native.name if described.native is not None else ""
-    forward, backward = _decision(spec, "forward", entries, policy, native), None
-    if spec.needs_backward:
-        if spec.dropout > 0.0 and forward.backend is not None:
-            policy = policy.with_first(tied_to(forward.backend))
-        backward = _decision(spec, "backward", entries, policy, native)
-    measured = policy.tables.notes(spec.device) if policy.tables is not None else ()
-    unknown = _unmeasured(spec, policy, (forward, backward))
-    untried = _untried((forward, backward), entries)
-    notes = (*_front_notes(), *_assumptions(spec, forward, entries), *untried, *measured, *unknown)
-    return Explanation(spec, forward, backward, notes)
+    decided = {}
+    for direction in directions:
+        decision = decided[direction] = _decision(spec, direction, entries, policy, native)
+        if spec.dropout > 0.0 and decision.backend is not None:
+            policy = policy.with_first(tied_to(decision.backend))
+    notes = (
+        *_front_notes(),
+        *_assumptions(spec, decided["forward"], entries),
+        *_untried(decided.values(), entries),
+        *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
+        *_unmeasured(spec, policy, directions),
+    )
+    return Explanation(spec, decided["forward"], decided.get("backward"), notes)
 
 
-def _unmeasured(spec: AttentionSpec, policy: Policy, decisions: tuple[Decision | None, ...]) -> Iterator[str]:
+def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
     """Yield of which directions the table in force says nothing."""
     table = policy.tables.report(spec.device).in_force if policy.tables is not None else None
     if table is None or policy.tables is None or policy.lock is not None:
         return
-    for decision in decisions:
-        if decision is None:
-            continue
-        wanted = spec.of(decision.direction)
-        if policy.tables.predict(wanted, decision.direction) is None:
-            yield f"{table} has nothing of this kind: {kind_of(wanted, decision.direction)}"
+    for direction in directions:
+        wanted = spec.of(direction)
+        if policy.tables.predict(wanted, direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(wanted, direction)}"
 
 
-def _elsewhere(described: CallSpec, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
+def _elsewhere(kernel: str, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
     """Return what torch's own selector decided before attnreg could."""
-    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {described.elsewhere}"
+    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {kernel}"
     names = tuple(entry.name for entry in entries.values())
-    return Decision(
-        direction,
-        described.elsewhere,
-        "torch's own selector",
-        rejected=dict.fromkeys(names, (reason,)),
-        order=(described.elsewhere, *names),
-    )
+    rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
+    return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
@@ -211,9 +204,9 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
                 yield f"takes for granted that {entry.name} loads there ({entry.unavailable()})"
 
 
-def _untried(decisions: tuple[Decision | None, ...], entries: Mapping[str, Entry]) -> Iterator[str]:
+def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Iterator[str]:
     """Yield which of the backends that would run the call are experimental."""
-    for name in dict.fromkeys(one.backend for one in decisions if one is not None and one.backend):
+    for name in dict.fromkeys(one.backend for one in decisions if one.backend):
         entry = entries.get(name.casefold())
         if entry is not None and entry.backend is not None and entry.backend.experimental:
             yield f"{name} is experimental: it {UNTRIED}"
@@ -229,13 +222,11 @@ def _decision(
         return replace(decision, backend=None, refusal=str(error))
 
 
-def _front_notes() -> tuple[str, ...]:
-    notes = []
+def _front_notes() -> Iterator[str]:
     if not state().active:
-        notes.append("nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not")
-    if aten.shadowed_by():
-        notes.append(
-            f"torch.nn.attention has {aten.shadowed_by()!r} active above attnreg's routers: the flash ops "
+        yield "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
+    if shadow := aten.shadowed_by():
+        yield (
+            f"torch.nn.attention has {shadow!r} active above attnreg's routers: the flash ops "
             "on CUDA go there; restore_flash_attention_impl() gives them back"
         )
-    return tuple(notes)

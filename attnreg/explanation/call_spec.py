@@ -32,18 +32,11 @@ ROUTED = {
 
 
 class CallSpec(NamedTuple):
-    """A call as selection sees it.
-
-    Attributes:
-        spec: its description for selection.
-        native: the backend whose kernel torch itself was about to run.
-        elsewhere: the kernel to which torch's own selector sends the call, so that attnreg never
-            sees it; empty if it does.
-    """
+    """A call as selection sees it."""
 
     spec: AttentionSpec
-    native: Native | None = None
-    elsewhere: str = ""
+    native: Native | None = None  # the backend whose kernel torch itself was about to run
+    elsewhere: str = ""  # the kernel that torch's own selector takes, if attnreg never sees the call
 
 
 def dense(
@@ -56,11 +49,7 @@ def dense(
     scale: float | None,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D).
-
-    Raises:
-        InvalidInputError: they contradict each other.
-    """
+    """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -96,11 +85,7 @@ def packed(
     num_splits: int | None,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets.
-
-    Raises:
-        InvalidInputError: they contradict each other.
-    """
+    """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
     if not enable_gqa:
         check_heads(query, key, value, *offsets, *longest)
     query, key, value = autocast(query, key, value)

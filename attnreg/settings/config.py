@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -51,24 +51,17 @@ DEVICE_TYPES = (
 DEVICE_KEY = rf"^({'|'.join(DEVICE_TYPES)}|sm_[1-9][0-9]{{1,2}})$"
 
 
-class Problem(NamedTuple):
-    """What a validator rejects; `key` is relative to the value that the validator was given."""
-
-    key: KeyPath
-    got: object
-    expected: str
+def expected(text: str) -> PydanticCustomError:
+    """Return the error of a validator, in whose words `complaint` puts all others."""
+    return PydanticCustomError("attnreg", "Expected {expected}", {"expected": text})
 
 
-def refusal(*problems: Problem) -> ValidationError:
-    """Return an error that pydantic merges into its own, with the complete key of each problem."""
-    details = [
-        InitErrorDetails(
-            type=PydanticCustomError("attnreg", "Expected {expected}", {"expected": problem.expected}),
-            loc=problem.key,
-            input=problem.got,
-        )
-        for problem in problems
-    ]
+def refusal(*problems: tuple[KeyPath, object, str]) -> ValidationError:
+    """Return an error that pydantic merges into its own, with the complete key of each problem.
+
+    A problem is a key relative to the value that the validator was given, what was got, what was expected.
+    """
+    details = [InitErrorDetails(type=expected(text), loc=key, input=got) for key, got, text in problems]
     return ValidationError.from_exception_data("Settings", details)
 
 
@@ -98,14 +91,14 @@ def complaint(detail: ErrorDetails) -> str:
 def _in_order(names: object) -> object:
     # pydantic would accept a set too, whose order changes from run to run.
     if not isinstance(names, list | tuple):
-        raise refusal(Problem((), names, "a list of names"))
+        raise expected("a list of names")
     return names
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     keys = [name.casefold() for name in names]
     repeats = [
-        Problem((index,), name, f"each name once: [{keys.index(keys[index])}] is the same, whatever the case")
+        ((index,), name, f"each name once: [{keys.index(keys[index])}] is the same, whatever the case")
         for index, name in enumerate(names)
         if keys.index(keys[index]) < index
     ]
@@ -118,7 +111,7 @@ def _device(key: str) -> str:
     if not re.fullmatch(DEVICE_KEY, key):
         arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", key.casefold())
         near = f"; did you mean 'sm_{arch[1]}'?" if arch else did_you_mean(key, DEVICE_TYPES)
-        raise refusal(Problem((), key, f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}"))
+        raise expected(f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}")
     return key
 
 
@@ -126,12 +119,12 @@ def _file(path: object) -> object:
     if not isinstance(path, str | Path):
         return path  # for pydantic to refuse
     if not Path(path).name:  # "" as well as "."
-        raise refusal(Problem((), str(path), "the path of a file"))
+        raise refusal(((), str(path), "the path of a file"))
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        homeless = Problem((), str(path), "the path of a file (there is no home folder for its ~)")
-        raise refusal(homeless) from None
+        homeless = "the path of a file (there is no home folder for its ~)"
+        raise refusal(((), str(path), homeless)) from None
 
 
 Name = Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
@@ -183,7 +176,18 @@ class Settings(_Table):
 
     @model_validator(mode="after")
     def _free_of_contradictions(self) -> Self:
-        if problems := list(_contradictions(self)):
+        disabled = {name.casefold(): toml_file.key_text(key) for key, name in _disabled(self)}
+        problems: list[tuple[KeyPath, object, str]] = [
+            (key, name, f"a backend that isn't disabled: {disabled[name.casefold()]} names it too")
+            for key, name in _ordered(self)
+            if name.casefold() in disabled
+        ]
+        problems += [
+            (key, name, "another backend, or strict = true: the reference runs what no other can")
+            for key, name in _disabled(self)
+            if name.casefold() == REFERENCE and not self.strict
+        ]
+        if problems:
             raise refusal(*problems)
         return self
 
@@ -197,18 +201,6 @@ def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
 def _disabled(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
     for index, name in enumerate(settings.disabled):
         yield ("disabled", index), name
-
-
-def _contradictions(settings: Settings) -> Iterator[Problem]:
-    disabled = {name.casefold(): toml_file.key_text(key) for key, name in _disabled(settings)}
-    for key, name in _ordered(settings):
-        if by := disabled.get(name.casefold()):
-            yield Problem(key, name, f"a backend that isn't disabled: {by} names it too")
-    for key, name in _disabled(settings):
-        if name.casefold() == REFERENCE and not settings.strict:
-            yield Problem(
-                key, name, "another backend, or strict = true: the reference runs what no other can"
-            )
 
 
 @dataclass(frozen=True, slots=True)

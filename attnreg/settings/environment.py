@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnreg.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
 PREFIX = "ATTNREG_"
 
@@ -34,9 +34,11 @@ class Environment(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """One variable: the field it sets, how its text is parsed, and a line for the documentation."""
+    """How the text of a variable is parsed, and a line for the documentation.
 
-    field: str
+    It sets the field of `Environment` that has its name without the prefix, in lower case.
+    """
+
     parse: Callable[[str], object]
     description: str
 
@@ -84,33 +86,29 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
-        "backend", _names, "the backend to prefer, or several separated by commas, the first preferred most"
+        _names, "the backend to prefer, or several separated by commas, the first preferred most"
     ),
-    "ATTNREG_DISABLE": Variable("disable", _names, "backends that must not run, separated by commas"),
-    "ATTNREG_CONFIG": Variable("config", _path, "the settings file (TOML) to read"),
+    "ATTNREG_DISABLE": Variable(_names, "backends that must not run, separated by commas"),
+    "ATTNREG_CONFIG": Variable(_path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
-        "strict", _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
+        _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
-        "policy",
         _one_of("measured", "order"),
         "what decides where no backend is preferred: measured (a table of times) or order",
     ),
     "ATTNREG_RECORD": Variable(
-        "record", _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
+        _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
     ),
     "ATTNREG_LOCK": Variable(
-        "lock",
         _path,
         "the lockfile (JSON) of `attnreg lock`: a call that can't run on its locked backend is an error",
     ),
     "ATTNREG_ROUTERS": Variable(
-        "routers",
         _one_of("compiled", "python"),
         "compiled: an error unless the C++ libraries are there (`attnreg build`); python: they aren't used",
     ),
     "ATTNREG_BUILD": Variable(
-        "build",
         _one_of("background", "now", "off"),
         "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
         "priority does it), now (the call waits for it) or off",
@@ -127,33 +125,25 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
     """
     values: dict[str, Any] = {}
     problems = []
-    for name in _present(environ):
+    for name in sorted(environ):
+        # In upper or lower case: "attnreg_backend" has no effect on Linux, so it has to be reported.
+        if not name.upper().startswith(PREFIX) or not (text := environ[name].strip()):
+            continue
+        if name not in VARIABLES:
+            known = f"{', '.join(VARIABLES)}{did_you_mean(name, VARIABLES)}"
+            problems.append(f"{name}: unknown variable, expected one of {known}")
+            continue
         try:
-            variable = _variable(name)
-            values[variable.field] = variable.parse(environ[name].strip())
+            values[name.removeprefix(PREFIX).lower()] = VARIABLES[name].parse(text)
         except ValueError as error:
             problems.append(f"{name}: {error}")
     environment = Environment(**values)
-    problems += _contradictions(environment)
+    disabled = {name.casefold() for name in environment.disable}
+    problems += [
+        f"ATTNREG_BACKEND and ATTNREG_DISABLE: both name {name}, expected it in one of them only"
+        for name in environment.backend
+        if name.casefold() in disabled
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return environment
-
-
-def _present(environ: Mapping[str, str]) -> Iterator[str]:
-    # In upper or lower case: "attnreg_backend" has no effect on Linux, so it has to be reported.
-    return (name for name in sorted(environ) if name.upper().startswith(PREFIX) and environ[name].strip())
-
-
-def _variable(name: str) -> Variable:
-    if name not in VARIABLES:
-        near = did_you_mean(name, VARIABLES)
-        raise ValueError(f"unknown variable, expected one of {', '.join(VARIABLES)}{near}")
-    return VARIABLES[name]
-
-
-def _contradictions(environment: Environment) -> Iterator[str]:
-    disabled = {name.casefold() for name in environment.disable}
-    for name in environment.backend:
-        if name.casefold() in disabled:
-            yield f"ATTNREG_BACKEND and ATTNREG_DISABLE: both name {name}, expected it in one of them only"

@@ -12,7 +12,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from attnreg.errors import ConfigError
 
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KeyPath = tuple[str | int, ...]
-
-
-class Position(NamedTuple):
-    """A position in a text; both numbers count from 1."""
-
-    line: int
-    column: int
-
-
-NOWHERE = Position(0, 0)
+Position = tuple[int, int]  # line and column, which count from 1
+NOWHERE: Position = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +36,7 @@ class Origin:
         """Return where a key is in short, `attnreg.toml:7`, or `configure(...)`."""
         if self.path is None:
             return "configure(...)"
-        line = self.position(key).line
+        line, _ = self.position(key)
         return f"{self.path.name}:{line}" if line else self.path.name
 
     def problem(self, key: KeyPath, sentence: str) -> str:
@@ -77,28 +69,23 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
     """
     file = Path(path)
     try:
-        file = file.expanduser()
-        file = file.absolute()
+        file = file.expanduser().absolute()
         raw = file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
         reason = _inside_sentence(getattr(error, "strerror", None) or str(error))
         raise ConfigError(f"{file}: can't be read ({reason}), expected a settings file in TOML") from error
-    text = _decoded(raw, file)
-    try:
-        return tomllib.loads(text), Origin(file, positions(text))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(_malformed(str(error), text, file)) from error
-
-
-def _decoded(raw: bytes, file: Path) -> str:
     try:
         # Editors on Windows put a byte order mark first, which TOML itself doesn't know.
-        return raw.decode("utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode("utf-8")
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         found = error.object[error.start]
         raise ConfigError(f"{file}:{line}:{column}: got byte 0x{found:02x}, expected UTF-8 text") from error
+    try:
+        return tomllib.loads(text), Origin(file, positions(text))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(_malformed(str(error), text, file)) from error
 
 
 def _malformed(message: str, text: str, file: Path) -> str:
@@ -138,29 +125,31 @@ def positions(text: str) -> dict[KeyPath, Position]:
 
     Checks nothing: the text is one that tomllib has accepted.
     """
-    scanner = _Scanner(text)
-    scanner.scan()
-    return scanner.found
+    return _Scanner(text).scan()
 
 
 class _Scanner:
     """Walks over the tokens of a document, with one method for each form that TOML nests."""
 
     def __init__(self, text: str) -> None:
-        self.found: dict[KeyPath, Position] = {}
+        self._found: dict[KeyPath, Position] = {}
         self._line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
         # Reversed: `pop` takes from the end.
         self._tokens = [token for token in _TOKEN.finditer(text) if token.lastgroup != "comment"][::-1]
 
-    def scan(self) -> None:
+    def scan(self) -> dict[KeyPath, Position]:
         table: KeyPath = ()
         while self._tokens:
             if self._next() == "\n":
                 self._tokens.pop()
             elif self._next() == "[":
-                table = self._header()
+                # [[x]] is read as [x]: no setting is an array of tables, so the error is about the first one.
+                self._skip("[")
+                table = self._key(())
+                self._skip("]")
             else:
                 self._pair(table)
+        return self._found
 
     def _next(self) -> str:
         return self._tokens[-1].group() if self._tokens else "\n"
@@ -168,13 +157,6 @@ class _Scanner:
     def _skip(self, *marks: str) -> None:
         while self._tokens and self._next() in marks:
             self._tokens.pop()
-
-    def _header(self) -> KeyPath:
-        # [[x]] is read as [x]: no setting is an array of tables, so the error is about the first one.
-        self._skip("[")
-        table = self._key(())
-        self._skip("]")
-        return table
 
     def _key(self, table: KeyPath) -> KeyPath:
         while True:
@@ -193,35 +175,24 @@ class _Scanner:
         self._value(key)
 
     def _value(self, key: KeyPath) -> None:
-        opening = self._next()
-        if opening == "[":
-            self._array(key)
-        elif opening == "{":
-            self._inline_table(key)
-        else:
+        closing = {"[": "]", "{": "}"}.get(self._next())
+        if closing is None:
             while self._next() not in ("\n", ",", "]", "}"):
                 self._tokens.pop()
-
-    def _array(self, key: KeyPath) -> None:
+            return
         self._tokens.pop()
         self._skip("\n", ",")
         index = 0
-        while self._next() != "]":
-            element = (*key, index)
-            self._note(element, self._tokens[-1].start())
-            self._value(element)
-            self._skip("\n", ",")
-            index += 1
-        self._tokens.pop()
-
-    def _inline_table(self, key: KeyPath) -> None:
-        self._tokens.pop()
-        self._skip("\n", ",")
-        while self._next() != "}":
-            self._pair(key)
+        while self._next() != closing:
+            if closing == "}":
+                self._pair(key)
+            else:
+                self._note((*key, index), self._tokens[-1].start())
+                self._value((*key, index))
+                index += 1
             self._skip("\n", ",")
         self._tokens.pop()
 
     def _note(self, key: KeyPath, offset: int) -> None:
         line = bisect.bisect_right(self._line_starts, offset)
-        self.found.setdefault(key, Position(line, offset - self._line_starts[line - 1] + 1))
+        self._found.setdefault(key, (line, offset - self._line_starts[line - 1] + 1))

@@ -18,6 +18,16 @@ def spec(**options):
     return attnreg.AttentionSpec(**{**usual, **options})
 
 
+@pytest.fixture(autouse=True)
+def picky(fake, plugins):
+    """Install a backend that refuses everything but float16, and one that never loads."""
+    plugins(
+        picky=fake("picky", dtypes=("float16",), gqa=False).backend,
+        absent=fake("absent", unavailable=lambda: "not installed", install="pip install it").backend,
+        ruined=ImportError("no such symbol"),
+    )
+
+
 def test_explain_prints_what_attnreg_explain_returns(call):
     result = call("explain", *CALL, "--causal", "--backward")
     assert result.exit_code == 0
@@ -93,17 +103,6 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(call, monkeypatch):
     assert "--device: got 'cuda:7', expected cuda:0 or cuda:1" in result.stderr
 
 
-@pytest.fixture
-def picky(fake, plugins):
-    """Install a backend that refuses everything but float16, and one that never loads."""
-    plugins(
-        picky=fake("picky", dtypes=("float16",), gqa=False).backend,
-        absent=fake("absent", unavailable=lambda: "not installed", install="pip install it").backend,
-        ruined=ImportError("no such symbol"),
-    )
-
-
-@pytest.mark.usefixtures("picky")
 def test_explain_lists_every_reason_of_every_backend_each_on_one_line(call):
     lines = [line.strip() for line in call("explain", *CALL).output.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("picky"))
@@ -113,7 +112,6 @@ def test_explain_lists_every_reason_of_every_backend_each_on_one_line(call):
     assert "ruined  failed to load: ImportError: no such symbol" in lines
 
 
-@pytest.mark.usefixtures("picky")
 def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
     refused = call("explain", *CALL, "--backend", "PICKY")
     assert refused.exit_code == 1
@@ -126,7 +124,6 @@ def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
     assert "--backend absent: absent can't load here: not installed" in missing.output
 
 
-@pytest.mark.usefixtures("picky")
 @pytest.mark.parametrize("options", ["--prefer picky,math", "--prefer picky --prefer Math"])
 def test_explain_prefers_as_use_backend_does(call, options):
     result = call("explain", *CALL, *options.split())
@@ -134,7 +131,6 @@ def test_explain_prefers_as_use_backend_does(call, options):
     assert result.output.startswith("forward on cpu: math, by --prefer picky,math")
 
 
-@pytest.mark.usefixtures("picky")
 def test_explain_is_1_when_nothing_can_run_the_call(call, monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "picky")
     monkeypatch.setenv("ATTNREG_STRICT", "1")

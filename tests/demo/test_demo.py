@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg import cli
-from attnreg.demo import layout
-from attnreg.demo.model import LAYERS, ByteTransformer
-from attnreg.demo.text import batches, corpus
-from attnreg.demo.train import LAYOUTS, TOLERANCE, Result, Step
+from attnreg.demo import batches
+from attnreg.demo.batches import corpus, draw
+from attnreg.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, Step
 
 DOCUMENTS = [b"ab", b"a longer document", b"and one between"]
 
@@ -38,7 +37,7 @@ def documents():
 @pytest.fixture
 def demo(monkeypatch, tmp_path, routers, documents):
     """Run the demo in this process, on the beginnings of documents: it takes a second."""
-    monkeypatch.setattr("attnreg.demo.text.corpus", lambda context: [text[:64] for text in documents])
+    monkeypatch.setattr("attnreg.demo.batches.corpus", lambda context: [text[:64] for text in documents])
     monkeypatch.setattr("attnreg.cli.demo.BATCH", 4)
 
     def run(*options):
@@ -105,7 +104,7 @@ def sees_other_documents(query, key, value, cu_seqlens, *lengths, is_causal):
 
 @pytest.mark.parametrize("mistaken", [sees_the_future, sees_other_documents])
 def test_a_wrong_packed_attention_fails_the_demo(demo, monkeypatch, mistaken):
-    monkeypatch.setattr(layout, "attnreg", SimpleNamespace(varlen_attn=mistaken))
+    monkeypatch.setattr(batches, "attnreg", SimpleNamespace(varlen_attn=mistaken))
     ended = demo()
     assert ended.exit_code == 1
     assert "WRONG: the trainings differ" in ended.stdout
@@ -166,14 +165,14 @@ def test_a_library_that_cannot_be_read_leaves_the_files_of_attnreg(monkeypatch, 
 
 def test_batches_are_drawn_by_the_seed_alone():
     documents = [bytes([65, number]) for number in range(60)]
-    first, second, other = (list(batches(documents, 5, 4, seed)) for seed in (1, 1, 2))
+    first, second, other = (list(draw(documents, 5, 4, seed)) for seed in (1, 1, 2))
     assert first == second != other
     assert [len(set(batch)) for batch in first] == [5] * 4
 
 
 def test_both_layouts_hold_the_same_bytes_places_and_targets():
-    packed, padded = (make(DOCUMENTS, torch.device("cpu")) for make in (layout.packed, layout.padded))
-    text = padded.targets != layout.IGNORED
+    packed, padded = (make(DOCUMENTS, torch.device("cpu")) for make in (batches.packed, batches.padded))
+    text = padded.targets != batches.IGNORED
     assert torch.equal(packed.tokens, padded.tokens[text])
     assert torch.equal(packed.targets, padded.targets[text])
     assert torch.equal(packed.positions, padded.positions.expand_as(text)[text])
@@ -184,7 +183,7 @@ def test_the_model_gives_both_layouts_one_loss_and_one_gradient(routers):
     torch.manual_seed(0)
     model = ByteTransformer(64).double()
     gradients = []
-    for make in (layout.packed, layout.padded):
+    for make in (batches.packed, batches.padded):
         model.zero_grad()
         model(make(DOCUMENTS, torch.device("cpu"))).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])

@@ -1,26 +1,11 @@
 """Fixtures of the tests of registration."""
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 import attnreg
 from attnreg import _registry, aten
 from attnreg.contract.discovery import Entry
 from attnreg.selection import policy
-
-
-@pytest.fixture
-def sdpa(ran):
-    """Run a small call and return the name of the backend that ran it, or "torch" for torch's own."""
-    inputs = torch.randn(3, 1, 2, 8, 16)
-
-    def run():
-        ran()
-        F.scaled_dot_product_attention(*inputs)
-        return next(iter(ran()), "torch")
-
-    return run
 
 
 @pytest.fixture

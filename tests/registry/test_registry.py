@@ -4,13 +4,11 @@ import copy
 import pickle
 
 import pytest
+from support.sdpa import sdpa
 
 import attnreg
 from attnreg import _registry, api, aten
-from attnreg.errors import (
-    InvalidInputError,
-    RegistrationError,
-)
+from attnreg.errors import InvalidInputError, RegistrationError
 from attnreg.selection import policy
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -20,38 +18,29 @@ pytestmark = pytest.mark.usefixtures("routers")
 
 
 @pytest.mark.parametrize("name", ["math", "MATH", "Math", "  math "])
-def test_a_name_in_any_case_registers_the_backend(name, sdpa):
+def test_a_name_in_any_case_registers_the_backend(name):
     assert sdpa() == "torch"
     with attnreg.register_backend(name) as handle:
         assert handle.backend == "math"
         assert sdpa() == "math"
 
 
-def test_a_backend_object_is_known_and_runs_while_it_is_registered(fake, sdpa):
+def test_a_backend_object_is_known_and_runs_while_it_is_registered_and_the_routers_stay(fake):
+    aten.restore()
     mine = fake("mine")
     with attnreg.register_backend(mine.backend):
+        assert aten.installed()
         assert "mine" in attnreg.list_backends()
         assert sdpa() == "mine"
     assert len(mine.forwards) == 1
     assert "mine" not in attnreg.list_backends()
-    assert sdpa() == "torch"
-
-
-def test_registering_installs_the_routers_if_they_are_not_installed():
-    aten.restore()
-    assert not aten.installed()
-    with attnreg.register_backend("math"):
-        assert aten.installed()
-
-
-def test_a_registration_governs_the_devices_that_its_backend_serves(fake):
-    attnreg.register_backend(fake("mine", devices=("cpu", "xpu")).backend)
-    assert [r.devices for r in _registry.registrations()] == [("cpu", "xpu")]
+    assert (aten.installed(), policy.is_active(), sdpa()) == (True, False, "torch")
 
 
 @pytest.mark.parametrize(
     ("devices", "governed"),
     [
+        (None, ("cpu", "cuda", "xpu")),
         ("cpu", ("cpu",)),
         ("CUDA", ("cuda",)),
         ("sm_90", ("sm_90",)),
@@ -59,12 +48,12 @@ def test_a_registration_governs_the_devices_that_its_backend_serves(fake):
         (iter(("cuda", "cpu")), ("cuda", "cpu")),
     ],
 )
-def test_devices_say_where_it_is_preferred(devices, governed):
-    attnreg.register_backend("math", devices=devices)
+def test_devices_say_where_it_is_preferred_all_that_it_serves_if_not_given(fake, devices, governed):
+    attnreg.register_backend(fake("mine", devices=("cpu", "cuda", "xpu")).backend, devices=devices)
     assert [r.devices for r in _registry.registrations()] == [governed]
 
 
-def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, known, sdpa):
+def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, known):
     known(fake("mine", devices=("cpu", "cuda")).backend)
     with attnreg.register_backend("mine", devices="cuda"):
         assert sdpa() == "cpu"  # torch's own kernel, counted as what it is: something is registered
@@ -72,17 +61,16 @@ def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, 
         assert sdpa() == "mine"
 
 
+SOME = "expected some of cpu, xpu, which mine serves"
+
+
 @pytest.mark.parametrize(
     ("devices", "kind", "message"),
     [
-        ("cuda", RegistrationError, "devices: got cuda, expected some of cpu, xpu, which mine serves"),
-        ("sm_90", RegistrationError, "devices: got cuda, expected some of cpu, xpu, which mine serves"),
-        (
-            ["cpu", "mps", "cuda"],
-            RegistrationError,
-            "devices: got cuda, mps, expected some of cpu, xpu, which mine serves",
-        ),
-        ([], RegistrationError, "devices: got none, expected some of cpu, xpu, which mine serves"),
+        ("cuda", RegistrationError, f"devices: got cuda, {SOME}"),
+        ("sm_90", RegistrationError, f"devices: got cuda, {SOME}"),
+        (["cpu", "mps", "cuda"], RegistrationError, f"devices: got cuda, mps, {SOME}"),
+        ([], RegistrationError, f"devices: got none, {SOME}"),
         (
             ["cpu", "xpu:1"],
             RegistrationError,
@@ -103,7 +91,7 @@ def test_devices_that_it_cannot_serve_are_refused_and_nothing_changes(
     assert everything() == before
 
 
-def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, fake, known, caplog, sdpa):
+def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, fake, known, caplog):
     known(fake("mine").backend)
     monkeypatch.setenv("ATTNREG_DISABLE", "MINE")
     attnreg.register_backend("mine")
@@ -116,29 +104,20 @@ def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, 
 # Several registrations
 
 
-def test_of_several_registrations_the_newest_comes_first_and_removal_returns_to_the_one_before(fake, sdpa):
-    first = attnreg.register_backend(fake("first").backend)
-    second = attnreg.register_backend(fake("second").backend)
-    third = attnreg.register_backend(fake("third").backend)
+@pytest.mark.parametrize(
+    ("removed", "served"),
+    [((2, 1, 0), ("second", "first", "torch")), ((0, 1, 2), ("third", "third", "torch"))],
+    ids=["newest first", "oldest first"],
+)
+def test_of_several_registrations_the_newest_comes_first_and_removal_leaves_the_others(fake, removed, served):
+    handles = [attnreg.register_backend(fake(name).backend) for name in ("first", "second", "third")]
     assert sdpa() == "third"
-    third.remove()
-    assert sdpa() == "second"
-    second.remove()
-    assert sdpa() == "first"
-    first.remove()
-    assert sdpa() == "torch"
+    for index, name in zip(removed, served, strict=True):
+        handles[index].remove()
+        assert sdpa() == name
 
 
-def test_removing_an_older_registration_leaves_the_newest_first(fake, sdpa):
-    first = attnreg.register_backend(fake("first").backend)
-    second = attnreg.register_backend(fake("second").backend)
-    first.remove()
-    assert sdpa() == "second"
-    second.remove()
-    assert sdpa() == "torch"
-
-
-def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles_to_undo(fake, sdpa):
+def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles_to_undo(fake):
     mine = fake("mine").backend
     first = attnreg.register_backend(mine)
     attnreg.register_backend("math")
@@ -150,7 +129,7 @@ def test_registering_the_same_backend_again_puts_it_first_and_takes_both_handles
     assert sdpa() == "math"
 
 
-def test_what_the_newest_cannot_run_goes_to_the_registration_before(fake, sdpa):
+def test_what_the_newest_cannot_run_goes_to_the_registration_before(fake):
     attnreg.register_backend(fake("wide").backend)
     attnreg.register_backend(fake("narrow", dtypes=("float16",)).backend)
     assert sdpa() == "wide"
@@ -166,21 +145,10 @@ def test_a_backend_of_the_programs_own_goes_with_its_last_handle_in_whatever_ord
     assert "mine" not in attnreg.list_backends()
 
 
-def test_a_discovered_backend_outlives_its_handles():
-    attnreg.register_backend("math").remove()
-    assert "math" in attnreg.list_backends()
-
-
-def test_a_name_is_free_again_once_its_backend_has_gone(fake, sdpa):
-    attnreg.register_backend(fake("mine").backend).remove()
-    attnreg.register_backend(fake("MINE").backend)
-    assert sdpa() == "MINE"
-
-
 # Handles
 
 
-def test_removing_twice_is_removing_once(fake, sdpa):
+def test_removing_twice_is_removing_once(fake):
     handle = attnreg.register_backend(fake("mine").backend)
     attnreg.register_backend("math")
     for _ in range(3):
@@ -189,17 +157,17 @@ def test_removing_twice_is_removing_once(fake, sdpa):
     assert len(_registry.registrations()) == 1
 
 
-def test_a_handle_removed_late_takes_nothing_of_a_later_backend_of_that_name(fake, sdpa):
+def test_a_name_is_free_once_its_backend_has_gone_and_the_old_handle_takes_nothing_of_the_next(fake):
     old = attnreg.register_backend(fake("mine").backend)
     old.remove()
-    later = fake("mine")
+    later = fake("MINE")
     attnreg.register_backend(later.backend)
     old.remove()
-    assert sdpa() == "mine"
+    assert sdpa() == "MINE"
     assert len(later.forwards) == 1
 
 
-def test_a_handle_ends_its_registration_with_the_block_also_when_the_block_fails(fake, sdpa):
+def test_a_handle_ends_its_registration_with_the_block_also_when_the_block_fails(fake):
     with pytest.raises(ZeroDivisionError), attnreg.register_backend(fake("mine").backend) as handle:
         assert isinstance(handle, attnreg.Handle)
         assert sdpa() == "mine"
@@ -213,6 +181,7 @@ def test_a_handle_has_its_backend_and_whether_it_is_in_force():
     assert repr(handle) == "<attnreg.Handle 'math', registered>"
     handle.remove()
     assert repr(handle) == "<attnreg.Handle 'math', removed>"
+    assert "math" in attnreg.list_backends()  # it was discovered, so it outlives its handles
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -225,25 +194,16 @@ def test_a_handle_cannot_be_copied_or_pickled_and_says_what_to_do_instead(copied
     )
 
 
-def test_a_handle_that_is_collected_ends_nothing(sdpa):
-    attnreg.register_backend("math")
-    assert sdpa() == "math"
-
-
 # Listing, installing, uninstalling
 
 
 def test_all_known_backends_are_listed_by_the_names_they_give_themselves(fake, known):
     known(fake("FA4", unavailable=lambda: "needs a GPU").backend, fake("cuDNN", devices=("cuda",)).backend)
+    attnreg.list_backends().clear()  # the list is the caller's to change
     assert attnreg.list_backends() == ["math", "FA4", "cuDNN"]
 
 
-def test_the_list_is_the_callers_to_change():
-    attnreg.list_backends().clear()
-    assert "math" in attnreg.list_backends()
-
-
-def test_installing_serves_torchs_entry_points_though_nothing_is_registered(sdpa):
+def test_installing_serves_torchs_entry_points_though_nothing_is_registered():
     assert sdpa() == "torch"
     attnreg.install()
     attnreg.install()
@@ -252,7 +212,7 @@ def test_installing_serves_torchs_entry_points_though_nothing_is_registered(sdpa
     assert sdpa() == "torch"
 
 
-def test_uninstalling_keeps_the_registrations_for_the_next_install(fake, sdpa):
+def test_uninstalling_keeps_the_registrations_for_the_next_install(fake):
     attnreg.register_backend(fake("mine").backend)
     attnreg.uninstall()
     assert not aten.installed()
@@ -261,14 +221,7 @@ def test_uninstalling_keeps_the_registrations_for_the_next_install(fake, sdpa):
     assert sdpa() == "mine"
 
 
-def test_removing_the_last_registration_leaves_the_routers_installed_but_inactive(fake, sdpa):
-    attnreg.register_backend(fake("mine").backend).remove()
-    assert aten.installed()
-    assert not policy.is_active()
-    assert sdpa() == "torch"
-
-
-def test_a_thousand_registrations_leave_nothing_behind(fake, sdpa):
+def test_a_thousand_registrations_leave_nothing_behind(fake):
     mine = fake("mine").backend
     before = (_registry.registrations(), attnreg.list_backends())
     for _ in range(1000):
@@ -277,7 +230,7 @@ def test_a_thousand_registrations_leave_nothing_behind(fake, sdpa):
     assert sdpa() == "torch"
 
 
-def test_a_backend_dropped_between_its_loading_and_its_registration_is_added_anew(fake, monkeypatch, sdpa):
+def test_a_backend_dropped_between_its_loading_and_its_registration_is_added_anew(fake, monkeypatch):
     mine = fake("mine").backend
     other = attnreg.register_backend(mine)
     # As another thread would do while this one installs the routers.

@@ -20,32 +20,21 @@ def refusal(environ):
 
 def test_every_variable_is_read():
     environ = {
-        "ATTNREG_BACKEND": "FA4",
-        "ATTNREG_DISABLE": "cuDNN",
-        "ATTNREG_CONFIG": "settings/attnreg.toml",
-        "ATTNREG_STRICT": "1",
-        "ATTNREG_POLICY": "order",
-        "ATTNREG_RECORD": "trace.jsonl",
-        "ATTNREG_LOCK": "lock.json",
-        "ATTNREG_ROUTERS": "Compiled",
-        "ATTNREG_BUILD": "Now",
-        "PATH": "/bin",
-    }
-    assert read(environ) == Environment(
-        ("FA4",),
-        ("cuDNN",),
-        Path("settings/attnreg.toml"),
-        True,
-        "order",
-        Path("trace.jsonl"),
-        Path("lock.json"),
-        "compiled",
-        "now",
+        "BACKEND": "FA4", "DISABLE": "cuDNN", "CONFIG": "settings/attnreg.toml", "STRICT": "1",
+        "POLICY": "order", "RECORD": "trace.jsonl", "LOCK": "lock.json", "ROUTERS": "Compiled",
+        "BUILD": "Now",
+    }  # fmt: skip
+    assert read({f"ATTNREG_{name}": value for name, value in environ.items()}) == Environment(
+        backend=("FA4",),
+        disable=("cuDNN",),
+        config=Path("settings/attnreg.toml"),
+        strict=True,
+        policy="order",
+        record=Path("trace.jsonl"),
+        lock=Path("lock.json"),
+        routers="compiled",
+        build="now",
     )
-
-
-def test_nothing_set_gives_the_defaults():
-    assert read({"PATH": "/bin"}) == Environment((), (), None, None)
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -72,71 +61,51 @@ def test_booleans_are_read_in_any_case(text, expected):
     assert read({"ATTNREG_STRICT": text}).strict is expected
 
 
+BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
+UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you mean"
+
+
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("name", "value", "problem"),
     [
+        ("ATTNREG_STRICT", "yes please", f"got 'yes please', {BOOLEANS}"),
+        ("ATTNREG_STRICT", "2", f"got '2', {BOOLEANS}"),
+        ("ATTNREG_BACKEND", "FA4,,FA2", "got 'FA4,,FA2', expected a name before and after a comma"),
+        ("ATTNREG_DISABLE", "FA4, ", "got 'FA4,', expected a name before and after a comma"),
+        ("ATTNREG_DISABLE", ",", "got ',', expected a name before and after a comma"),
+        ("ATTNREG_BACKEND", "FA4,FA2,fa4", "got 'fa4' twice, expected each name once"),
         (
-            {"ATTNREG_STRICT": "yes please"},
-            "ATTNREG_STRICT: got 'yes please', expected one of 1, true, yes, on, 0, false, no, off",
+            "ATTNREG_CONFIG",
+            "~no-such-user/attnreg.toml",
+            "got '~no-such-user/attnreg.toml', expected a path (there is no home folder for its ~)",
+        ),
+        ("ATTNREG_BACKENDS", "FA4", f"{UNKNOWN} 'ATTNREG_BACKEND'?"),
+        ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
+        (
+            "ATTNREG_ROUTERS",
+            "compile",
+            "got 'compile', expected compiled or python; did you mean 'compiled'?",
         ),
         (
-            {"ATTNREG_STRICT": "2"},
-            "ATTNREG_STRICT: got '2', expected one of 1, true, yes, on, 0, false, no, off",
-        ),
-        (
-            {"ATTNREG_BACKEND": "FA4,,FA2"},
-            "ATTNREG_BACKEND: got 'FA4,,FA2', expected a name before and after a comma",
-        ),
-        (
-            {"ATTNREG_DISABLE": "FA4, "},
-            "ATTNREG_DISABLE: got 'FA4,', expected a name before and after a comma",
-        ),
-        ({"ATTNREG_DISABLE": ","}, "ATTNREG_DISABLE: got ',', expected a name before and after a comma"),
-        ({"ATTNREG_BACKEND": "FA4,FA2,fa4"}, "ATTNREG_BACKEND: got 'fa4' twice, expected each name once"),
-        (
-            {"ATTNREG_CONFIG": "~no-such-user/attnreg.toml"},
-            "ATTNREG_CONFIG: got '~no-such-user/attnreg.toml', expected a path "
-            "(there is no home folder for its ~)",
-        ),
-        (
-            {"ATTNREG_BACKENDS": "FA4"},
-            "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
-            "ATTNREG_BUILD; did you mean 'ATTNREG_BACKEND'?",
-        ),
-        (
-            {"attnreg_strict": "1"},
-            "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
-            "ATTNREG_CONFIG, ATTNREG_STRICT, ATTNREG_POLICY, ATTNREG_RECORD, ATTNREG_LOCK, ATTNREG_ROUTERS, "
-            "ATTNREG_BUILD; did you mean 'ATTNREG_STRICT'?",
-        ),
-        (
-            {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"},
-            "ATTNREG_BACKEND and ATTNREG_DISABLE: both name FA4, expected it in one of them only",
-        ),
-        (
-            {"ATTNREG_ROUTERS": "compile"},
-            "ATTNREG_ROUTERS: got 'compile', expected compiled or python; did you mean 'compiled'?",
-        ),
-        (
-            {"ATTNREG_BUILD": "backgroud"},
-            "ATTNREG_BUILD: got 'backgroud', expected background, now or off; did you mean 'background'?",
+            "ATTNREG_BUILD",
+            "backgroud",
+            "got 'backgroud', expected background, now or off; did you mean 'background'?",
         ),
     ],
 )
-def test_a_wrong_value_is_refused_with_what_was_got_and_what_was_expected(environ, message):
-    assert refusal(environ) == message
+def test_a_wrong_value_is_refused_with_what_was_got_and_what_was_expected(name, value, problem):
+    assert refusal({name: value}) == f"{name}: {problem}"
+
+
+def test_a_backend_that_is_preferred_and_disabled_is_refused():
+    assert refusal({"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"}) == (
+        "ATTNREG_BACKEND and ATTNREG_DISABLE: both name FA4, expected it in one of them only"
+    )
 
 
 def test_all_problems_are_listed_one_on_each_line():
-    lines = refusal(
-        {
-            "ATTNREG_STRICT": "2",
-            "ATTNREG_BACKEND": "FA4",
-            "ATTNREG_DISABLE": "FA4",
-            "ATTNREG_CONFG": "x.toml",
-        }
-    ).splitlines()
+    wrong = {"ATTNREG_STRICT": "2", "ATTNREG_CONFG": "x.toml"}
+    lines = refusal({**wrong, "ATTNREG_BACKEND": "FA4", "ATTNREG_DISABLE": "FA4"}).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "ATTNREG_CONFG",
         "ATTNREG_STRICT",
@@ -145,8 +114,8 @@ def test_all_problems_are_listed_one_on_each_line():
 
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
-def test_variables_of_others_are_left_alone(name):
-    assert read({name: "x"}) == Environment()
+def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
+    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "")
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):
@@ -157,7 +126,7 @@ def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkey
 
 
 def test_the_table_of_variables_fills_every_field_and_describes_each_in_one_line():
-    assert {variable.field for variable in VARIABLES.values()} == set(Environment._fields)
+    assert {name.removeprefix("ATTNREG_").lower() for name in VARIABLES} == set(Environment._fields)
     assert all(variable.description and "\n" not in variable.description for variable in VARIABLES.values())
 
 
