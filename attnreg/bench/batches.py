@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from attnreg.bench.shapes import Shape
     from attnreg.measure import Inputs
+    from attnreg.measure.sample import Verdict
 
 # A model has some layers, and autograd's thread, once awake, goes through them all.
 LAYERS, LAYERS_BYTES = 8, 2**30
@@ -60,23 +61,20 @@ class Batch:
         drawn = copies(self.case, device, sets)
         self.given: Inputs = drawn[0]
         self.call = call = self.given.call
-        self.offsets: tuple[Any, Any, int, int] = (
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_q,
-            call.max_k,
-        )
+        offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
+        self.offsets = *offsets, call.max_q, call.max_k
         self.sets = [Tensors(*one[:4]).mapped(lambda x: x) for one in drawn]
         to_bhsd = [one.mapped(lambda x: x.transpose(1, 2)) for one in self.sets] if not shape.varlen else []
         self.front_sets = to_bhsd or self.sets
 
+    @functools.cached_property
     def sample(self) -> Sample:
-        """Return what the first set should give."""
+        """What the first set should give."""
         return Sample(self.case, self.given, backward=self.shape.backward)
 
-    def contract(self, results: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return output and gradients of a front by name, in the contract's layout."""
-        return named(x if self.shape.varlen else x.transpose(1, 2) for x in results)
+    def verdict(self, results: Iterable[Tensor]) -> Verdict:
+        """Return how wrong the output and gradients of a front are."""
+        return self.sample.verdict(named(x if self.shape.varlen else x.transpose(1, 2) for x in results))
 
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Call the front through which attnreg runs such a call: its `varlen_attn`, or torch's SDPA."""
@@ -92,8 +90,8 @@ class Batch:
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         window = (-1, 0) if self.shape.causal else (-1, -1)
-        gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _torch_names_gqa() else {}
-        return _torch_varlen_attn()(q, k, v, *self.offsets, window_size=window, **gqa)  # type: ignore[no-any-return]
+        run = _torch_varlen_attn(q.shape[1] != k.shape[1])
+        return run(q, k, v, *self.offsets, window_size=window)  # type: ignore[no-any-return]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] == k.shape[1]:
@@ -107,25 +105,21 @@ def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _torch_varlen_attn() -> Callable[..., Any]:
+def _torch_varlen_attn(gqa: bool) -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn
+    # Without an option for fewer key heads its kernel sees them.
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if gqa and named else varlen_attn
 
 
-@functools.cache
-def _torch_names_gqa() -> bool:
-    """Whether torch's varlen_attn has an option for fewer key heads; without it, its kernel sees them."""
-    return "enable_gqa" in inspect.signature(_torch_varlen_attn()).parameters
-
-
-def sets_beyond_the_cache(shape: Shape, device: torch.device) -> int:
-    """Return how many sets of tensors are twice the GPU's last cache, and eight where they are small.
+def batch_beyond_the_cache(shape: Shape, device: torch.device) -> Batch:
+    """Return a batch whose sets are twice the GPU's last cache, and eight where they are small.
 
     Two on other devices.
     """
     if device.type != "cuda":
-        return 2
+        return Batch(shape, device, 2)
     case = shape.case()
-    small = LAYERS * case.nbytes <= LAYERS_BYTES
-    return copies_beyond_the_cache(case, device, fewest=LAYERS if small else 1)
+    fewest = LAYERS if LAYERS * case.nbytes <= LAYERS_BYTES else 1
+    return Batch(shape, device, copies_beyond_the_cache(case, device, fewest))

@@ -6,11 +6,9 @@ import statistics
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from attnreg.bench.report import Table
 from attnreg.bench.shapes import FORWARD
-from attnreg.bench.sides import STEPS, in_words, ran
+from attnreg.bench.sides import STEPS, in_words, ran, wrong_backend
 from attnreg.dispatch.counters import reset_stats
 from attnreg.measure.timing import interleaved, median_ratio
 
@@ -19,13 +17,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.bench.batches import Batch
     from attnreg.bench.report import Job
     from attnreg.bench.shapes import Shape
     from attnreg.bench.sides import Side
-    from attnreg.measure import Sample
-
-    # What the results of a side, by its name, are compared with, and these by their names in the contract.
-    Expected = Callable[[str, list[Tensor]], tuple[Sample, dict[str, Tensor]]]
+    from attnreg.measure.sample import Verdict
 
 # As long as a measurement takes; long enough for the clock, short enough for many rounds.
 SECONDS = 0.01
@@ -40,37 +36,36 @@ class Checked(NamedTuple):
 
 
 def checked(
-    shape: Shape,
+    batch: Batch,
     sides: Mapping[str, Side],
-    expected: Expected,
-    against: Callable[[str, dict[str, str]], str],
     job: Job,
+    verdict: Callable[[str, list[Tensor]], Verdict] | None = None,
 ) -> dict[str, Checked]:
     """Return the sides that are right, and record in the job why the others are left out.
 
     Args:
-        shape: the call.
+        batch: the tensors of the call.
         sides: by name.
-        expected: returns what a side's results are compared with.
-        against: returns why a side doesn't count, given what ran.
         job: the measurement.
+        verdict: returns how wrong the results of a side are; for sides whose results aren't a front's.
     """
     right = {}
     for name, side in sides.items():
+        what = f"{batch.shape}, {name}"
         reset_stats()
         try:
-            sample, results = expected(name, side.results(shape.backward))
-            verdict = sample.verdict(results)
+            results = side.results(batch.shape.backward)
+            error, wrong = verdict(name, results) if verdict else batch.verdict(results)
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
-            job.leave_out(f"{shape}, {name}", short(problem))
+            job.leave_out(what, short(problem))
             continue
         found = ran()
-        if verdict.wrong:
-            job.leave_out(f"{shape}, {name}", f"WRONG: {verdict.wrong}; ran {in_words(found)}")
-        elif why := against(name, found):
-            job.leave_out(f"{shape}, {name}", why)
+        if wrong:
+            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(found)}")
+        elif side.wanted and (why := wrong_backend(side.wanted, found)):
+            job.leave_out(what, why)
         else:
-            right[name] = Checked(side, verdict.error, found)
+            right[name] = Checked(side, error, found)
     return right
 
 
@@ -93,14 +88,15 @@ def timed(
         }
         taken = interleaved(measures, job.rounds)
         for name, seconds in taken.items():
-            speed = shape.flops(step) / statistics.median(seconds)
+            median = statistics.median(seconds)
+            speed = shape.flops(step) / median
             rows.append(
                 {
                     "case": str(shape),
                     "shape": shape.to_dict(),
                     "step": step,
                     "side": name,
-                    "milliseconds": statistics.median(seconds) * 1e3,
+                    "milliseconds": median * 1e3,
                     "fastest_and_slowest": [min(seconds) * 1e3, max(seconds) * 1e3],
                     "times_yardstick": median_ratio(taken[yardstick], seconds),
                     "teraflops": speed / 1e12,
@@ -130,9 +126,3 @@ def _who_ran(row: Mapping[str, Any]) -> str:
     found = row["ran"]
     same = row["step"] == FORWARD or found["forward"] == found["backward"]
     return str(found["forward"] if same else f"{found['forward']}, {found['backward']}")
-
-
-def dtype_of(shape: Shape) -> torch.dtype:
-    """Return the shape's dtype as torch's."""
-    found: torch.dtype = getattr(torch, shape.dtype)
-    return found

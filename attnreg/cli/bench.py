@@ -231,7 +231,7 @@ def _drawing(plot: Path | None) -> Callable[[str, Any], None]:
 
 def _measured(job: Job, measure: Callable[[Job], Report]) -> Report:
     """Measure behind a progress bar, without settings."""
-    from attnreg.bench.contexts import untouched
+    from attnreg.bench.sides import untouched
 
     with untouched(), progress(None) as update:
         job.advance = lambda done, total, text: update(completed=done, total=total, description=text)

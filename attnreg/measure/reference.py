@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.measure.inputs import key_rows, query_rows
+from attnreg.measure.inputs import key_rows, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,13 +113,11 @@ def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, T
     for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
         if all(lens):
             numbers_of[lens].append(number)
-    rows_q, rows_k = query_rows(case), key_rows(case, given.call.block_table)
+    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, given.call.block_table)
     for numbers in numbers_of.values():
-        found = (
-            torch.tensor(numbers),
-            *(torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k)),
-        )
-        yield found[0].to(given.q.device), found[1].to(given.q.device), found[2].to(given.q.device)
+        stacked = (torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k))
+        at, queries, keys = (x.to(given.q.device) for x in (torch.tensor(numbers), *stacked))
+        yield at, queries, keys
 
 
 def _in_a_sequence(case: Case, rows: Tensor) -> Tensor:

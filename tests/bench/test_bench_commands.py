@@ -41,7 +41,7 @@ def bench(monkeypatch):
         "attnreg.bench.sdpa.sdpa_grid", lambda _: [dense(2, 24, 4, 2, 16, True, "float32")] * 2
     )
     monkeypatch.setattr("attnreg.bench.compare.SECONDS", 1e-4)
-    monkeypatch.setattr("attnreg.bench.strategies.SECONDS", 1e-4)
+    monkeypatch.setattr("attnreg.bench.selection.SECONDS", 1e-4)
     for module in ("varlen", "sdpa"):
         monkeypatch.setattr(f"attnreg.bench.{module}.matmul_rate", lambda *_: 1e12)
 
