@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
+    from attnreg.bench.sides import Tensors
     from attnreg.contract.backend import Call
 
 __all__ = ["Direct", "direct"]

@@ -30,8 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.compare import checked
+from attnreg.bench.compare import Batch, checked, named
 from attnreg.bench.report import Job, save, show, show_machine
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import STEPS, Side, by_default, called_directly, torch_alone
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
+    from attnreg.bench.sides import Tensors
     from attnreg.measure.sample import Verdict
 
 LARGE, RATIO, ADDED = 0.5e-3, 1.02, 4e-6

@@ -13,7 +13,7 @@ import functools
 from typing import TYPE_CHECKING, get_args
 
 from attnreg import api
-from attnreg.bench.batches import Batch
+from attnreg.bench.compare import Batch
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import Side, layers, layers_backward, ran, untouched, wrong_backend
 from attnreg.contract.spec import Direction

@@ -20,8 +20,7 @@ import torch
 
 from attnreg import _registry, api
 from attnreg.bench import overhead_cpu
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.compare import checked
+from attnreg.bench.compare import Batch, checked, named
 from attnreg.bench.fronts import SHAPES
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BOTH, dense, packed
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
-    from attnreg.bench.sides import Front
+    from attnreg.bench.sides import Front, Tensors
     from attnreg.measure.sample import Verdict
 
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.

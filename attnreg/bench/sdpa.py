@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnreg import api
-from attnreg.bench.batches import batch_beyond_the_cache
-from attnreg.bench.compare import checked, timed
+from attnreg.bench.compare import batch_beyond_the_cache, checked, timed
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import sdpa_grid
 from attnreg.bench.sides import STEPS, Side, settings, table_in_force, torch_alone

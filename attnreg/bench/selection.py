@@ -19,8 +19,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, api
-from attnreg.bench.batches import Batch, batch_beyond_the_cache, named
-from attnreg.bench.compare import Checked, checked, short
+from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, named, short
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.bench.sides import (

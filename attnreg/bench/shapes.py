@@ -100,21 +100,20 @@ def packed(
     )  # fmt: skip
 
 
-def dense(
-    batch: int, length: int, heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
-) -> Shape:
-    """Return self-attention of sequences of one length."""
-    return replace(packed((length,) * batch, heads_q, heads_k, dim, causal, dtype), varlen=False)
+def dense(batch: int, length: int, *rest: Any) -> Shape:
+    """Return self-attention of sequences of one length; the rest is that of `packed`."""
+    return replace(packed((length,) * batch, *rest), varlen=False)
 
 
-def ragged(
-    batch: int, longest: int, heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
-) -> Shape:
-    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest."""
+def ragged(batch: int, longest: int, *rest: Any) -> Shape:
+    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
+
+    The rest is that of `packed`.
+    """
     draw = random.Random(batch * 1_000_003 + longest)
     drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))
     lengths = [*(min(max(length, 1 + longest // 64), longest) for length in drawn), longest]
-    return packed(lengths, heads_q, heads_k, dim, causal, dtype)
+    return packed(lengths, *rest)
 
 
 def decode(

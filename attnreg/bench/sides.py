@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg import _registry, api, aten
 from attnreg.bench.shapes import BOTH, FORWARD
@@ -28,17 +29,31 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from torch import Tensor
-
-    from attnreg.bench.batches import Tensors
-
     Front = Callable[[Tensor, Tensor, Tensor], Tensor]
-    Step = Callable[[Front, Tensors], object]
+    Step = Callable[[Front, "Tensors"], object]
     Clock = Literal["device", "eager", "host"]
 
 # A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
 # backend may prepare a launcher in the next.
 WARM_UP = 4
+
+
+class Tensors(NamedTuple):
+    """Query, key and value, which take a gradient, and the incoming gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those that take a gradient."""
+        return self.q, self.k, self.v
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Tensors:
+        """Return leaves of their own, each changed in the same way."""
+        q, k, v, grad = (change(x.detach()) for x in self)
+        return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
 
 
 @dataclass(frozen=True)

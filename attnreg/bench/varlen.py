@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from attnreg import _registry, api
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.compare import checked, table, timed
+from attnreg.bench.compare import Batch, checked, named, table, timed
 from attnreg.bench.report import Report
 from attnreg.bench.shapes import BOTH, FORWARD, pull_request
 from attnreg.bench.sides import STEPS, Side, by_default, torch_alone
@@ -30,8 +29,8 @@ from attnreg.measure.timing import matmul_rate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
+    from attnreg.bench.sides import Tensors
     from attnreg.measure.sample import Verdict
 
 TORCH, UNMASKED, MASKED = "torch varlen_attn", "SDPA, padded", "SDPA, padded, mask"

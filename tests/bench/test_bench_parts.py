@@ -9,7 +9,7 @@ import torch
 import attnreg
 from attnreg import _registry, aten, tuning
 from attnreg.bench import fronts, overhead, plots, selection, shapes, sides
-from attnreg.bench.batches import Batch
+from attnreg.bench.compare import Batch
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
 from attnreg.bench.sides import called_directly, wrong_backend
