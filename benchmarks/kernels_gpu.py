@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
-from attnreg.bench.compare import Batch, checked, named
+from attnreg.bench.compare import Batch, checked
 from attnreg.bench.report import Job, save, show, show_machine
 from attnreg.bench.shapes import dense, packed
 from attnreg.bench.sides import STEPS, Side, by_default, called_directly, torch_alone
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
-
     from attnreg.bench.sides import Tensors
-    from attnreg.measure.sample import Verdict
 
 LARGE, RATIO, ADDED = 0.5e-3, 1.02, 4e-6
 OURS, DIRECT, TORCH = "attnreg", "called directly", "torch's SDPA"
@@ -122,11 +119,7 @@ def sides_of(name: str, batch: Batch) -> dict[str, Side]:
 def compared(name: str, batch: Batch, job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what each step takes of the sides, if all of them are right."""
     sides = sides_of(name, batch)
-
-    def verdict(side: str, results: list[Tensor]) -> Verdict:
-        return batch.sample.verdict(named(results)) if side == DIRECT else batch.verdict(results)
-
-    if checked(batch, sides, job, verdict).keys() == sides.keys():
+    if checked(batch, sides, job).keys() == sides.keys():
         for step in STEPS:
             yield step, measure(sides, step, job.rounds)
 

@@ -64,9 +64,10 @@ class Batch:
         """What the first set should give."""
         return Sample(self.case, self.given, backward=self.shape.backward)
 
-    def verdict(self, results: Iterable[Tensor]) -> Verdict:
-        """Return how wrong the output and gradients of a front are."""
-        return self.sample.verdict(named(x if self.shape.varlen else x.transpose(1, 2) for x in results))
+    def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
+        """Return how wrong output and gradients are, in the layout of the sets that they come of."""
+        as_they_are = sets is self.sets
+        return self.sample.verdict(named(x if as_they_are else x.transpose(1, 2) for x in results))
 
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Call the front through which attnreg runs such a call: its `varlen_attn`, or torch's SDPA."""
@@ -137,7 +138,7 @@ def checked(
         batch: the tensors of the call.
         sides: by name.
         job: the measurement.
-        verdict: returns how wrong the results of a side are; for sides whose results aren't a front's.
+        verdict: returns how wrong the results of a side are, if `Batch.verdict` can't say.
     """
     right = {}
     for name, side in sides.items():
@@ -145,7 +146,7 @@ def checked(
         reset_stats()
         try:
             results = side.results(batch.shape.backward)
-            error, wrong = verdict(name, results) if verdict else batch.verdict(results)
+            error, wrong = verdict(name, results) if verdict else batch.verdict(results, side.sets)
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
             job.leave_out(what, short(problem))
             continue

@@ -20,7 +20,7 @@ import torch
 
 from attnreg import _registry, api
 from attnreg.bench import overhead_cpu
-from attnreg.bench.compare import Batch, checked, named
+from attnreg.bench.compare import Batch, checked
 from attnreg.bench.fronts import SHAPES
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BOTH, dense, packed
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from attnreg.bench.report import Job
     from attnreg.bench.sides import Front, Tensors
-    from attnreg.measure.sample import Verdict
 
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
 CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
@@ -90,11 +89,14 @@ def measure(job: Job) -> Report:
     return report
 
 
-def _compare(name: str, batch: Batch, job: Job, report: Report) -> None:
+def _compare(front: str, batch: Batch, job: Job, report: Report) -> None:
     """Add to a report what all calls through one front take."""
-    report.results[name] = taken = _medians(_right(sides(batch, job), batch, job), job)
+    found = sides(batch, job)
+    nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
+    right = {name: one.side for name, one in checked(batch, found, job).items()}
+    report.results[front] = taken = _medians(right | nothing, job)
     rows = [(side, *(f"{found[step]:.1f}" for step in STEPS)) for side, found in taken.items()]
-    report.tables.append(Table(f"Host time per call through {name}, µs", ("side", *STEPS), rows))
+    report.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
     if job.device.type == "cuda" and batch.shape.varlen:
         report.summary += [
             aim(side, step, found[step], taken.get(TORCH, {}).get(step))
@@ -102,7 +104,7 @@ def _compare(name: str, batch: Batch, job: Job, report: Report) -> None:
             if side.startswith(DEFAULT)
             for step in AIMS
         ]
-    report.summary += scoped_aims(name, taken)
+    report.summary += scoped_aims(front, taken)
 
 
 def sides(batch: Batch, job: Job) -> dict[str, Side]:
@@ -150,17 +152,6 @@ def aten_op(batch: Batch) -> Front:
 def _first(op: Any, rest: tuple[Any, ...], *inputs: Tensor) -> Tensor:
     found: Tensor = op(*inputs, *rest)[0]
     return found
-
-
-def _right(found: Mapping[str, Side], batch: Batch, job: Job) -> dict[str, Side]:
-    """Return the sides that are right and run what their names say; what does nothing is right."""
-
-    def verdict(name: str, results: list[Tensor]) -> Verdict:
-        return batch.sample.verdict(named(results)) if name.startswith(DIRECTLY) else batch.verdict(results)
-
-    compared = {name: side for name, side in found.items() if name != NOTHING}
-    right = checked(batch, compared, job, verdict)
-    return {name: side for name, side in found.items() if name in right or name == NOTHING}
 
 
 def _medians(found: Mapping[str, Side], job: Job) -> dict[str, dict[str, float]]:

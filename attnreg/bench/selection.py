@@ -19,7 +19,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry, api
-from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, named, short
+from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.bench.sides import (
@@ -97,7 +97,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         return None
     runners = {name: Runner(one.side, shape.backward) for name, one in right.items()}
     for name, (side, backward) in _direct(batch, job).items():
-        if wrong := batch.sample.verdict(named(side.results(backward))).wrong:
+        if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
             runners[DIRECTLY + name] = Runner(side, backward)

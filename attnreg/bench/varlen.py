@@ -132,7 +132,7 @@ def _padded_sample(batch: Batch, padded: Tensors) -> Sample:
 def _verdict(batch: Batch, padded: Sample, name: str, results: list[Tensor]) -> Verdict:
     """Return how wrong a side is: SDPA's have another layout, and without a mask it sees the padding."""
     if name not in (UNMASKED, MASKED):
-        return batch.verdict(results)
+        return batch.verdict(results, batch.sets)
     bshd = [x.transpose(1, 2) for x in results]
     if name == UNMASKED:
         return padded.verdict(named(bshd))

@@ -92,27 +92,15 @@ class Case:
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""
         return AttentionSpec(
-            device=device,
-            dtype=self.dtype,
-            batch=len(self.lens_q),
-            max_q=self.max_q,
-            max_k=self.max_k,
-            heads_q=self.heads[0],
-            heads_k=self.heads[1],
-            head_dim=self.dims[0],
-            head_dim_v=self.dims[1],
+            device=device, dtype=self.dtype, batch=len(self.lens_q), max_q=self.max_q, max_k=self.max_k,
+            heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dims[0], head_dim_v=self.dims[1],
             tokens_q=sum(self.lens_q) + self.tail if self.varlen else -1,
             tokens_k=sum(self.lens_k) + self.tail if self.varlen else -1,
-            varlen=self.varlen,
-            window=self.window,
-            bias=self.bias != "none",
-            alibi=self.alibi,
-            seqused_k=self.seqused_k is not None,
-            page_size=self.page_size,
+            varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
+            seqused_k=self.seqused_k is not None, page_size=self.page_size,
             positive_scale=self.scale is None or self.scale > 0.0,
-            deterministic=self.deterministic,
-            needs_backward=needs_backward,
-        )
+            deterministic=self.deterministic, needs_backward=needs_backward,
+        )  # fmt: skip
 
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes
