@@ -1,5 +1,6 @@
 """Promises of `attnreg bench`: right before fast, what it prints and writes, nothing left changed."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -105,19 +106,20 @@ def test_selection_divides_what_it_measured(measured):
     ] == "the default order, as no table is in force"
 
 
-def test_a_side_that_is_wrong_is_left_out_and_said_so(bench, fake):
-    recorder = fake("halved")
-    right = recorder.backend.load()
-    wrong = attnreg.Backend(
-        name="halved", forward=recorder.backend.forward, backward=recorder.backend.backward,
-        load=lambda: attnreg.Kernels(lambda *a: tuple(x / 2 for x in right.forward(*a)), right.backward),
-    )  # fmt: skip
-    with attnreg.register_backend(wrong):
-        ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "halved,math", "--json")
+@pytest.mark.parametrize(
+    ("factor", "limits", "why"),
+    [(0.5, {}, "WRONG: out of sequence "), (1.0, {"causal": False}, "ran cpu (forward), cpu (backward); ")],
+)
+def test_a_side_that_is_wrong_or_ran_another_backend_is_left_out(bench, fake, factor, limits, why):
+    backend = fake("mine", **limits).backend
+    right = backend.load()
+    scaled = right._replace(forward=lambda *given: tuple(x * factor for x in right.forward(*given)))
+    with attnreg.register_backend(dataclasses.replace(backend, load=lambda: scaled)):
+        ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "mine,math", "--json")
     found = json.loads(ended.stdout)
-    assert {row["side"] for row in found["results"]["rows"]} >= {"attnreg, math"}
-    assert "attnreg, halved" not in {row["side"] for row in found["results"]["rows"]}
-    assert any("attnreg, halved: WRONG: out of sequence " in line for line in found["left_out"])
+    sides = {row["side"] for row in found["results"]["rows"]}
+    assert "attnreg, math" in sides and "attnreg, mine" not in sides
+    assert any(f"attnreg, mine: {why}" in line for line in found["left_out"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -12,7 +12,7 @@ from attnreg import _registry, aten, tuning
 from attnreg.bench import fronts, overhead, plots, selection, shapes, sides
 from attnreg.bench.compare import Batch
 from attnreg.bench.report import Job
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
 from attnreg.bench.sides import called_directly, wrong_backend
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.contract.spec import Device
@@ -235,19 +235,6 @@ def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
         assert torch.equal(attention(*inputs), right)
     assert directions == ["forward", "backward", "forward"]
     assert attnreg.stats().calls == {}
-
-
-def test_results_of_a_front_are_compared_in_the_contracts_layout():
-    for shape in (dense(2, 9, 4, 2, 8, True, "float32"), ragged(3, 12, 4, 1, 8, True, "float32"),
-                  decode(2, 3, 11, 2, 2, 8, "float32")):  # fmt: skip
-        batch = Batch(shape, CPU)
-        with attnreg.use_backend("math"):
-            side = sides.Side(batch.with_attnreg, batch.front_sets, contextlib.nullcontext)
-            results = side.results(shape.backward)
-        assert len(results) == (4 if shape.backward else 1)
-        assert batch.verdict(results, side.sets).wrong == ""
-        wrong = [x.roll(1, 0) for x in results]
-        assert batch.verdict(wrong, side.sets).wrong.startswith("out of sequence ")
 
 
 # What a call costs the host
