@@ -146,12 +146,7 @@ def aten_op(batch: Batch) -> Front:
         op = ops._scaled_dot_product_flash_attention.default
     else:
         op = ops._scaled_dot_product_flash_attention_for_cpu.default
-    return functools.partial(_first, op, rest)
-
-
-def _first(op: Any, rest: tuple[Any, ...], *inputs: Tensor) -> Tensor:
-    found: Tensor = op(*inputs, *rest)[0]
-    return found
+    return lambda q, k, v: op(q, k, v, *rest)[0]
 
 
 def _medians(found: Mapping[str, Side], job: Job) -> dict[str, dict[str, float]]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    # By title: the cases, and for each strategy a ratio for each case.
+    Panels = dict[str, tuple[list[str], dict[str, list[float | None]]]]
+
 TITLES = {
     "varlen": "Packed sequences through varlen_attn",
     "sdpa": "Dense calls through scaled_dot_product_attention",
@@ -56,7 +59,7 @@ def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = 
         _draw_speeds(results["rows"], results["matmul_teraflops"], title, path)
 
 
-def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], dict[str, list[float | None]]]]:
+def _panels(rows: Sequence[Mapping[str, Any]]) -> Panels:
     """Return for each direction its cases, the best choice first, and each strategy's ratios to the best.
 
     The best is that of the fixed orders, which go through the same front.
@@ -129,9 +132,7 @@ def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str
     axes.set_xticks(range(len(cases)), cases, fontsize=8)
 
 
-def _draw_ratios(
-    panels: Mapping[str, tuple[Sequence[str], Mapping[str, Sequence[float | None]]]], title: str, path: Path
-) -> None:
+def _draw_ratios(panels: Panels, title: str, path: Path) -> None:
     """Draw ratios to the best: for each panel its cases along the axis, and a mark for each strategy."""
     names = _colours(dict.fromkeys(name for _, series in panels.values() for name in series))
     most = max(len(cases) for cases, _ in panels.values())
