@@ -95,12 +95,12 @@ def _compare(front: str, batch: Batch, job: Job, report: Report) -> None:
     nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
     right = {name: one.side for name, one in checked(batch, found, job).items()}
     report.results[front] = taken = _medians(right | nothing, job)
-    rows = [(side, *(f"{found[step]:.1f}" for step in STEPS)) for side, found in taken.items()]
+    rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
     report.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
     if job.device.type == "cuda" and batch.shape.varlen:
         report.summary += [
-            aim(side, step, found[step], taken.get(TORCH, {}).get(step))
-            for side, found in taken.items()
+            aim(side, step, medians[step], taken.get(TORCH, {}).get(step))
+            for side, medians in taken.items()
             if side.startswith(DEFAULT)
             for step in AIMS
         ]

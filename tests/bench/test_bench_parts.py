@@ -9,7 +9,7 @@ import torch
 
 import attnreg
 from attnreg import _registry, aten, tuning
-from attnreg.bench import fronts, overhead, plots, selection, shapes, sides
+from attnreg.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
 from attnreg.bench.compare import Batch
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
@@ -272,6 +272,14 @@ def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, router
         "varlen_attn, attnreg, cpu, backend=",
         "SDPA, attnreg, cpu, use_backend()",
     ]
+
+
+def test_no_round_leaves_attnreg_active_for_the_one_with_nothing_registered(routers):
+    measures = overhead_cpu._routers(1)
+    measures["SDPA, active"]()
+    assert not policy._active
+    measures["SDPA, nothing registered"]()
+    assert aten.installed() and not policy._active
 
 
 def test_overhead_on_a_gpu_has_both_fronts_with_and_without_autograds_thread(routers):
