@@ -7,7 +7,7 @@ are planned for exactly these sizes, run on results allocated for each call.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
+    from attnreg.bench.sides import Tensors
     from attnreg.contract.backend import Call
 
-__all__ = ["Direct", "direct"]
+    Kernel = Callable[..., tuple[Tensor, ...]]
+    Direct = tuple[Kernel, Kernel]
 
-
-class Direct(NamedTuple):
-    """Two functions: `forward(q, k, v)` and `backward(grad, q, k, v, *what the forward returned)`."""
-
-    forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Tensor, ...]]
+__all__ = ["direct"]
 
 
 def direct(name: str, call: Call, tensors: Tensors) -> Direct:
-    """Return a backend's kernels for one kind of call; `tensors` are an example in the contract's layout."""
+    """Return `forward(q, k, v)` and `backward(grad, q, k, v, *what the forward returned)` of a backend.
+
+    They are for one kind of call; `tensors` are an example in the contract's layout.
+    """
     if name == "FA2":
         return _fa2(call)
     return _fa4(call) if name == "FA4" else _cudnn(call, tensors)
@@ -56,7 +55,7 @@ def _fa2(call: Call) -> Direct:
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         return tuple(run_backward(grad, q, k, v, *results, *lengths, *of_dropout, **options))
 
-    return Direct(forward, backward)
+    return forward, backward
 
 
 def _fa4(call: Call) -> Direct:
@@ -84,7 +83,7 @@ def _fa4(call: Call) -> Direct:
         grads = run_backward(q=q, k=k, v=v, out=out, dout=grad, lse=lse, **shared, **plain)
         return tuple(grads[:3])
 
-    return Direct(forward, backward)
+    return forward, backward
 
 
 class _Spy:
@@ -152,4 +151,4 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
         of_backward.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
         return grads
 
-    return Direct(forward, backward)
+    return forward, backward

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -29,21 +30,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.contexts import by_default, led_by, torch_alone
-from attnreg.bench.report import save, show, show_machine
+from attnreg.bench.compare import Batch, checked
+from attnreg.bench.report import Job, save, show, show_machine
 from attnreg.bench.shapes import dense, packed
-from attnreg.bench.sides import STEPS, Side, called_directly, ran, wrong_backend
+from attnreg.bench.sides import STEPS, Side, by_default, called_directly, torch_alone
 from attnreg.errors import BackendUnavailableError
-from attnreg.measure.timing import calls_for, interleaved, median_ratio, peak_memory
+from attnreg.measure.timing import calls_for, interleaved, median_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
-
-    from attnreg.bench.batches import Tensors
+    from attnreg.bench.sides import Tensors
 
 LARGE, RATIO, ADDED = 0.5e-3, 1.02, 4e-6
 OURS, DIRECT, TORCH = "attnreg", "called directly", "torch's SDPA"
@@ -105,11 +103,12 @@ def drawn(size: Size, varlen: bool, device: torch.device) -> Batch:
     return Batch(dense(size.batch, size.length, *rest), device)
 
 
-def compared(name: str, batch: Batch) -> dict[str, Side]:
+def sides_of(name: str, batch: Batch) -> dict[str, Side]:
     """Return attnreg, the kernel called directly, and torch's SDPA where it has that kernel."""
     kernels = called_directly(*direct(name, batch.call, batch.sets[0]))
+    registered = functools.partial(attnreg.register_backend, name)
     sides = {
-        OURS: Side(batch.with_attnreg, batch.front_sets, led_by(name)),
+        OURS: Side(batch.with_attnreg, batch.front_sets, registered, wanted=name),
         DIRECT: Side(kernels, batch.sets, by_default),
     }
     if name in NATIVE and not batch.shape.varlen:
@@ -117,32 +116,31 @@ def compared(name: str, batch: Batch) -> dict[str, Side]:
     return sides
 
 
-def check(name: str, sides: dict[str, Side], batch: Batch) -> str:
-    """Return what is wrong with the sides, or nothing."""
-    sample = batch.sample()
-    for side, one in sides.items():
-        attnreg.reset_stats()
-        results = one.results()
-        if side == OURS and (problem := wrong_backend(name, ran())):
-            return problem
-        found = named(results) if side == DIRECT else batch.contract(results)
-        if wrong := sample.verdict(found).wrong:
-            return f"{side} is WRONG: {wrong}"
-    return ""
+def compared(name: str, batch: Batch, job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what each step takes of the sides, if all of them are right."""
+    sides = sides_of(name, batch)
+    if checked(batch, sides, job).keys() == sides.keys():
+        for step in STEPS:
+            yield step, measure(sides, step, job.rounds)
 
 
 def lse_bytes(tensors: Tensors) -> int:
     """Return the size of the log-sum-exp of a call."""
-    query: Tensor = tensors.q
-    return 4 * query.numel() // query.shape[-1]
+    return 4 * tensors.q.numel() // tensors.q.shape[-1]
 
 
 def memory(side: Side, step: str) -> int:
-    """Return the bytes of one call at its peak, with everything warm."""
+    """Return the bytes on the GPU of one call at its peak, its results included, with everything warm."""
     with side.within():
         for _ in range(3):
             STEPS[step](side.front, side.sets[0])
-        return peak_memory(lambda: STEPS[step](side.front, side.sets[0]))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = STEPS[step](side.front, side.sets[0])
+        torch.cuda.synchronize()
+        del results
+        return torch.cuda.max_memory_allocated() - before
 
 
 def measure(sides: dict[str, Side], step: str, rounds: int) -> dict[str, Any]:
@@ -208,27 +206,22 @@ def main() -> None:
     device = torch.device("cuda", 0)
     show_machine()
     rounds = 3 if options.quick else options.rounds
-    results: list[dict[str, Any]] = []
+    job, results = Job(device, (), rounds), []
     for name in available():
         for varlen, front in ((True, "attnreg.varlen_attn"), (False, "SDPA")):
             done: list[dict[str, Any]] = []
             for size in (SIZES[0], SIZES[3]) if options.quick else SIZES:
+                what = {"backend": name, "front": front, "size": str(size)}
                 try:
-                    batch = drawn(size, varlen, device)
-                    sides = compared(name, batch)
-                    if problem := check(name, sides, batch):
-                        print(f"left out: {name}, {front}, {size}: {problem}")
-                        continue
-                    for step in STEPS:
-                        figures = measure(sides, step, rounds)
-                        done.append(
-                            {"backend": name, "front": front, "size": str(size), "step": step, **figures}
-                        )
+                    for step, figures in compared(name, drawn(size, varlen, device), job):
+                        done.append({**what, "step": step, **figures})
                 except Exception as problem:  # noqa: BLE001 - one that breaks must not hide the others
-                    print(f"left out: {name}, {front}, {size}: {type(problem).__name__}: {problem}")
+                    job.leave_out(", ".join(what.values()), f"{type(problem).__name__}: {problem}")
             table(f"{name} through {front}", done)
             results += done
             save(options.json, results)
+    for line in job.left_out:
+        print(f"left out: {line}")
     for what in ("time", "memory"):
         reached = sum(row[f"{what}_reached"] for row in results)
         print(f"{what}: aim reached in {reached} of {len(results)}")

@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, get_args
 
-from attnreg.bench.batches import Batch
-from attnreg.bench.contexts import led_by, untouched
+from attnreg import api
+from attnreg.bench.compare import Batch
 from attnreg.bench.shapes import dense, packed
-from attnreg.bench.sides import Side, layers, layers_backward, ran, wrong_backend
+from attnreg.bench.sides import Side, layers, layers_backward, ran, untouched, wrong_backend
 from attnreg.contract.spec import Direction
 from attnreg.dispatch import call_cache
 from attnreg.dispatch.counters import reset_stats
@@ -25,7 +25,7 @@ from attnreg.tuning.checks import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import Tensor
@@ -46,30 +46,26 @@ def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS)
 
 
 def _through_both(device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
-    for varlen in (True, False):
-        yield from _through(varlen, device, names, rounds)
-
-
-def _through(varlen: bool, device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
-    batch = Batch(SHAPES[not varlen], device, LAYERS)
-    sides = {name: Side(batch.with_attnreg, batch.front_sets, led_by(name)) for name in names}
-    able = {
-        name: functools.partial(_host, side, device)
-        for name, side in sides.items()
-        if _runs(name, side, device)
-    }
-    for name, taken in _guarded(able, device, rounds).items():
-        for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
-            yield Front(name, varlen, direction, min(seconds) * 1e6, bool(captured.call_cache_in_use))
+    for shape in SHAPES:
+        batch = Batch(shape, device, LAYERS)
+        able = {}
+        for name in names:
+            within = functools.partial(api.register_backend, name)
+            side = Side(batch.with_attnreg, batch.front_sets, within, wanted=name)
+            if _is_able(side, device):
+                able[name] = functools.partial(_host, side, device)
+        for name, taken in interleaved(able, rounds).items():
+            for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
+                compiled = bool(captured.call_cache_in_use)
+                yield Front(name, shape.varlen, direction, min(seconds) * 1e6, compiled)
 
 
 def _host(side: Side, device: torch.device) -> tuple[float, float]:
     """Return the seconds that the host takes for one call of the graph, forward and backward."""
     sets, timer = side.sets, timer_for(device)
     with side.within():
-        for _ in range(
-            2
-        ):  # each has several calls, more than it takes after a registration until all is cached
+        # Each has several calls, more than it takes after a registration until all is cached.
+        for _ in range(2):
             layers_backward(layers(side.front, sets), sets)
         outs: list[Tensor] = []
         forward = timer.host(lambda: outs.extend(layers(side.front, sets)), 1)
@@ -77,26 +73,15 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
     return forward / len(sets), backward / len(sets)
 
 
-def _guarded(
-    measures: Mapping[str, Callable[[], tuple[float, float]]], device: torch.device, rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Measure in rounds, without the backends that can't run so many calls at once."""
-    able = {}
-    for name, measure in measures.items():
-        try:
-            measure()
-        except Exception as error:  # noqa: BLE001 - the points of the table will say what is wrong with it
-            check_alive(device, error)
-        else:
-            able[name] = measure
-    return interleaved(able, rounds)
-
-
-def _runs(name: str, side: Side, device: torch.device) -> bool:
+def _is_able(side: Side, device: torch.device) -> bool:
+    """Whether the side's backend runs such a call, and so many of them at once."""
     reset_stats()
     try:
         side.results()
-    except Exception as error:  # noqa: BLE001 - as above
+        if wrong_backend(side.wanted, ran()):
+            return False
+        _host(side, device)
+    except Exception as error:  # noqa: BLE001 - the points of the table will say what is wrong with it
         check_alive(device, error)
         return False
-    return not wrong_backend(name, ran())
+    return True

@@ -18,42 +18,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg import _registry
+from attnreg import _registry, api
 from attnreg.bench import overhead_cpu
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.compare import Checked, checked
-from attnreg.bench.contexts import by_default, in_the_callers_thread, led_by, scoped, settings, torch_alone
+from attnreg.bench.compare import Batch, checked
 from attnreg.bench.fronts import SHAPES
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BOTH, dense, packed
-from attnreg.bench.sides import Side, called_directly, forward, forward_backward, wrong_backend
+from attnreg.bench.sides import (
+    Side,
+    by_default,
+    called_directly,
+    forward,
+    forward_backward,
+    in_the_callers_thread,
+    settings,
+    torch_alone,
+)
 from attnreg.measure.timing import calls_for, interleaved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
-    from attnreg.bench.sides import Step
-    from attnreg.measure import Sample
-
-    Front = Callable[..., Tensor]
-    Medians = dict[str, dict[str, float]]
+    from attnreg.bench.sides import Front, Tensors
 
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
 CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
 CPU_SHAPES = (packed([2, 2], 2, 2, 8, False, "float32"), dense(1, 2, 1, 1, 8, False, "float32"))
 FRONTS = ("varlen_attn", "SDPA")
 
-TORCH, DEFAULT, LED, OP, NOTHING = (
-    "torch",
-    "attnreg",
-    "attnreg, ",
-    "aten op, C++ autograd",
-    "autograd, nothing",
-)
+TORCH, DEFAULT, LED = "torch", "attnreg", "attnreg, "
+OP, NOTHING = "aten op, C++ autograd", "autograd, nothing"
 ALONE, DIRECTLY = "autograd in the caller's thread", "called directly, "
 # How a backend may be named, as the end of a row's name; a registered one has none.
 IN_SCOPE, BY_ARGUMENT = ", use_backend()", ", backend="
@@ -73,55 +70,59 @@ STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward
 
 
 def measure(job: Job) -> Report:
-    """Measure both fronts, and on a CPU what `overhead_cpu` asks first."""
-    if job.device.type == "cuda":
-        return _fronts(job, Report({}, []), 0, len(FRONTS))
-    report, threads = Report({}, []), torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Measure both fronts, and on a CPU, on one thread, what `overhead_cpu` asks first."""
+    report, threads = Report({}), torch.get_num_threads()
+    gpu = job.device.type == "cuda"
+    shapes = dict(zip(FRONTS, SHAPES if gpu else CPU_SHAPES, strict=True))
+    questions = {} if gpu else overhead_cpu.QUESTIONS
+    if not gpu:
+        torch.set_num_threads(1)
     try:
-        parts = overhead_cpu.measure(job, report, also=len(FRONTS))
-        return _fronts(job, report, parts, parts + len(FRONTS))
+        for case in job.in_time([*questions, *shapes]):
+            if case in questions:
+                overhead_cpu.answer(case, job, report)
+            else:
+                _compare(case, Batch(shapes[case], job.device), job, report)
+            job.keep(report.results)
     finally:
         torch.set_num_threads(threads)
-
-
-def _fronts(job: Job, report: Report, done: int, total: int) -> Report:
-    gpu = job.device.type == "cuda"
-    for number, (name, shape) in enumerate(zip(FRONTS, SHAPES if gpu else CPU_SHAPES, strict=True)):
-        job.advance(done + number, total, name)
-        if job.late:
-            job.leave_out(name, "the time was spent")
-            continue
-        batch = Batch(shape, job.device)
-        report.results[name] = taken = _medians(_right(sides(batch, job), batch, job), job)
-        rows = [(side, *(f"{found[step]:.1f}" for step in STEPS)) for side, found in taken.items()]
-        report.tables.append(Table(f"Host time per call through {name}, µs", ("side", *STEPS), rows))
-        job.keep(report.results)
-        if gpu and shape.varlen:
-            report.summary += [
-                aim(side, step, found[step], taken.get(TORCH, {}).get(step))
-                for side, found in taken.items()
-                if side.startswith(DEFAULT)
-                for step in AIMS
-            ]
-        report.summary += scoped_aims(name, taken)
     return report
+
+
+def _compare(front: str, batch: Batch, job: Job, report: Report) -> None:
+    """Add to a report what all calls through one front take."""
+    found = sides(batch, job)
+    nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
+    right = {name: one.side for name, one in checked(batch, found, job).items()}
+    report.results[front] = taken = _medians(right | nothing, job)
+    rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
+    report.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
+    if job.device.type == "cuda" and batch.shape.varlen:
+        report.summary += [
+            aim(side, step, medians[step], taken.get(TORCH, {}).get(step))
+            for side, medians in taken.items()
+            if side.startswith(DEFAULT)
+            for step in AIMS
+        ]
+    report.summary += scoped_aims(front, taken)
 
 
 def sides(batch: Batch, job: Job) -> dict[str, Side]:
     """Return all that are timed, by the names of their rows."""
     sets, gpu = batch.front_sets, batch.device.type == "cuda"
-    default = by_default if batch.shape.varlen else settings("measured", job.table)
+    default = by_default if batch.shape.varlen else functools.partial(settings, "measured", job.table)
     found = {
         TORCH: Side(batch.with_torch, sets, torch_alone),
         DEFAULT: Side(batch.with_attnreg, sets, default),
-        **{LED + name: Side(batch.with_attnreg, sets, led_by(name)) for name in job.backends},
-        **{LED + name + IN_SCOPE: Side(batch.with_attnreg, sets, scoped(name)) for name in job.backends},
     }
+    for end, choose in (("", api.register_backend), (IN_SCOPE, api.use_backend)):
+        for name in job.backends:
+            within: Any = functools.partial(choose, name)
+            found[LED + name + end] = Side(batch.with_attnreg, sets, within, wanted=name)
     if batch.shape.varlen:
         for name in job.backends:
             front = functools.partial(batch.with_attnreg, backend=name)
-            found[LED + name + BY_ARGUMENT] = Side(front, sets, by_default)
+            found[LED + name + BY_ARGUMENT] = Side(front, sets, by_default, wanted=name)
     for name in job.backends:
         kernels = _registry.find(name).kernels()
         direct = called_directly(kernels.forward, kernels.backward, batch.call)
@@ -137,54 +138,28 @@ def sides(batch: Batch, job: Job) -> dict[str, Side]:
 
 def aten_op(batch: Batch) -> Front:
     """Return aten's flash op as a function of query, key and value."""
+    ops = torch.ops.aten
+    rest: tuple[Any, ...] = ()
     if batch.shape.varlen:
-        op: Any = torch.ops.aten._flash_attention_forward.default
-        rest: tuple[Any, ...] = (*batch.offsets, 0.0, False, False)
+        op, rest = ops._flash_attention_forward.default, (*batch.offsets, 0.0, False, False)
+    elif batch.device.type == "cuda":
+        op = ops._scaled_dot_product_flash_attention.default
     else:
-        gpu = batch.device.type == "cuda"
-        ops = torch.ops.aten
-        op = (
-            ops._scaled_dot_product_flash_attention
-            if gpu
-            else ops._scaled_dot_product_flash_attention_for_cpu
-        )
-        op, rest = op.default, ()
-    return functools.partial(_first, op, rest)
+        op = ops._scaled_dot_product_flash_attention_for_cpu.default
+    return lambda q, k, v: op(q, k, v, *rest)[0]
 
 
-def _first(op: Callable[..., Any], rest: tuple[Any, ...], *inputs: Tensor) -> Tensor:
-    found: Tensor = op(*inputs, *rest)[0]
-    return found
-
-
-def _right(found: Mapping[str, Side], batch: Batch, job: Job) -> dict[str, Side]:
-    """Return the sides that are right and run what their names say; what does nothing is right."""
-    sample = batch.sample()
-
-    def expected(name: str, results: list[Tensor]) -> tuple[Sample, dict[str, Tensor]]:
-        return sample, named(results) if name.startswith(DIRECTLY) else batch.contract(results)
-
-    def against(name: str, ran: dict[str, str]) -> str:
-        backend = name.removeprefix(LED).removesuffix(IN_SCOPE).removesuffix(BY_ARGUMENT)
-        return wrong_backend(backend, ran) if backend in job.backends else ""
-
-    compared = {name: side for name, side in found.items() if name != NOTHING}
-    right: dict[str, Checked] = checked(batch.shape, compared, expected, against, job)
-    return {name: side for name, side in found.items() if name in right or name == NOTHING}
-
-
-def _medians(found: Mapping[str, Side], job: Job) -> Medians:
+def _medians(found: Mapping[str, Side], job: Job) -> dict[str, dict[str, float]]:
     """Return the median microseconds of each side and step."""
     total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
-
-    def calls(side: Side, run: Step) -> int:
-        return (
-            CALLS if job.device.type == "cuda" else calls_for(total, side.timed(run, 3, "host")(), most=500)
-        )
-
-    medians: Medians = {name: {} for name in found}
+    medians: dict[str, dict[str, float]] = {name: {} for name in found}
     for step, run in STEPS.items():
-        measures = {name: side.timed(run, calls(side, run), "host") for name, side in found.items()}
+        measures = {}
+        for name, side in found.items():
+            calls = CALLS
+            if job.device.type != "cuda":
+                calls = calls_for(total, side.timed(run, 3, "host")(), most=500)
+            measures[name] = side.timed(run, calls, "host")
         for name, taken in interleaved(measures, job.rounds).items():
             medians[name][step] = statistics.median(taken) * 1e6
     return medians

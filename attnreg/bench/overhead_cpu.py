@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg import _registry, api, aten
-from attnreg.bench.report import Report, Table
-from attnreg.bench.sides import WARM_UP, called_directly
+from attnreg import _registry, api
+from attnreg.bench.report import Table
+from attnreg.bench.shapes import BOTH, FORWARD
+from attnreg.bench.sides import WARM_UP, by_default, called_directly, torch_alone
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import Capabilities
 from attnreg.measure.timing import interleaved, median_ratio, per_call
@@ -27,38 +28,20 @@ from attnreg.varlen.front import varlen_attn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-    from attnreg.bench.report import Job
+    from attnreg.bench.report import Job, Report
+
+    Context = Callable[[], AbstractContextManager[Any]]
+    Measures = dict[str, Callable[[], float]]
 
 CALLS, QUICK_CALLS = 1000, 20
-PARTS = (
-    ("routers", "Routers over torch's ops", "torch alone"),
-    ("varlen", "varlen_attn above kernels that do nothing", "torch"),
-    ("called_directly", "varlen_attn above the cpu backend", "called directly"),
-)
-
-Rows = dict[str, list[float]]
 
 
-def measure(job: Job, report: Report, also: int = 0) -> int:
-    """Answer the questions into a report; returns their number, to which so many others come."""
-    for number, ((key, title, base), ask) in enumerate(
-        zip(PARTS, (_routers, _fronts, _backend), strict=True)
-    ):
-        job.advance(number, len(PARTS) + also, title)
-        if job.late:
-            job.leave_out(title, "the time was spent")
-            continue
-        report.results[key], table = _tabled(
-            title, ask(QUICK_CALLS if job.quick else CALLS, job.rounds), base
-        )
-        report.tables.append(table)
-        job.keep(report.results)
-    return len(PARTS)
-
-
-def _tabled(title: str, taken: Rows, base: str) -> tuple[list[dict[str, Any]], Table]:
-    """Return median microseconds, also as a difference from the yardstick, as data and as a table."""
+def answer(title: str, job: Job, report: Report) -> None:
+    """Add to a report median microseconds, also as a difference from the yardstick."""
+    key, base, measures = QUESTIONS[title]
+    taken = interleaved(measures(QUICK_CALLS if job.quick else CALLS), job.rounds)
     results, rows = [], []
     for name, seconds in taken.items():
         against = taken[f"{name.rpartition(', ')[0]}, {base}"]
@@ -66,10 +49,31 @@ def _tabled(title: str, taken: Rows, base: str) -> tuple[list[dict[str, Any]], T
         added = statistics.median(a - b for a, b in zip(seconds, against, strict=True)) * 1e6
         results.append({"name": name, "microseconds": median, "added": added, "ratio": ratio})
         rows.append((name, f"{median:.2f}", f"{added:+.2f}", f"{ratio:.3f}"))
-    return results, Table(title, ("call", "µs", f"above {base}", "ratio"), rows)
+    report.results[key] = results
+    report.tables.append(Table(title, ("call", "µs", f"above {base}", "ratio"), rows))
 
 
-def _routers(calls: int, rounds: int) -> Rows:
+def _measured(within: Context, calls: int, run: Callable[[], object]) -> Callable[[], float]:
+    """Return what takes the seconds of a call inside a context."""
+
+    def measure() -> float:
+        with within():
+            for _ in range(WARM_UP):
+                run()
+            return per_call(run, calls)
+
+    return measure
+
+
+@contextlib.contextmanager
+def _active() -> Iterator[None]:
+    """Have attnreg installed."""
+    api.install()
+    yield
+    api.uninstall()
+
+
+def _routers(calls: int) -> Measures:
     """Measure op and SDPA without attnreg, with inactive routers, and with attnreg installed."""
     query = torch.randn(1, 1, 2, 8)
     learned = query.clone().requires_grad_()
@@ -79,23 +83,15 @@ def _routers(calls: int, rounds: int) -> Rows:
         "SDPA": lambda: F.scaled_dot_product_attention(query, query, query),
         "SDPA, with grad": lambda: F.scaled_dot_product_attention(learned, learned, learned),
     }
-    states = (("torch alone", api.uninstall), ("nothing registered", aten.ensure), ("active", api.install))
-
-    def measured(run: Callable[[], object], become: Callable[[], None]) -> Callable[[], float]:
-        def once() -> float:
-            become()
-            run()  # makes the plan
-            return per_call(run, calls)
-
-        return once
-
-    measures = {
-        f"{name}, {state}": measured(run, become) for name, run in runs.items() for state, become in states
+    states = {"torch alone": torch_alone, "nothing registered": by_default, "active": _active}
+    return {
+        f"{name}, {state}": _measured(within, calls, run)
+        for name, run in runs.items()
+        for state, within in states.items()
     }
-    return interleaved(measures, rounds)
 
 
-def _fronts(calls: int, rounds: int) -> Rows:
+def _fronts(calls: int) -> Measures:
     """Measure both fronts above kernels that do nothing."""
     from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
@@ -106,82 +102,56 @@ def _fronts(calls: int, rounds: int) -> Rows:
     )  # fmt: skip
     tokens = torch.randn(4, 2, 8, requires_grad=True)
     offsets, grad = torch.tensor([0, 2, 4], dtype=torch.int32), torch.ones(4, 2, 8)
+    given = tokens, tokens, tokens, offsets, offsets, 2, 2
 
-    def forward(front: Callable[..., Any], **options: Any) -> Tensor:
-        found: Tensor = front(tokens, tokens, tokens, offsets, offsets, 2, 2, **options)
-        return found
+    @contextlib.contextmanager
+    def another_preferred() -> Iterator[None]:
+        with api.register_backend(nothing), api.register_backend("math"):
+            yield
 
-    def torchs(run: Callable[[], object]) -> float:
-        with _aten_nothing():
-            run()
-            return per_call(run, calls)
+    @contextlib.contextmanager
+    def in_scope() -> Iterator[None]:
+        with another_preferred(), api.use_backend(nothing.name):
+            yield
 
-    def registered(run: Callable[[], object]) -> float:
-        with api.register_backend(nothing):
-            for _ in range(WARM_UP):
-                run()
-            taken = per_call(run, calls)
-        api.uninstall()
-        return taken
-
-    def scoped(run: Callable[[], object], name: str | None) -> float:
-        # Another backend is preferred, so that the scoped choice decides.
-        with (
-            api.register_backend(nothing),
-            api.register_backend("math"),
-            api.use_backend(name) if name else contextlib.nullcontext(),
-        ):
-            for _ in range(WARM_UP):
-                run()
-            taken = per_call(run, calls)
-        api.uninstall()
-        return taken
-
-    def sides(step: str, run: Callable[[Callable[[], Tensor]], object]) -> dict[str, Callable[[], float]]:
-        named = functools.partial(forward, varlen_attn, backend=nothing.name)
-        ours = functools.partial(forward, varlen_attn)
-        return {
-            f"{step}, torch": lambda: torchs(lambda: run(lambda: forward(torch_varlen_attn))),
-            f"{step}, attnreg": lambda: registered(lambda: run(ours)),
-            f"{step}, use_backend()": lambda: scoped(lambda: run(ours), nothing.name),
-            f"{step}, backend=": lambda: scoped(lambda: run(named), None),
-        }
-
-    api.uninstall()
-    forwards = sides("forward with grad", lambda attend: attend())
-    return interleaved(forwards | sides("forward + backward", lambda attend: _back(attend(), grad)), rounds)
+    sides: dict[str, tuple[Context, Callable[[], Any]]] = {
+        "torch": (_aten_nothing, lambda: torch_varlen_attn(*given)),
+        "attnreg": (lambda: api.register_backend(nothing), lambda: varlen_attn(*given)),
+        "use_backend()": (in_scope, lambda: varlen_attn(*given)),
+        "backend=": (another_preferred, lambda: varlen_attn(*given, backend=nothing.name)),
+    }
+    return _both_steps("forward with grad", sides, grad, calls)
 
 
-def _backend(calls: int, rounds: int) -> Rows:
+def _backend(calls: int) -> Measures:
     """Measure attnreg.varlen_attn against the `cpu` backend called directly, at a small real shape."""
     kernels, lengths = _registry.find("cpu").kernels(), [40, 64, 17, 33]
-    query, key, value = (torch.randn(sum(lengths), 4, 64, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(sum(lengths), 4, 64, requires_grad=True) for _ in "qkv")
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    grad, fewer = torch.ones_like(query), max(calls // 10, 1)
-
-    direct = called_directly(
-        kernels.forward, kernels.backward, Call(64**-0.5, 64, 64, (-1, -1), offsets, offsets)
-    )
-
-    def attnregs() -> Tensor:
-        return varlen_attn(query, key, value, offsets, offsets, 64, 64)  # type: ignore[return-value]
-
-    api.install()
-    return interleaved(
-        {
-            "forward, called directly": lambda: per_call(lambda: direct(query, key, value), fewer),
-            "forward, attnreg": lambda: per_call(attnregs, fewer),
-            "forward + backward, called directly": lambda: per_call(
-                lambda: _back(direct(query, key, value), grad), fewer
-            ),
-            "forward + backward, attnreg": lambda: per_call(lambda: _back(attnregs(), grad), fewer),
-        },
-        rounds,
-    )
+    call = Call(64**-0.5, 64, 64, (-1, -1), offsets, offsets)
+    direct = called_directly(kernels.forward, kernels.backward, call)
+    sides: dict[str, tuple[Context, Callable[[], Any]]] = {
+        "called directly": (_active, lambda: direct(query, key, value)),
+        "attnreg": (_active, lambda: varlen_attn(query, key, value, offsets, offsets, 64, 64)),
+    }
+    return _both_steps(FORWARD, sides, torch.ones_like(query), max(calls // 10, 1))
 
 
-def _back(out: Tensor, grad: Tensor) -> None:
-    out.backward(grad)  # type: ignore[no-untyped-call]
+def _both_steps(
+    forward: str, sides: dict[str, tuple[Context, Callable[[], Tensor]]], grad: Tensor, calls: int
+) -> Measures:
+    """Return what times each side's forward, under that name, and its forward with the backward."""
+
+    def back(attend: Callable[[], Tensor]) -> None:
+        attend().backward(grad)  # type: ignore[no-untyped-call]
+
+    forwards = {
+        f"{forward}, {name}": _measured(within, calls, attend) for name, (within, attend) in sides.items()
+    }
+    return forwards | {
+        f"{BOTH}, {name}": _measured(within, calls, functools.partial(back, attend))
+        for name, (within, attend) in sides.items()
+    }
 
 
 def _nothing_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -198,7 +168,8 @@ def _nothing_backward(
 
 @contextlib.contextmanager
 def _aten_nothing() -> Iterator[None]:
-    """Have such kernels straight under aten's flash ops on a CPU, for torch's own varlen_attn."""
+    """Have such kernels straight under aten's flash ops on a CPU, for torch's own varlen_attn alone."""
+    api.uninstall()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         random_state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
@@ -214,3 +185,11 @@ def _aten_nothing() -> Iterator[None]:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+# By title: the name in the results, the side that the others are compared with, and what measures the sides.
+QUESTIONS: dict[str, tuple[str, str, Callable[[int], Measures]]] = {
+    "Routers over torch's ops": ("routers", "torch alone", _routers),
+    "varlen_attn above kernels that do nothing": ("varlen", "torch", _fronts),
+    "varlen_attn above the cpu backend": ("called_directly", "called directly", _backend),
+}

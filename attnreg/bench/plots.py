@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from attnreg.bench.overhead_cpu import QUESTIONS
 from attnreg.bench.report import machine
 from attnreg.bench.shapes import BACKWARD, FORWARD
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED
@@ -17,17 +18,14 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    # By title: the cases, and for each strategy a ratio for each case.
+    Panels = dict[str, tuple[list[str], dict[str, list[float | None]]]]
+
 TITLES = {
     "varlen": "Packed sequences through varlen_attn",
     "sdpa": "Dense calls through scaled_dot_product_attention",
     "overhead": "What a call costs the host",
     "selection": "Shapes that no table was tuned on",
-}
-
-PARTS = {
-    "routers": "Routers over torch's ops",
-    "varlen": "varlen_attn above kernels that do nothing",
-    "called_directly": "varlen_attn above the cpu backend",
 }
 
 # Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
@@ -37,6 +35,12 @@ COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F
 OF_BACKENDS = dict(zip(("FA2", "FA4", "cuDNN", "cpu", "math"), COLOURS[1:], strict=False))
 MARKS = "osD^vP*X<>"
 INK, FAINT = "#333333", "#D9D9D9"
+# The first strategy is a line in front of the others' marks.
+FIRST: dict[str, Any] = {"markersize": 6.5, "linestyle": "-", "linewidth": 1.6, "zorder": 5}
+OTHERS: dict[str, Any] = {"markersize": 5, "linestyle": "none", "zorder": 3}
+
+# What names of attnreg's rows end in, where they don't have its own.
+OURS = ("registered", "active", "use_backend()", "backend=")
 
 # Past these a ratio is drawn at the edge: one bad choice must not flatten all others.
 LEAST, MOST = 0.8, 8.0
@@ -55,17 +59,23 @@ def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = 
         _draw_speeds(results["rows"], results["matmul_teraflops"], title, path)
 
 
-def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], dict[str, list[float | None]]]]:
+def _panels(rows: Sequence[Mapping[str, Any]]) -> Panels:
     """Return for each direction its cases, the best choice first, and each strategy's ratios to the best.
 
     The best is that of the fixed orders, which go through the same front.
     """
     panels = {}
     for direction in (FORWARD, BACKWARD):
-        taken = {row["case"]: row["directions"].get(direction, {}) for row in rows}
-        ratios = {
-            case: _to_the_best(found) for case, found in taken.items() if CHOSEN in found.get("front", ())
-        }
+        ratios = {}
+        for row in rows:
+            found = row["directions"].get(direction, {"front": ()})
+            if CHOSEN not in found["front"]:
+                continue
+            times = dict(found["front"])
+            if found["called_directly"]:
+                times[DIRECT] = min(found["called_directly"].values())
+            best = min(time for name, time in times.items() if name.startswith(FIXED))
+            ratios[row["case"]] = {name: time / best for name, time in times.items()}
         cases = sorted(ratios, key=lambda case, ratios=ratios: ratios[case][CHOSEN])  # type: ignore[misc]
         names = dict.fromkeys(name for found in ratios.values() for name in found)
         if cases:
@@ -74,20 +84,13 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], dic
     return panels
 
 
-def _to_the_best(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    times = dict(found["front"])
-    if found["called_directly"]:
-        times[DIRECT] = min(found["called_directly"].values())
-    best = min(time for name, time in times.items() if name.startswith(FIXED))
-    return {name: time / best for name, time in times.items()}
-
-
 def _costs(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return microseconds by question and side, from results of a CPU or a GPU."""
+    titles = {key: title for title, (key, *_) in QUESTIONS.items()}
     found: dict[str, dict[str, float]] = {}
     for part, rows in results.items():
         if isinstance(rows, list):
-            found[PARTS.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
+            found[titles.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
             continue
         for side, steps in rows.items():
             for step, microseconds in steps.items():
@@ -111,7 +114,7 @@ def _draw_speeds(rows: Sequence[Mapping[str, Any]], ceiling: float, title: str, 
         here = [row for row in rows if (row["panel"], row["step"]) == (panel, step)]
         _bars(axes, here, sides, ceiling)
         _dressed(axes, ", ".join(filter(None, (panel, step))), "TFLOP/s (higher is better)")
-    _finish(figure, title, path)
+    _save_with_legend(figure, title, path)
 
 
 def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str], ceiling: float) -> None:
@@ -119,8 +122,9 @@ def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str
     cases, width = _each(rows, "case"), 0.84 / len(sides)
     for place, (side, colour) in enumerate(sides.items()):
         at = [number - 0.42 + width * (place + 0.5) for number in range(len(cases))]
-        heights = [speeds.get((case, side), 0.0) for case in cases]
-        axes.bar(at, heights, width * 0.92, color=colour, label=side)
+        axes.bar(
+            at, [speeds.get((case, side), 0.0) for case in cases], width * 0.92, color=colour, label=side
+        )
     label = f"matmul, as measured: {ceiling:.3g} TFLOP/s"
     axes.axhline(ceiling, color=INK, linestyle="--", linewidth=1.2, label=label)
     axes.set_ylim(0, 1.08 * max(ceiling, *speeds.values()))
@@ -128,9 +132,7 @@ def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str
     axes.set_xticks(range(len(cases)), cases, fontsize=8)
 
 
-def _draw_ratios(
-    panels: Mapping[str, tuple[Sequence[str], Mapping[str, Sequence[float | None]]]], title: str, path: Path
-) -> None:
+def _draw_ratios(panels: Panels, title: str, path: Path) -> None:
     """Draw ratios to the best: for each panel its cases along the axis, and a mark for each strategy."""
     names = _colours(dict.fromkeys(name for _, series in panels.values() for name in series))
     most = max(len(cases) for cases, _ in panels.values())
@@ -140,8 +142,10 @@ def _draw_ratios(
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
     ):
         for number, (name, ratios) in enumerate(series.items()):
-            shown = [None if ratio is None else min(max(ratio, LEAST), MOST) for ratio in ratios]
-            _marks(axes, number, name, shown, names[name])
+            there = {place: ratio for place, ratio in enumerate(ratios) if ratio is not None}
+            shown = [min(max(ratio, LEAST), MOST) for ratio in there.values()]
+            style = FIRST if number == 0 else OTHERS
+            axes.plot([*there], shown, MARKS[number % len(MARKS)], label=name, color=names[name], **style)
         axes.axhline(1.0, color=INK, linewidth=1.0)
         _dressed(axes, heading, "ratio, log scale (lower is better)")
         axes.set_yscale("log")
@@ -157,22 +161,12 @@ def _draw_ratios(
         )
         axes.set_xlim(-0.7, len(cases) - 0.3)
         axes.grid(axis="x", color=FAINT, linewidth=0.4)
-    _finish(figure, title, path)
+    _save_with_legend(figure, title, path)
 
 
 def _ratio(value: float, place: Any) -> str:
     at_the_edge = f"≥ {value:g}" if value >= MOST else f"≤ {value:g}"
     return at_the_edge if value in (LEAST, MOST) else f"{value:g}"
-
-
-def _marks(axes: Axes, number: int, name: str, ratios: Sequence[float | None], colour: str) -> None:
-    there = [(x, ratio) for x, ratio in enumerate(ratios) if ratio is not None]
-    first = number == 0
-    axes.plot(
-        [x for x, _ in there], [ratio for _, ratio in there], MARKS[number % len(MARKS)], label=name,
-        color=colour, markersize=6.5 if first else 5, linestyle="-" if first else "none", linewidth=1.6,
-        zorder=5 if first else 3,
-    )  # fmt: skip
 
 
 def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
@@ -182,19 +176,14 @@ def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path
     grid = figure.subplots(len(parts), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
     for axes, (part, found) in zip(grid[:, 0], parts.items(), strict=True):
         names = list(found)[::-1]
-        colours = [COLOURS[0] if _is_ours(name) else GREYS[1] for name in names]
+        colours = [COLOURS[0] if "attnreg" in name or name.endswith(OURS) else GREYS[1] for name in names]
         drawn = axes.barh(names, [found[name] for name in names], height=0.7, color=colours)
         axes.bar_label(drawn, fmt="{:.1f}", padding=4, color=INK, fontsize=8)
         axes.set_xlim(0, 1.12 * max(found.values()))
         _dressed(axes, f"{part}, µs (lower is better)", "")
         axes.tick_params(axis="y", length=0, labelsize=8)
         axes.grid(visible=False)
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
-    _save(figure, path)
-
-
-def _is_ours(name: str) -> bool:
-    return "attnreg" in name or name.endswith(("registered", "active", "use_backend()", "backend="))
+    _save(figure, title, path)
 
 
 def _each(rows: Iterable[Mapping[str, Any]], key: str) -> list[str]:
@@ -223,24 +212,19 @@ def _dressed(axes: Axes, title: str, y: str) -> None:
     axes.spines[["left", "bottom"]].set_color(FAINT)
 
 
-def _finish(figure: Figure, title: str, path: Path) -> None:
+def _save_with_legend(figure: Figure, title: str, path: Path) -> None:
     # A side may be missing in some panels; a line that isn't a side comes last.
-    named = {label: handle for axes in figure.axes for handle, label in zip(*_legend(axes), strict=True)}
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    named = {label: handle for each in found for handle, label in zip(*each, strict=True)}
     labels = sorted(named, key=lambda label: label.startswith("matmul"))
-    handles = [named[label] for label in labels]
-    columns = min(len(labels), 5)
     figure.legend(
-        handles, labels, frameon=False, ncols=columns, loc="outside lower center", fontsize=9, labelcolor=INK
-    )
+        [named[label] for label in labels], labels, frameon=False, ncols=min(len(labels), 5),
+        loc="outside lower center", fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+    _save(figure, title, path)
+
+
+def _save(figure: Figure, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
-    _save(figure, path)
-
-
-def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return list(handles), list(labels)
-
-
-def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

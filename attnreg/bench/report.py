@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
@@ -11,17 +12,20 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
 
 from attnreg.errors import ConfigError
 from attnreg.tuning.table import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
+T = TypeVar("T")
 
 PACKAGES = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -45,7 +49,7 @@ class Report:
     """
 
     results: Any
-    tables: list[Table]
+    tables: list[Table] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
 
 
@@ -82,6 +86,15 @@ class Job:
         """Whether the time is spent."""
         return time.monotonic() >= self.deadline
 
+    def in_time(self, cases: Sequence[T]) -> Iterator[T]:
+        """Yield each case that there is time for, and leave out the others."""
+        for number, case in enumerate(cases):
+            self.advance(number, len(cases), str(case))
+            if self.late:
+                self.leave_out(str(case), "the time was spent")
+            else:
+                yield case
+
     def leave_out(self, what: str, why: str) -> None:
         """Record that something isn't measured, and why."""
         self.left_out.append(f"{what}: {why}")
@@ -94,8 +107,8 @@ class Job:
 
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
-    omitted = {"left_out": list(left_out)} if left_out else {}
-    return {"machine": machine(), "results": results, **omitted}
+    found = {"machine": machine(), "results": results}
+    return found | {"left_out": list(left_out)} if left_out else found
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
@@ -108,17 +121,17 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text(document(results, left_out)) + "\n")
+        write_whole(path, _json(document(results, left_out)) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
-def _text(value: Any, indent: str = "") -> str:
+def _json(value: Any, indent: str = "") -> str:
     """Return JSON with a line for each row: short enough to keep, and to see what changed."""
     inner = indent + " "
     nested = isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values())
     if nested and len(indent) < 2:
-        rows = [f"{inner}{json.dumps(key)}: {_text(one, inner)}" for key, one in value.items()]
+        rows = [f"{inner}{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(inner + json.dumps(_rounded(row)) for row in value) + f"\n{indent}]"
@@ -138,10 +151,6 @@ def show(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], place: Console | None = None
 ) -> None:
     """Print a table, on a console or for 110 columns."""
-    from rich.console import Console
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
     drawn = Drawn(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for index, name in enumerate(header):
         drawn.add_column(name, justify="left" if index == 0 else "right")
@@ -154,55 +163,36 @@ def show(
 
 def show_machine(place: Console | None = None, known: dict[str, str] | None = None) -> None:
     """Print what the figures were measured on, unless that is `known` already."""
-    from rich.console import Console
-    from rich.text import Text
-
     facts = " · ".join(f"{key} {value}" for key, value in (known or machine()).items())
     (place or Console(width=110)).print(Text(facts))
 
 
 def machine() -> dict[str, str]:
     """Return what a figure has to be read with, each fact as text."""
+    processors = re.findall(r"^model name\s*:\s*(.*?)\s*$", _text_of("/proc/cpuinfo"), re.MULTILINE)
+    kind = platform.processor() or platform.machine()
     facts = {
-        "processor": _processor(),
+        "processor": f"{processors[0]}, {len(processors)} cores" if processors else kind,
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "attnreg": sys.modules["attnreg"].__version__,
     }
     if torch.cuda.is_available():
+        driver = re.search(r"\d{3}\.\d+(\.\d+)?", _text_of("/proc/driver/nvidia/version"))
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        facts["driver"] = _driver()
-        facts.update(_packages())
+        facts["driver"] = driver.group() if driver else "unknown"
+        for name in PACKAGES:
+            with contextlib.suppress(PackageNotFoundError):
+                facts[name] = version(name)
     return facts
 
 
-def _driver() -> str:
+def _text_of(path: str) -> str:
+    """Return what the kernel says in a file, or nothing where there is no such file."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        return Path(path).read_text()
     except OSError:
-        return "unknown"
-    found = re.search(r"\d{3}\.\d+(\.\d+)?", text)
-    return found.group() if found else "unknown"
-
-
-def _packages() -> dict[str, str]:
-    """Return the versions of those that are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.machine()
+        return ""

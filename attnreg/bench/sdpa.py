@@ -6,15 +6,17 @@ as query heads or a quarter; bfloat16. On a CPU 512 tokens of a model 256 wide, 
 
 from __future__ import annotations
 
+import functools
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from attnreg.bench.batches import Batch, sets_beyond_the_cache
-from attnreg.bench.compare import checked, dtype_of, timed
-from attnreg.bench.contexts import led_by, settings, table_in_force, torch_alone
+import torch
+
+from attnreg import api
+from attnreg.bench.compare import batch_beyond_the_cache, checked, timed
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import sdpa_grid
-from attnreg.bench.sides import STEPS, Side, wrong_backend
+from attnreg.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import matmul_rate
 
@@ -34,35 +36,29 @@ def measure(job: Job) -> Report:
     shapes = sdpa_grid(job.device.type)
     shapes = shapes[:: len(shapes) // 2] if job.quick else shapes
     table = table_in_force(job.device, job.table)
-    rate = matmul_rate(job.device, dtype_of(shapes[0]))
-    report = Report({"table": table, "matmul_teraflops": rate / 1e12, "rows": []}, [])
-    for number, shape in enumerate(shapes):
-        job.advance(number, len(shapes), str(shape))
-        if job.late:
-            job.leave_out(str(shape), "the time was spent")
-            continue
-        rows = _rows(shape, rate, job)
-        report.results["rows"] += rows
+    rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
+    rows: list[dict[str, Any]] = []
+    report = Report({"table": table, "matmul_teraflops": rate / 1e12, "rows": rows})
+    for shape in job.in_time(shapes):
+        rows += _rows(shape, rate, job)
         job.keep(report.results)
-    found, panels = report.results["rows"], dict.fromkeys(map(_panel, shapes))
-    report.tables = [_table(step, panel, found) for panel in panels for step in STEPS]
-    report.summary = [f"measured: chosen by {table}", *_mean_gains(found)]
+    panels = dict.fromkeys(map(_panel, shapes))
+    report.tables = [_table(step, panel, rows) for panel in panels for step in STEPS]
+    report.summary = [f"measured: chosen by {table}", *_mean_gains(rows)]
     return report
 
 
 def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
-    batch = Batch(shape, job.device, sets_beyond_the_cache(shape, job.device))
-    sample = batch.sample()
+    batch = batch_beyond_the_cache(shape, job.device)
+    sets, measured = batch.front_sets, functools.partial(settings, "measured", job.table, job.backends)
     sides = {
-        TORCH: Side(batch.with_torch, batch.front_sets, torch_alone),
-        CHOSEN: Side(batch.with_attnreg, batch.front_sets, settings("measured", job.table, job.backends)),
+        TORCH: Side(batch.with_torch, sets, torch_alone),
+        CHOSEN: Side(batch.with_attnreg, sets, measured),
     }
-    sides |= {LED + name: Side(batch.with_attnreg, batch.front_sets, led_by(name)) for name in job.backends}
-
-    def against(name: str, found: dict[str, str]) -> str:
-        return "" if name in (TORCH, CHOSEN) else wrong_backend(name.removeprefix(LED), found)
-
-    right = checked(shape, sides, lambda _, results: (sample, batch.contract(results)), against, job)
+    for name in job.backends:
+        within = functools.partial(api.register_backend, name)
+        sides[LED + name] = Side(batch.with_attnreg, sets, within, wanted=name)
+    right = checked(batch, sides, job)
     if TORCH not in right:
         raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it is wrong here")
     length, (heads_q, heads_k) = shape.lengths_q[0], shape.heads
@@ -83,10 +79,11 @@ def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
     for case in dict.fromkeys(row["case"] for row in here):
         found = [times.get((case, side)) for side in sides]
         chosen = times.get((case, CHOSEN))
-        gain = f"{chosen['times_yardstick']:.2f}" if chosen else "-"
-        share = f"{chosen['of_matmul_rate']:.0%}" if chosen else "-"
-        shown = [f"{row['milliseconds']:.3f}" if row else "-" for row in found]
-        cells.append((case.replace("\n", ", "), *shown, gain, share))
+        last = (
+            (f"{chosen['times_yardstick']:.2f}", f"{chosen['of_matmul_rate']:.0%}") if chosen else ("-", "-")
+        )
+        shown = (f"{row['milliseconds']:.3f}" if row else "-" for row in found)
+        cells.append((case.replace("\n", ", "), *shown, *last))
     header = ("ms", *(side.replace("attnreg, ", "") for side in sides), "x torch", "of matmul")
     return Table(f"{panel}, {step}", header, cells)
 

@@ -15,28 +15,43 @@ from __future__ import annotations
 
 import functools
 import statistics
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from attnreg.bench.batches import Batch, named, sets_beyond_the_cache
-from attnreg.bench.compare import Checked, checked, short
-from attnreg.bench.contexts import table_in_force
+from attnreg import _registry, api
+from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
 from attnreg.bench.report import Report, Table
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
-from attnreg.bench.sides import ran
-from attnreg.bench.strategies import Runner, by_direction, direct, strategies
-from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, aims, gains, ratios, summary
-from attnreg.dispatch import counters
+from attnreg.bench.sides import (
+    WARM_UP,
+    Side,
+    by_default,
+    called_directly,
+    forward,
+    layers,
+    layers_backward,
+    ran,
+    settings,
+    table_in_force,
+    torch_alone,
+)
+from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
+from attnreg.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
-from attnreg.measure.timing import interleaved
+from attnreg.measure.timing import calls_for, interleaved, timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from attnreg.bench.report import Job
     from attnreg.bench.shapes import Shape
 
 QUICK = 6
 DIRECTLY = "called directly, "
+# As long as a measurement takes, but for calls that take longer.
+SECONDS = 0.005
 
 
 def measure(job: Job) -> Report:
@@ -61,53 +76,52 @@ def measure(job: Job) -> Report:
             job.leave_out(str(shape), short(problem))
             continue
         rows += [row] if row else []
-        results = {"table": table, **_summed(rows)}
+        summed, gained = summary(rows), gains(rows)
+        reached = aims(summed, gained)
+        results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": rows}
         job.keep(results)
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     lines = [f"chosen by: {table}"]
-    lines += [
-        f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {_reached(one)}" for one in results["aims"]
-    ]
-    return Report(results, list(_tables(results)), lines)
-
-
-def _summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    summed, gained = summary(rows), gains(rows)
-    return {"aims": aims(summed, gained), "summary": summed, "gains": gained, "rows": list(rows)}
-
-
-def _reached(aim: Mapping[str, Any]) -> str:
-    return "reached" if aim["reached"] else "MISSED"
+    for one in results["aims"]:
+        word = "reached" if one["reached"] else "MISSED"
+        lines.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
+    return Report(results, _tables(results), lines)
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     """Return what one case took, microseconds by direction and strategy; None if attnreg didn't run it."""
-    batch = Batch(shape, job.device, sets_beyond_the_cache(shape, job.device))
-    sample = batch.sample()
-    right = checked(
-        shape, strategies(batch, job), lambda _, got: (sample, batch.contract(got)), lambda *_: "", job
-    )
+    batch = batch_beyond_the_cache(shape, job.device)
+    right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
         return None
-    runners = {name: Runner.through(one.side, shape.backward) for name, one in right.items()}
-    for name, (runner, side, backward) in direct(batch, job).items():
-        if wrong := sample.verdict(named(side.results(backward))).wrong:
+    runners = {name: Runner(one.side, shape.backward) for name, one in right.items()}
+    for name, (side, backward) in _direct(batch, job).items():
+        if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
-            runners[DIRECTLY + name] = runner
+            runners[DIRECTLY + name] = Runner(side, backward)
     measured = interleaved(
         {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
     )
+    directions = {}
+    for direction in measured[CHOSEN][0]:
+        taken = {
+            name: statistics.median(seconds[direction] for seconds in rounds) * 1e6
+            for name, rounds in measured.items()
+            if direction in rounds[0]
+        }
+        apart = [name for name in taken if name.startswith(DIRECTLY)]
+        directly = {name.removeprefix(DIRECTLY): taken.pop(name) for name in apart}
+        directions[direction] = {
+            "called_directly": directly, "front": taken, "ratios": ratios(directly, taken)
+        }  # fmt: skip
     return {
         "case": str(shape),
         "group": shape.group,
         "shape": shape.to_dict(),
         "ran": {name: _ran(one) for name, one in right.items()},
-        "directions": {
-            direction: _direction({name: statistics.median(seconds) * 1e6 for name, seconds in found.items()})
-            for direction, found in by_direction(measured).items()
-        },
+        "directions": directions,
     }
 
 
@@ -118,15 +132,67 @@ def _ran(one: Checked) -> dict[str, str]:
     return {FORWARD: ran()["forward"], "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
 
 
-def _direction(taken: Mapping[str, float]) -> dict[str, Any]:
-    directly = {
-        name.removeprefix(DIRECTLY): time for name, time in taken.items() if name.startswith(DIRECTLY)
+def strategies(batch: Batch, job: Job) -> dict[str, Side]:
+    """Return every way to decide: by measurement, by order, always one backend first, torch alone."""
+    within: dict[str, Any] = {
+        CHOSEN: functools.partial(settings, "measured", job.table, job.backends),
+        ORDER: functools.partial(settings, "order", among=job.backends),
+        **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
     }
-    front = {name: time for name, time in taken.items() if not name.startswith(DIRECTLY)}
-    return {"called_directly": directly, "front": front, "ratios": ratios(directly, front)}
+    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
+    return found | {TORCH: Side(batch.with_torch, batch.front_sets, torch_alone)}
 
 
-def _tables(results: Mapping[str, Any]) -> list[Table]:
+def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
+    """Return each backend's kernels called directly, and whether there is a backward."""
+    spec = batch.shape.spec(planning.device_of(job.device))
+    found = {}
+    for name in job.backends:
+        entry = _registry.find(name)
+        if entry.reasons(spec, "forward"):
+            continue
+        backward = batch.shape.backward and not entry.reasons(spec, "backward")
+        kernels = entry.kernel("forward"), entry.kernel("backward") if backward else None
+        found[name] = Side(called_directly(*kernels, batch.call), batch.sets, by_default), backward
+    return found
+
+
+class Runner:
+    """What times a side in each direction, all of them in one round.
+
+    One graph has a call for each set of tensors, as a model has layers: autograd's thread, once awake, goes
+    through them all.
+    """
+
+    def __init__(self, side: Side, backward: bool) -> None:
+        self._side, self._backward = side, backward
+        self._times: dict[str, int] = {}  # how often each direction is run in a measurement
+
+    def measure(self, device: torch.device) -> dict[str, float]:
+        """Return the seconds of a call in each direction; the first round is a warm-up as well."""
+        taken, timer = {}, timer_for(device)
+        with self._side.within():
+            for direction, run, calls in self._steps():
+                for _ in range(WARM_UP):
+                    run()
+                if direction not in self._times:
+                    once = timer.back_to_back(run, 2)
+                    self._times[direction] = calls_for(SECONDS, once, most=100)
+                taken[direction] = timer.back_to_back(run, self._times[direction]) / calls
+        return taken
+
+    def _steps(self) -> Iterator[tuple[str, Callable[[], object], int]]:
+        """Yield each direction, what is timed, and how many calls of attention are in it."""
+        front, sets = self._side.front, self._side.sets
+        in_turn = cycle(sets)
+        yield FORWARD, lambda: forward(front, next(in_turn)), 1
+        if self._backward:
+            yield BOTH, lambda: layers_backward(layers(front, sets), sets), len(sets)
+            outs = layers(front, sets)  # isn't timed
+            yield BACKWARD, lambda: layers_backward(outs, sets, retain_graph=True), len(sets)
+
+
+def _tables(results: dict[str, Any]) -> list[Table]:
     """Return the means, the gains over torch, and a row for each case."""
     found = []
     rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
@@ -148,7 +214,7 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
     return found
 
 
-def _cases(direction: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
     """Return microseconds of each case in one direction."""
     here = [row for row in rows if direction in row["directions"]]
     names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))

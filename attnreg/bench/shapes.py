@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import asdict, dataclass, replace
+from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from attnreg.measure import Case
@@ -89,16 +89,6 @@ class Shape:
         return f"{self.group} {batch}x{length} {heads} d{self.dim}{' causal' if self.causal else ''}"
 
 
-def dense(
-    batch: int, length: int, heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
-) -> Shape:
-    """Return self-attention of sequences of one length."""
-    lengths = (length,) * batch
-    return Shape(
-        lengths_q=lengths, lengths_k=lengths, heads=(heads_q, heads_k), dim=dim, causal=causal, dtype=dtype
-    )
-
-
 def packed(
     lengths: Sequence[int], heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
 ) -> Shape:
@@ -110,14 +100,20 @@ def packed(
     )  # fmt: skip
 
 
-def ragged(
-    batch: int, longest: int, heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
-) -> Shape:
-    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest."""
+def dense(batch: int, length: int, *rest: Any) -> Shape:
+    """Return self-attention of sequences of one length; the rest is that of `packed`."""
+    return replace(packed((length,) * batch, *rest), varlen=False)
+
+
+def ragged(batch: int, longest: int, *rest: Any) -> Shape:
+    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
+
+    The rest is that of `packed`.
+    """
     draw = random.Random(batch * 1_000_003 + longest)
     drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))
     lengths = [*(min(max(length, 1 + longest // 64), longest) for length in drawn), longest]
-    return packed(lengths, heads_q, heads_k, dim, causal, dtype)
+    return packed(lengths, *rest)
 
 
 def decode(
@@ -132,73 +128,35 @@ def decode(
 
 # Batch, length, heads of query and key, head dim, causal: sizes that no grid of `attnreg tune` has.
 DENSE = (
-    (3, 1536, 24, 24, 128, True),
-    (1, 6000, 32, 8, 128, True),
-    (11, 320, 12, 12, 64, False),
-    (5, 1100, 20, 20, 64, True),
-    (2, 3000, 40, 8, 128, True),
-    (7, 777, 12, 12, 96, False),
-    (24, 192, 16, 4, 64, True),
-    (1, 12000, 24, 24, 128, True),
-    (4, 2500, 24, 24, 64, False),
-    (9, 640, 32, 32, 128, True),
-    (1, 900, 10, 10, 64, True),
-    (6, 1400, 32, 4, 128, True),
-    (13, 450, 24, 24, 128, False),
-    (2, 7000, 16, 16, 64, True),
-    (3, 2200, 16, 8, 96, True),
-    (1, 3500, 40, 40, 128, False),
-    (40, 224, 8, 8, 128, False),
-    (2, 5000, 32, 8, 64, True),
-    (15, 1000, 12, 12, 64, True),
-    (1, 10000, 20, 4, 128, False),
-    (6, 300, 32, 8, 128, True),
-    (1, 1800, 32, 8, 128, True),
-    (3, 4500, 12, 12, 64, False),
-    (10, 1700, 16, 2, 128, True),
-)
+    (3, 1536, 24, 24, 128, True), (1, 6000, 32, 8, 128, True), (11, 320, 12, 12, 64, False),
+    (5, 1100, 20, 20, 64, True), (2, 3000, 40, 8, 128, True), (7, 777, 12, 12, 96, False),
+    (24, 192, 16, 4, 64, True), (1, 12000, 24, 24, 128, True), (4, 2500, 24, 24, 64, False),
+    (9, 640, 32, 32, 128, True), (1, 900, 10, 10, 64, True), (6, 1400, 32, 4, 128, True),
+    (13, 450, 24, 24, 128, False), (2, 7000, 16, 16, 64, True), (3, 2200, 16, 8, 96, True),
+    (1, 3500, 40, 40, 128, False), (40, 224, 8, 8, 128, False), (2, 5000, 32, 8, 64, True),
+    (15, 1000, 12, 12, 64, True), (1, 10000, 20, 4, 128, False), (6, 300, 32, 8, 128, True),
+    (1, 1800, 32, 8, 128, True), (3, 4500, 12, 12, 64, False), (10, 1700, 16, 2, 128, True),
+)  # fmt: skip
 
 # Batch, longest, heads of query and key, head dim, causal.
 RAGGED = (
-    (12, 1500, 16, 16, 128, True),
-    (5, 5000, 32, 8, 128, True),
-    (31, 600, 12, 12, 64, False),
-    (8, 2300, 24, 24, 64, True),
-    (3, 9000, 16, 16, 128, False),
-    (17, 700, 20, 4, 96, True),
-    (48, 400, 8, 8, 64, True),
-    (7, 3200, 40, 8, 128, True),
-    (20, 900, 24, 24, 128, False),
-    (2, 12000, 32, 4, 128, True),
-    (10, 1900, 16, 4, 64, False),
-    (6, 1200, 12, 12, 64, True),
-    (36, 1300, 16, 16, 128, True),
-    (4, 350, 10, 10, 128, True),
-    (14, 2800, 32, 8, 64, True),
-    (9, 500, 32, 32, 96, False),
-    (3, 6500, 24, 24, 64, True),
-    (25, 1700, 16, 8, 128, True),
-    (11, 3700, 20, 20, 128, False),
-    (16, 800, 32, 8, 128, True),
-)
+    (12, 1500, 16, 16, 128, True), (5, 5000, 32, 8, 128, True), (31, 600, 12, 12, 64, False),
+    (8, 2300, 24, 24, 64, True), (3, 9000, 16, 16, 128, False), (17, 700, 20, 4, 96, True),
+    (48, 400, 8, 8, 64, True), (7, 3200, 40, 8, 128, True), (20, 900, 24, 24, 128, False),
+    (2, 12000, 32, 4, 128, True), (10, 1900, 16, 4, 64, False), (6, 1200, 12, 12, 64, True),
+    (36, 1300, 16, 16, 128, True), (4, 350, 10, 10, 128, True), (14, 2800, 32, 8, 64, True),
+    (9, 500, 32, 32, 96, False), (3, 6500, 24, 24, 64, True), (25, 1700, 16, 8, 128, True),
+    (11, 3700, 20, 20, 128, False), (16, 800, 32, 8, 128, True),
+)  # fmt: skip
 
 # Batch, queries, keys, heads of query and key, head dim.
 DECODE = (
-    (3, 1, 6000, 32, 8, 128),
-    (24, 1, 1500, 24, 24, 64),
-    (1, 1, 24000, 40, 8, 128),
-    (12, 4, 3000, 32, 8, 128),
-    (7, 1, 5000, 16, 16, 128),
-    (32, 1, 2500, 32, 4, 128),
-    (2, 8, 12000, 24, 24, 128),
-    (5, 1, 9000, 20, 4, 64),
-    (20, 3, 1900, 16, 4, 64),
-    (1, 1, 3500, 32, 32, 128),
-    (10, 1, 14000, 32, 8, 128),
-    (4, 6, 7000, 40, 8, 128),
-    (28, 1, 4500, 12, 12, 96),
-    (6, 5, 20000, 32, 4, 128),
-)
+    (3, 1, 6000, 32, 8, 128), (24, 1, 1500, 24, 24, 64), (1, 1, 24000, 40, 8, 128),
+    (12, 4, 3000, 32, 8, 128), (7, 1, 5000, 16, 16, 128), (32, 1, 2500, 32, 4, 128),
+    (2, 8, 12000, 24, 24, 128), (5, 1, 9000, 20, 4, 64), (20, 3, 1900, 16, 4, 64),
+    (1, 1, 3500, 32, 32, 128), (10, 1, 14000, 32, 8, 128), (4, 6, 7000, 40, 8, 128),
+    (28, 1, 4500, 12, 12, 96), (6, 5, 20000, 32, 4, 128),
+)  # fmt: skip
 
 # Six that a CPU computes in milliseconds.
 SMALL = (
@@ -215,25 +173,19 @@ def held_out(device: str) -> list[Shape]:
     """Return shapes that no table was tuned on; the first of them vary in everything already."""
     if device != "cuda":
         return list(SMALL)
-    kinds = (
-        [dense(*row) for row in DENSE],
-        [ragged(*row) for row in RAGGED],
-        [decode(*row) for row in DECODE],
-    )
+    kinds = starmap(dense, DENSE), starmap(ragged, RAGGED), starmap(decode, DECODE)
     return [shape for row in zip_longest(*kinds) for shape in row if shape is not None]
 
 
-def pull_request_lengths(device: str, seed: int = 0) -> list[int]:
-    """Return random multiples of 64, the last of them the longest: those of PyTorch's PR 164502."""
-    batch, longest = (8, 2048) if device == "cuda" else (4, 256)
-    draw = random.Random(seed)
-    return [*(64 * draw.randint(1, longest // 64) for _ in range(batch - 1)), longest]
-
-
 def pull_request(device: str) -> list[Shape]:
-    """Return the setting of PyTorch's PR 164502, and on a CPU a small one of the kind."""
+    """Return the setting of PyTorch's PR 164502, and on a CPU a small one of the kind.
+
+    Lengths are random multiples of 64, the last of them the longest.
+    """
     gpu = device == "cuda"
-    heads, dtype, lengths = 16 if gpu else 4, "bfloat16" if gpu else "float32", pull_request_lengths(device)
+    batch, longest, heads, dtype = (8, 2048, 16, "bfloat16") if gpu else (4, 256, 4, "float32")
+    draw = random.Random(0)
+    lengths = [*(64 * draw.randint(1, longest // 64) for _ in range(batch - 1)), longest]
     return [packed(lengths, heads, heads, d, causal, dtype) for d in (64, 128) for causal in (False, True)]
 
 

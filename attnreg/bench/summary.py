@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
@@ -38,44 +39,37 @@ def ratios(directly: Mapping[str, float], front: Mapping[str, float]) -> dict[st
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return geometric mean, worst and number of the ratios, by direction, yardstick, group and strategy."""
     found = []
-    for direction in (FORWARD, BACKWARD, BOTH):
-        for yardstick in (DIRECT, SAME_FRONT):
-            for group in GROUPS:
-                named: dict[str, list[tuple[float, str]]] = {}
-                for row in rows:
-                    if group in ("all", row["group"]) and direction in row["directions"]:
-                        given = row["directions"][direction]["ratios"].get(yardstick, {})
-                        for strategy, ratio in given.items():
-                            named.setdefault(strategy, []).append((ratio, row["case"]))
-                found += [
-                    {
-                        "direction": direction, "yardstick": yardstick, "group": group, "strategy": strategy,
-                        "mean": geometric_mean(ratio for ratio, _ in ratios), "worst": max(ratios)[0],
-                        "worst_case": max(ratios)[1], "cases": len(ratios),
-                    }
-                    for strategy, ratios in named.items()
-                ]  # fmt: skip
+    for direction, yardstick, group in product((FORWARD, BACKWARD, BOTH), (DIRECT, SAME_FRONT), GROUPS):
+        named: dict[str, list[tuple[float, str]]] = {}
+        for row in rows:
+            if group in ("all", row["group"]) and direction in row["directions"]:
+                for strategy, ratio in row["directions"][direction]["ratios"].get(yardstick, {}).items():
+                    named.setdefault(strategy, []).append((ratio, row["case"]))
+        found += [
+            {
+                "direction": direction, "yardstick": yardstick, "group": group, "strategy": strategy,
+                "mean": geometric_mean(ratio for ratio, _ in ratios), "worst": max(ratios)[0],
+                "worst_case": max(ratios)[1], "cases": len(ratios),
+            }
+            for strategy, ratios in named.items()
+        ]  # fmt: skip
     return found
 
 
 def gains(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return how many times as fast as torch's default the chosen backend is, by direction and group."""
     found = []
-    for direction in (FORWARD, BOTH):
-        for group in GROUPS[1:]:
-            taken = [
-                row["directions"][direction]["front"]
-                for row in rows
-                if row["group"] == group and direction in row["directions"]
-            ]
-            times = [one[TORCH] / one[CHOSEN] for one in taken if TORCH in one and CHOSEN in one]
-            if times:
-                found.append(
-                    {
-                        "direction": direction, "group": group, "mean": geometric_mean(times),
-                        "worst": min(times), "cases": len(times),
-                    }
-                )  # fmt: skip
+    for direction, group in product((FORWARD, BOTH), GROUPS[1:]):
+        alike = [row for row in rows if row["group"] == group]
+        taken = [row["directions"].get(direction, {"front": {}})["front"] for row in alike]
+        times = [one[TORCH] / one[CHOSEN] for one in taken if TORCH in one and CHOSEN in one]
+        if times:
+            found.append(
+                {
+                    "direction": direction, "group": group, "mean": geometric_mean(times),
+                    "worst": min(times), "cases": len(times),
+                }
+            )  # fmt: skip
     return found
 
 

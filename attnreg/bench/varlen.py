@@ -16,24 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from attnreg.bench.batches import Batch, named
-from attnreg.bench.compare import checked, dtype_of, table, timed
-from attnreg.bench.contexts import by_default, led_by, mixed, torch_alone
+from attnreg import _registry, api
+from attnreg.bench.compare import Batch, checked, named, table, timed
 from attnreg.bench.report import Report
-from attnreg.bench.shapes import BOTH, FORWARD, pull_request, pull_request_lengths
-from attnreg.bench.sides import STEPS, Side, wrong_backend
+from attnreg.bench.shapes import BOTH, FORWARD, pull_request
+from attnreg.bench.sides import STEPS, Side, by_default, torch_alone
+from attnreg.contract.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure import Inputs, Sample
 from attnreg.measure.timing import matmul_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    from attnreg.bench.batches import Tensors
     from attnreg.bench.report import Job
-    from attnreg.contract.backend import Backend
+    from attnreg.bench.sides import Tensors
+    from attnreg.measure.sample import Verdict
 
 TORCH, UNMASKED, MASKED = "torch varlen_attn", "SDPA, padded", "SDPA, padded, mask"
 DEFAULT, LED = "attnreg, default", "attnreg, "
@@ -47,15 +45,13 @@ def measure(job: Job) -> Report:
         BackendUnavailableError: neither runs here.
     """
     shapes = pull_request(job.device.type)[: 1 if job.quick else None]
-    lengths, rate = pull_request_lengths(job.device.type), matmul_rate(job.device, dtype_of(shapes[0]))
-    report = Report({"lengths": lengths, "matmul_teraflops": rate / 1e12, "rows": []}, [])
-    for number, shape in enumerate(shapes):
-        job.advance(number, len(shapes), str(shape))
-        if job.late:
-            job.leave_out(str(shape), "the time was spent")
-            continue
+    rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
+    report = Report({"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": []})
+    for shape in job.in_time(shapes):
         batch = Batch(shape, job.device, sets=3)
-        right = checked(shape, _sides(batch, job.backends), _Expected(batch), _against, job)
+        padded = [tensors.mapped(functools.partial(_pad, batch)) for tensors in batch.sets]
+        verdict = functools.partial(_verdict, batch, _padded_sample(batch, padded[0]))
+        right = checked(batch, _sides(batch, padded, job.backends), job, verdict)
         yardstick = next((name for name in (TORCH, MASKED) if name in right), None)
         if yardstick is None:
             raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
@@ -72,79 +68,72 @@ def measure(job: Job) -> Report:
 
 
 def _aim(row: dict[str, Any]) -> str:
+    line = f"{row['case']}, {row['step']}: {row['times_yardstick']:.2f} x {row['yardstick']}"
     if row["yardstick"] != TORCH:
-        return f"{row['case']}, {row['step']}: {row['times_yardstick']:.2f} x {row['yardstick']}"
+        return line
     aim = AIMS[row["step"]]
-    reached = "reached" if row["times_yardstick"] >= aim else "MISSED"
-    return f"{row['case']}, {row['step']}: {row['times_yardstick']:.2f} x {TORCH}, aim {aim}: {reached}"
+    return f"{line}, aim {aim}: {'reached' if row['times_yardstick'] >= aim else 'MISSED'}"
 
 
-def _sides(batch: Batch, backends: tuple[str, ...]) -> dict[str, Side]:
+def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> dict[str, Side]:
     """Return all that are compared."""
-    plain, sdpa = _padded(batch)
+    sdpa, visible = F.scaled_dot_product_attention, _is_token(batch)[:, None, None, :]  # (B, 1, 1, S)
+    if batch.shape.causal:
+        longest = batch.call.max_q
+        visible = visible & torch.ones(longest, longest, dtype=torch.bool, device=batch.device).tril()
     found = {
         TORCH: Side(batch.with_torch, batch.sets, torch_alone),
-        UNMASKED: Side(functools.partial(sdpa, is_causal=batch.shape.causal), plain, torch_alone),
-        MASKED: Side(functools.partial(sdpa, attn_mask=_visible(batch)), plain, torch_alone),
+        UNMASKED: Side(functools.partial(sdpa, is_causal=batch.shape.causal), padded, torch_alone),
+        MASKED: Side(functools.partial(sdpa, attn_mask=visible), padded, torch_alone),
         DEFAULT: Side(batch.with_attnreg, batch.sets, by_default),
     }
-    led: list[str | Backend] = [*backends]
+    led: dict[str, str | Backend] = {name: name for name in backends}
     if {"cuDNN", "FA4"} <= set(backends):
-        led.append(mixed("cuDNN", "FA4"))
-    for backend in led:
-        name = backend if isinstance(backend, str) else backend.name
-        found[LED + name] = Side(batch.with_attnreg, batch.sets, led_by(backend))
+        led["cuDNN+FA4"] = _mixed("cuDNN", "FA4")
+    for name, backend in led.items():
+        within = functools.partial(api.register_backend, backend)
+        found[LED + name] = Side(batch.with_attnreg, batch.sets, within, wanted=name)
     return found
 
 
-def _against(name: str, found: dict[str, str]) -> str:
-    if name in (TORCH, UNMASKED, MASKED, DEFAULT):
-        return ""
-    return wrong_backend(name.removeprefix(LED), found)
+def _mixed(forward: str, backward: str) -> Backend:
+    """Return a backend made of one's forward and another's backward, which both have to load."""
+    first, second = _registry.find(forward), _registry.find(backward)
+    if first.backend is None or second.backend is None:
+        raise BackendUnavailableError(f"{forward} or {backward} is broken")
+    return Backend(
+        name=f"{forward}+{backward}",
+        forward=first.backend.forward,
+        backward=second.backend.backward,
+        load=lambda: Kernels(first.kernels().forward, second.kernels().backward),
+    )
 
 
-def _padded(batch: Batch) -> tuple[list[Tensors], Callable[..., Tensor]]:
-    """Return the batch's sets padded as (B, H, S, D), and SDPA over such tensors."""
-    lengths = list(batch.shape.lengths_q)
-
-    def pad(x: Tensor) -> Tensor:
-        return pad_sequence(list(torch.split(x, lengths)), batch_first=True).transpose(1, 2)
-
-    return [tensors.mapped(pad) for tensors in batch.sets], F.scaled_dot_product_attention
+def _pad(batch: Batch, x: Tensor) -> Tensor:
+    """Return packed rows padded, (B, H, S, D)."""
+    return pad_sequence(list(torch.split(x, list(batch.shape.lengths_q))), batch_first=True).transpose(1, 2)
 
 
 def _is_token(batch: Batch) -> Tensor:
+    """Return what of the padded rows isn't padding, (B, S)."""
     positions = torch.arange(batch.call.max_q, device=batch.device)
     lengths: Tensor = batch.offsets[0].diff()
     return positions < lengths[:, None]
 
 
-def _visible(batch: Batch) -> Tensor:
-    """Return the mask that hides the padding, (B, 1, 1 or S, S)."""
-    visible, positions = (
-        _is_token(batch)[:, None, None, :],
-        torch.arange(batch.call.max_q, device=batch.device),
-    )
-    return visible & (positions[:, None] >= positions) if batch.shape.causal else visible
+def _padded_sample(batch: Batch, padded: Tensors) -> Sample:
+    """Return what attention that sees the padding gives."""
+    case, count = batch.case, len(batch.case.lens_q)
+    seen = replace(case, lens_q=(case.max_q,) * count, lens_k=(case.max_k,) * count, varlen=False)
+    call = batch.call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    return Sample(seen, Inputs(*padded.mapped(lambda x: x.transpose(1, 2).detach()), call))
 
 
-class _Expected:
-    """What each side should give: they have different layouts, and unmasked SDPA sees the padding."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch, case, batch_size = batch, batch.case, len(batch.case.lens_q)
-        padded = replace(
-            case, lens_q=(case.max_q,) * batch_size, lens_k=(case.max_k,) * batch_size, varlen=False
-        )
-        to_bshd = _padded(batch)[0][0].mapped(lambda x: x.transpose(1, 2).detach())
-        call = batch.call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-        self._packed = batch.sample()
-        self._padded = Sample(padded, Inputs(*to_bshd, call))
-
-    def __call__(self, name: str, results: list[Tensor]) -> tuple[Sample, dict[str, Tensor]]:
-        if name not in (UNMASKED, MASKED):
-            return self._packed, named(results)
-        bshd = [x.transpose(1, 2) for x in results]
-        if name == UNMASKED:
-            return self._padded, named(bshd)
-        return self._packed, named(x[_is_token(self._batch)] for x in bshd)
+def _verdict(batch: Batch, padded: Sample, name: str, results: list[Tensor]) -> Verdict:
+    """Return how wrong a side is: SDPA's have another layout, and without a mask it sees the padding."""
+    if name not in (UNMASKED, MASKED):
+        return batch.verdict(results, batch.sets)
+    bshd = [x.transpose(1, 2) for x in results]
+    if name == UNMASKED:
+        return padded.verdict(named(bshd))
+    return batch.sample.verdict(named(x[_is_token(batch)] for x in bshd))

@@ -8,7 +8,7 @@ users reported.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from attnreg.contract.spec import AttentionSpec
 
@@ -87,32 +87,20 @@ class Case:
     def nbytes(self) -> int:
         """How much memory query, key, value and the gradient of the output take."""
         rows = sum(self.lens_q) * self.heads[0] + sum(self.lens_k) * self.heads[1]
-        return rows * sum(self.dims) * (DTYPES[self.dtype])
+        return rows * sum(self.dims) * DTYPES[self.dtype]
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""
         return AttentionSpec(
-            device=device,
-            dtype=self.dtype,
-            batch=len(self.lens_q),
-            max_q=self.max_q,
-            max_k=self.max_k,
-            heads_q=self.heads[0],
-            heads_k=self.heads[1],
-            head_dim=self.dims[0],
-            head_dim_v=self.dims[1],
+            device=device, dtype=self.dtype, batch=len(self.lens_q), max_q=self.max_q, max_k=self.max_k,
+            heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dims[0], head_dim_v=self.dims[1],
             tokens_q=sum(self.lens_q) + self.tail if self.varlen else -1,
             tokens_k=sum(self.lens_k) + self.tail if self.varlen else -1,
-            varlen=self.varlen,
-            window=self.window,
-            bias=self.bias != "none",
-            alibi=self.alibi,
-            seqused_k=self.seqused_k is not None,
-            page_size=self.page_size,
+            varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
+            seqused_k=self.seqused_k is not None, page_size=self.page_size,
             positive_scale=self.scale is None or self.scale > 0.0,
-            deterministic=self.deterministic,
-            needs_backward=needs_backward,
-        )
+            deterministic=self.deterministic, needs_backward=needs_backward,
+        )  # fmt: skip
 
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes
@@ -134,13 +122,9 @@ HEADS = ((1, 1), (4, 2), (3, 1), (4, 1), (6, 3), (12, 4), (8, 1))
 DIMS = (1, 2, 3, 4, 5, 6, 7, 8, 21, 31, 40, 80, 96, 128, 160, 192, 203, 256, 288, 512)
 UNEQUAL_DIMS = ((64, 32), (32, 64), (192, 128), (40, 64), (5, 3))
 WINDOWS = (
-    *((-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (1, 0), (0, 1), (0, -1), (4, 4), (8, 2)),
-    (1025, 1025),
-)
-LAYOUTS: tuple[Layout, ...] = (
-    *("bhsd", "fused qkv", "last dim strided"),
-    *("one key head", "offset", "odd rows"),
-)
+    (-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (1, 0), (0, 1), (0, -1), (4, 4), (8, 2), (1025, 1025),
+)  # fmt: skip
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)[1:]  # all but the plain one
 
 RAGGED = ((113, 113), (1, 1), (64, 64), (7, 7), (129, 129))
 RAGGED_UNEQUAL = ((113, 203), (1, 65), (64, 1), (31, 33), (203, 113))

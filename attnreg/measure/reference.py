@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.measure.inputs import key_rows, query_rows
+from attnreg.measure.inputs import key_rows, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,8 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype) -> Results:
         )
         out = out.index_put((rows_q,), part[0])
         lse = lse.index_put((rows_q,), part[1].detach().mT)
-    grad = torch.where(_in_a_sequence(case, out), _rows(given.grad_out).to(dtype), 0.0)
+    in_a_sequence = torch.arange(len(out), device=out.device) < sum(case.lens_q)
+    grad = torch.where(in_a_sequence[:, None, None], _rows(given.grad_out).to(dtype), 0.0)
     grads = torch.autograd.grad(out, (q, k, v), grad, materialize_grads=True)
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (given.q, given.k, given.v), strict=True))
     per_head = lse.view(given.q.shape[:-1]).transpose(-1, -2)
@@ -113,17 +114,11 @@ def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, T
     for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
         if all(lens):
             numbers_of[lens].append(number)
-    rows_q, rows_k = query_rows(case), key_rows(case, given.call.block_table)
+    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, given.call.block_table)
     for numbers in numbers_of.values():
-        found = (
-            torch.tensor(numbers),
-            *(torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k)),
-        )
-        yield found[0].to(given.q.device), found[1].to(given.q.device), found[2].to(given.q.device)
-
-
-def _in_a_sequence(case: Case, rows: Tensor) -> Tensor:
-    return (torch.arange(rows.shape[0], device=rows.device) < sum(case.lens_q))[:, None, None]
+        stacked = (torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k))
+        at, queries, keys = (x.to(given.q.device) for x in (torch.tensor(numbers), *stacked))
+        yield at, queries, keys
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -175,7 +175,10 @@ def _calls_of(launcher: Callable[..., Any] | None) -> list[Callable[..., Any]]:
 def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) -> Iterator[Outcome]:
     """Hold a backend to some cases; those outside its capabilities are not run."""
     kernels, device = backend.load(), torch.device(device)
-    place = _described(device)
+    place = Device(device.type, index=device.index)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        place = Device("cuda", capability, device.index, torch.cuda.get_device_name(device))
     for case in cases:
         spec = case.spec(place)
         against = _reasons(backend, "forward", spec)
@@ -220,10 +223,3 @@ def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
         return FACTOR * (absolute + relative * float(finite.abs().amax()))
     rounded = finite.to(dtype)
     return max(LEAST, FACTOR * float((rounded + 0.3 - 0.3 - rounded).abs().amax()))
-
-
-def _described(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device(device.type, index=device.index)
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    return Device(device.type, capability, device.index, name)

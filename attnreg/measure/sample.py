@@ -112,9 +112,8 @@ class Sample:
         """Return what belongs to a part: (S, heads, dim), or (S, heads) of the LSE."""
         group = self._case.heads[0] // self._case.heads[1]
         of_keys = name in ("k", "v", "dk", "dv")
-        heads = (
-            slice(part.head, part.head + 1) if of_keys else slice(part.head * group, (part.head + 1) * group)
-        )
+        first, count = (part.head, 1) if of_keys else (part.head * group, group)
+        heads = slice(first, first + count)
         starts = self._starts[of_keys]
         here = slice(starts[part.sequence], starts[part.sequence + 1])
         if name == "lse":

@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,49 +46,30 @@ class Taken(NamedTuple):
     host: float
 
 
-class Timer(Protocol):
-    """What takes times on one device; `run` is one call."""
-
-    def now(self) -> float:
-        """Return seconds since some moment."""
-
-    def wait(self) -> None:
-        """Wait until the device has finished."""
-
-    def device_and_host(self, run: Run, calls: int) -> Taken:
-        """Return what one of so many calls takes of the device and of the host, neither waiting."""
-
-    def back_to_back(self, run: Run, calls: int) -> float:
-        """Return the seconds of one of so many calls, one right after the other."""
-
-    def host(self, run: Run, calls: int) -> float:
-        """Return the seconds that the host takes for one of so many calls; few enough to fill no queue."""
-
-
-class CpuTimer:
-    """Wall time: on a CPU a call is done when it returns."""
+class Timer:
+    """The timer of a CPU, where a call is done when it returns; `run` is one call."""
 
     def now(self) -> float:
         """Return seconds since some moment."""
         return time.perf_counter()
 
     def wait(self) -> None:
-        """Do nothing: the device is the host."""
+        """Wait until the device has finished; here it is the host."""
 
     def device_and_host(self, run: Run, calls: int) -> Taken:
-        """Return what one of so many calls takes."""
+        """Return what one of so many calls takes of the device and of the host, neither waiting."""
         return Taken(per_call(run, calls), 0.0)
 
     def back_to_back(self, run: Run, calls: int) -> float:
-        """Return the seconds of one of so many calls."""
+        """Return the seconds of one of so many calls, one right after the other."""
         return per_call(run, calls)
 
     def host(self, run: Run, calls: int) -> float:
-        """Return the seconds of one of so many calls."""
+        """Return the seconds that the host takes for one of so many calls; few enough to fill no queue."""
         return per_call(run, calls)
 
 
-class CudaTimer(CpuTimer):
+class CudaTimer(Timer):
     """Events for the GPU, wall time for the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -107,22 +88,21 @@ class CudaTimer(CpuTimer):
         time between the events is that of the kernels alone. For how long depends on what the same function
         took of the host the last time; where the host took longer than that, it is measured again.
         """
-        for _ in range(ATTEMPTS - 1):
-            taken, busy = self._behind_a_sleep(run, calls)
+        for _ in range(ATTEMPTS):
+            busy = (SPARE + 1) * self._host.get(run, USUAL_HOST_S) * calls + 100e-6
+            self.wait()
+            # At 2 GHz two thousand cycles are a microsecond; a faster clock takes it from what is to spare.
+            torch.cuda._sleep(int(2e9 * busy))  # type: ignore[no-untyped-call]
+            taken = self._between_events(run, calls)
+            self._host[run] = min(max(taken.host, SHORTEST_HOST_S), LONGEST_HOST_S)
             if SPARE * taken.host * calls <= busy:
-                return taken
-        return self._behind_a_sleep(run, calls)[0]
+                break
+        return taken
 
     def back_to_back(self, run: Run, calls: int) -> float:
         """Return the seconds of one of so many calls, between two events on the GPU."""
-        before, after = _events()
         self.wait()
-        before.record()
-        for _ in range(calls):
-            run()
-        after.record()
-        self.wait()
-        return float(before.elapsed_time(after)) / 1e3 / calls
+        return self._between_events(run, calls).device
 
     def host(self, run: Run, calls: int) -> float:
         """Return the seconds that the host takes for one of so many calls."""
@@ -131,32 +111,18 @@ class CudaTimer(CpuTimer):
         self.wait()
         return taken
 
-    def _behind_a_sleep(self, run: Run, calls: int) -> tuple[Taken, float]:
-        """Return what one of so many calls takes, and for how long the GPU was kept busy before them."""
-        busy = (SPARE + 1) * self._host.get(run, USUAL_HOST_S) * calls + 100e-6
-        before, after = _events()
-        self.wait()
-        # At 2 GHz two thousand cycles are a microsecond; a faster clock takes it from what is to spare.
-        torch.cuda._sleep(int(2e9 * busy))  # type: ignore[no-untyped-call]
+    def _between_events(self, run: Run, calls: int) -> Taken:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
-        started = self.now()
-        for _ in range(calls):
-            run()
-        host = (self.now() - started) / calls
+        host = per_call(run, calls)
         after.record()
         self.wait()
-        self._host[run] = min(max(host, SHORTEST_HOST_S), LONGEST_HOST_S)
-        return Taken(float(before.elapsed_time(after)) / 1e3 / calls, host), busy
+        return Taken(float(before.elapsed_time(after)) / 1e3 / calls, host)
 
 
 def timer_for(device: torch.device) -> Timer:
     """Return what takes times on a device."""
-    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    return before, after
+    return CudaTimer(device) if device.type == "cuda" else Timer()
 
 
 def per_call(run: Run, calls: int) -> float:
@@ -207,20 +173,5 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> fl
     size, calls = (8192, 10) if device.type == "cuda" else (1024, 2)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     timer = timer_for(device)
-
-    def product() -> object:
-        return left @ right
-
-    timer.back_to_back(product, calls)
-    return 2 * size**3 / statistics.median(timer.back_to_back(product, calls) for _ in range(rounds))
-
-
-def peak_memory(run: Run) -> int:
-    """Return the bytes on the GPU that a call takes at its peak, its results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run()
-    torch.cuda.synchronize()
-    del results
-    return torch.cuda.max_memory_allocated() - before
+    _warm_up, *seconds = (timer.back_to_back(lambda: left @ right, calls) for _ in range(rounds + 1))
+    return 2 * size**3 / statistics.median(seconds)

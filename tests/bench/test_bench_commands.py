@@ -1,5 +1,6 @@
 """Promises of `attnreg bench`: right before fast, what it prints and writes, nothing left changed."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -11,21 +12,17 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg import _registry, aten, cli, tuning
-from attnreg.bench import selection, shapes
+from attnreg.bench import selection
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
 from attnreg.bench.summary import CHOSEN, DIRECT, SAME_FRONT
 from attnreg.selection import policy
 
 COMMANDS = ("varlen", "sdpa", "overhead", "selection")
-SHIPPED = Path(tuning.__file__).parent / "shipped"
+OF_A_GPU = str(Path(tuning.__file__).parent / "shipped" / "nvidia-h200.json")
+ANOTHER_KIND = f"--table: {OF_A_GPU}: it is of another kind of device than cpu"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def a_hundred_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
 
 
 @pytest.fixture
@@ -33,23 +30,18 @@ def bench(monkeypatch):
     """Run a command on this CPU in its smallest form: shapes that take microseconds."""
     small = [dense(2, 24, 2, 2, 16, True, "float32"), ragged(3, 20, 2, 1, 16, False, "float32"),
              decode(2, 1, 40, 2, 2, 16, "float32")]  # fmt: skip
-    monkeypatch.setattr(shapes, "SMALL", small)
-    monkeypatch.setattr(
-        "attnreg.bench.varlen.pull_request", lambda _: [packed([9, 16], 2, 2, 16, True, "float32")]
-    )
-    monkeypatch.setattr(
-        "attnreg.bench.sdpa.sdpa_grid", lambda _: [dense(2, 24, 4, 2, 16, True, "float32")] * 2
-    )
-    monkeypatch.setattr("attnreg.bench.compare.SECONDS", 1e-4)
-    monkeypatch.setattr("attnreg.bench.strategies.SECONDS", 1e-4)
-    for module in ("varlen", "sdpa"):
-        monkeypatch.setattr(f"attnreg.bench.{module}.matmul_rate", lambda *_: 1e12)
-
-    def run(*arguments):
-        given = [*arguments, "--device", "cpu"]
-        return CliRunner().invoke(cli.app, ["bench", *given], obj=[])
-
-    return run
+    for name, value in {
+        "shapes.SMALL": small,
+        "varlen.pull_request": lambda _: [packed([9, 16], 2, 2, 16, True, "float32")],
+        "sdpa.sdpa_grid": lambda _: [dense(2, 24, 4, 2, 16, True, "float32")] * 2,
+        "compare.SECONDS": 1e-4,
+        "selection.SECONDS": 1e-4,
+        "varlen.matmul_rate": lambda *_: 1e12,
+        "sdpa.matmul_rate": lambda *_: 1e12,
+    }.items():
+        monkeypatch.setattr(f"attnreg.bench.{name}", value)
+    monkeypatch.setenv("COLUMNS", "100")
+    return lambda *arguments: CliRunner().invoke(cli.app, ["bench", *arguments, "--device", "cpu"], obj=[])
 
 
 @pytest.fixture
@@ -68,19 +60,18 @@ def measured(bench):
 
 def test_varlen_times_each_backend_by_name_and_counts_flops(measured):
     found = measured("varlen")
+    assert found["lengths"] == [9, 16]
+    torchs, ours = {"forward": "torch", "backward": "torch"}, {"default": "cpu", "cpu": "cpu", "math": "math"}
     rows = {(row["step"], row["side"]): row for row in found["rows"]}
-    assert {side for _, side in rows} == {
-        "SDPA, padded", "SDPA, padded, mask", "attnreg, default", "attnreg, cpu", "attnreg, math",
-    }  # fmt: skip
+    sides = {"SDPA, padded": torchs, "SDPA, padded, mask": torchs}
+    sides |= {f"attnreg, {name}": {"forward": ran, "backward": ran} for name, ran in ours.items()}
+    assert {side for _, side in rows} == sides.keys()
     for (step, side), row in rows.items():
         flops = 4 * 16 * 2 * (9 * 9 + 16 * 16) / 2 * (3.5 if step == BOTH else 1)
         assert row["teraflops"] == pytest.approx(flops / (row["milliseconds"] / 1e3) / 1e12)
         assert row["of_matmul_rate"] == pytest.approx(row["teraflops"])
         assert 0 < row["error"] <= 1 and row["yardstick"] == "SDPA, padded, mask"
-        named = side.removeprefix("attnreg, ")
-        assert row["ran"] == dict.fromkeys(("forward", "backward"), {"default": "cpu"}.get(named, named)) or (
-            side.startswith("SDPA") and set(row["ran"].values()) == {"torch"}
-        )
+        assert row["ran"] == sides[side]
 
 
 def test_sdpa_times_torch_the_choice_and_each_backend(measured):
@@ -115,19 +106,20 @@ def test_selection_divides_what_it_measured(measured):
     ] == "the default order, as no table is in force"
 
 
-def test_a_side_that_is_wrong_is_left_out_and_said_so(bench, fake):
-    recorder = fake("halved")
-    right = recorder.backend.load()
-    wrong = attnreg.Backend(
-        name="halved", forward=recorder.backend.forward, backward=recorder.backend.backward,
-        load=lambda: attnreg.Kernels(lambda *a: tuple(x / 2 for x in right.forward(*a)), right.backward),
-    )  # fmt: skip
-    with attnreg.register_backend(wrong):
-        ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "halved,math", "--json")
+@pytest.mark.parametrize(
+    ("factor", "limits", "why"),
+    [(0.5, {}, "WRONG: out of sequence "), (1.0, {"causal": False}, "ran cpu (forward), cpu (backward); ")],
+)
+def test_a_side_that_is_wrong_or_ran_another_backend_is_left_out(bench, fake, factor, limits, why):
+    backend = fake("mine", **limits).backend
+    right = backend.load()
+    scaled = right._replace(forward=lambda *given: tuple(x * factor for x in right.forward(*given)))
+    with attnreg.register_backend(dataclasses.replace(backend, load=lambda: scaled)):
+        ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "mine,math", "--json")
     found = json.loads(ended.stdout)
-    assert {row["side"] for row in found["results"]["rows"]} >= {"attnreg, math"}
-    assert "attnreg, halved" not in {row["side"] for row in found["results"]["rows"]}
-    assert any("attnreg, halved: WRONG: out of sequence " in line for line in found["left_out"])
+    sides = {row["side"] for row in found["results"]["rows"]}
+    assert "attnreg, math" in sides and "attnreg, mine" not in sides
+    assert any(f"attnreg, mine: {why}" in line for line in found["left_out"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -142,18 +134,15 @@ def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
     assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, picture.shape[2]).round(2)}) > 5
 
 
-def test_an_svg_is_one_too(bench, tmp_path):
-    ended = bench("selection", "--quick", "--rounds", "1", "--plot", str(tmp_path / "found.svg"))
-    assert ended.exit_code == 0 and "<svg" in (tmp_path / "found.svg").read_text()
-
-
-def test_what_a_spent_budget_left_is_said_and_the_rest_kept(bench, monkeypatch, tmp_path):
-    spent, out = iter([False, True]), tmp_path / "found.json"
+def test_what_a_spent_budget_left_is_said_and_the_rest_kept_and_drawn(bench, monkeypatch, tmp_path):
+    spent, out, plot = iter([False, True]), tmp_path / "found.json", tmp_path / "found.svg"
     monkeypatch.setattr(Job, "late", property(lambda job: next(spent)))
-    ended = bench("selection", "--rounds", "1", "--budget", "60s", "--out", str(out))
+    given = ("--rounds", "1", "--budget", "60s", "--out", str(out), "--plot", str(plot))
+    ended = bench("selection", *given)
     assert ended.exit_code == 0 and "2 of 3 cases: the time was spent" in ended.stdout
     kept = json.loads(out.read_text())
     assert len(kept["results"]["rows"]) == 1 and kept["left_out"] == ["2 of 3 cases: the time was spent"]
+    assert "<svg" in plot.read_text()
 
 
 def test_where_nothing_was_measured_nothing_can_run(bench):
@@ -187,6 +176,8 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
         (("sdpa", "--plot", "found.pdf"), 2, "expected a file named .png or .svg"),
         (("sdpa", "--out", "/nowhere/found.json"), 2, "--out: "),
         (("selection", "--table", "/nowhere/table.json"), 2, "can't be read"),
+        (("selection", "--quick", "--table", OF_A_GPU), 2, ANOTHER_KIND),
+        (("sdpa", "--quick", "--table", OF_A_GPU), 2, ANOTHER_KIND),
         (("selection", "--budget", "soon"), 2, "expected a time"),
         (("overhead", "--rounds", "0"), 2, "rounds"),
         (("speed",), 2, "speed"),
@@ -211,14 +202,6 @@ def test_settings_and_routers_are_afterwards_as_they_were(bench, monkeypatch):
     assert bench("selection", "--quick", "--rounds", "1", "--backend", "math").exit_code == 0
     assert (policy.sources(), aten.installed(), _registry.registrations()) == (before, installed, ())
     assert not policy._active
-
-
-def test_a_named_table_that_is_not_true_here_is_refused_before_anything_runs(bench, tmp_path):
-    table = SHIPPED / "nvidia-h200.json"
-    for command in ("selection", "sdpa"):
-        ended = bench(command, "--quick", "--table", str(table))
-        assert ended.exit_code == 2
-        assert "--table: " in ended.stderr and "it is of another kind of device than cpu" in ended.stderr
 
 
 def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):

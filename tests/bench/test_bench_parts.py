@@ -1,6 +1,7 @@
 """Promises of the parts of `attnreg bench`: shapes, sides, contexts, and what it makes of figures."""
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,15 @@ import torch
 
 import attnreg
 from attnreg import _registry, aten, tuning
-from attnreg.bench import contexts, fronts, overhead, plots, shapes, sides, strategies
-from attnreg.bench.batches import Batch
+from attnreg.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
+from attnreg.bench.compare import Batch
 from attnreg.bench.report import Job
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
 from attnreg.bench.sides import called_directly, wrong_backend
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
-from attnreg.measure.timing import CpuTimer
+from attnreg.measure.timing import Timer
 from attnreg.selection import policy
 from attnreg.selection.sources import Sources, without_implementation
 from attnreg.torchlib import captured
@@ -51,7 +52,7 @@ def test_an_aim_is_a_number_and_a_share_of_torchs(taken, torchs, line):
 def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
     enabled = torch._C._is_multithreading_enabled
     assert enabled()
-    with contexts.in_the_callers_thread(contextlib.nullcontext):
+    with sides.in_the_callers_thread(contextlib.nullcontext):
         assert not enabled()
     assert enabled()
 
@@ -59,7 +60,6 @@ def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured(
 def test_a_side_that_ran_another_backend_is_wrong():
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA4"}) == ""
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA2"}) == "ran FA4 (forward), FA2 (backward)"
-    assert wrong_backend("FA4", {"forward": "FA4", "backward": "torch"}, backward=False) == ""
 
 
 def test_held_out_shapes_are_in_no_grid_and_in_no_table_that_ships():
@@ -86,12 +86,7 @@ def test_held_out_shapes_vary_in_everything_early():
 
 def test_the_setting_of_the_pull_request():
     found = shapes.pull_request("cuda")
-    assert [(shape.dim, shape.causal) for shape in found] == [
-        (64, False),
-        (64, True),
-        (128, False),
-        (128, True),
-    ]
+    assert [(s.dim, s.causal) for s in found] == [*itertools.product((64, 128), (False, True))]
     for shape in found:
         assert (len(shape.lengths_q), max(shape.lengths_q), shape.heads) == (8, 2048, (16, 16))
         assert all(length % 64 == 0 for length in shape.lengths_q) and shape.dtype == "bfloat16"
@@ -101,9 +96,7 @@ def test_the_setting_of_the_pull_request():
 def test_flops_are_four_for_each_pair_and_dimension():
     shape = packed([3, 5], 2, 2, 8, causal=False)
     assert shape.flops(FORWARD) == 4 * 8 * 2 * (9 + 25)
-    assert shape.flops(BACKWARD) == 2.5 * shape.flops(FORWARD) and shape.flops(BOTH) == 3.5 * shape.flops(
-        FORWARD
-    )
+    assert [shape.flops(step) / shape.flops(FORWARD) for step in (BACKWARD, BOTH)] == [2.5, 3.5]
     assert packed([3, 5], 2, 2, 8, causal=True).flops(FORWARD) == shape.flops(FORWARD) / 2
 
 
@@ -112,31 +105,30 @@ def test_settings_that_cannot_be_read_are_set_aside_and_cannot_be_read_afterward
     for _ in range(2):
         with pytest.raises(ConfigError, match="unknown"):
             policy.sources()
-        with contexts.untouched():
+        with sides.untouched():
             assert policy.current().preferences == ()
 
 
 def test_settings_are_in_force_again_after_they_were_set_aside(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     before = policy.sources()
-    with contexts.untouched():
+    assert before.environment.backend == ("math",)
+    with sides.untouched():
         assert without_implementation(policy.sources()) == Sources()
     assert policy.sources() is before
-    assert policy.sources().environment.backend == ("math",)
 
 
-def test_a_strategy_is_what_its_name_says(routers):
+@pytest.mark.parametrize("compared", [("cpu", "math"), ("math",)])
+def test_a_strategy_is_what_its_name_says_and_chooses_among_what_is_compared(routers, compared):
     batch = Batch(dense(2, 16, 2, 2, 16, True, "float32"), CPU)
-    job = Job(CPU, ("cpu", "math"), rounds=1)
     found = {}
-    with contexts.untouched():
-        for name, side in strategies.strategies(batch, job).items():
+    with sides.untouched():
+        for name, side in selection.strategies(batch, Job(CPU, compared, rounds=1)).items():
             attnreg.reset_stats()
             side.results()
             found[name] = sides.ran()["backward"]
-    assert found == {
-        CHOSEN: "cpu", "attnreg, order": "cpu", "always cpu": "cpu", "always math": "math", TORCH: "torch",
-    }  # fmt: skip
+    led = {f"always {name}": name for name in compared}
+    assert found == {CHOSEN: compared[0], "attnreg, order": compared[0], **led, TORCH: "torch"}
 
 
 @pytest.mark.parametrize("wanted", ["python", "compiled"])
@@ -177,20 +169,11 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
         ran.append(calls)
         return 6.0
 
-    monkeypatch.setattr(CpuTimer, "back_to_back", clock)
+    monkeypatch.setattr(Timer, "back_to_back", clock)
     batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
-    runner = strategies.Runner.through(sides.Side(batch.with_attnreg, batch.sets, contexts.by_default), True)
+    runner = selection.Runner(sides.Side(batch.with_attnreg, batch.sets, sides.by_default), True)
     assert runner.measure(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
     assert ran == [2, 1] * 3
-
-
-def test_what_attnreg_may_choose_is_what_it_is_compared_with(routers):
-    inputs = torch.randn(3, 1, 2, 8, 16).unbind()
-    for among, expected in ((("cpu", "math"), "cpu"), (("math",), "math")):
-        attnreg.reset_stats()
-        with contexts.settings("order", among=among)():
-            torch.nn.functional.scaled_dot_product_attention(*inputs)
-        assert list(attnreg.stats().calls) == [expected]
 
 
 def test_a_backend_has_the_same_colour_in_every_picture():
@@ -198,14 +181,6 @@ def test_a_backend_has_the_same_colour_in_every_picture():
         found = plots._colours(names)
         assert found[names[-1]] == plots.OF_BACKENDS["FA2"]
         assert len(set(found.values())) == len(names)
-
-
-def test_ratios_are_to_the_best_of_each_yardstick():
-    front = {CHOSEN: 3.0, FIXED + "a": 4.0, FIXED + "b": 2.0, TORCH: 1.0}
-    found = ratios({"a": 1.5, "b": 6.0}, front)
-    assert found[DIRECT] == {CHOSEN: 2.0, FIXED + "a": 4.0 / 1.5, FIXED + "b": 2.0 / 1.5, TORCH: 1.0 / 1.5}
-    assert found[SAME_FRONT] == {CHOSEN: 1.5, FIXED + "a": 2.0, FIXED + "b": 1.0, TORCH: 0.5}
-    assert ratios({}, {CHOSEN: 3.0}) == {}
 
 
 def test_a_summary_has_the_geometric_mean_and_names_the_worst():
@@ -231,6 +206,7 @@ def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
         row_of("three", "varlen", {CHOSEN: 1.0, TORCH: 1.6}, {}, BOTH),
         row_of("four", "varlen", {CHOSEN: 1.0}, {}, BOTH),
     ]
+    assert rows[0]["directions"][BOTH]["ratios"] == {}  # nothing was called directly, no order was fixed
     found = {row["group"]: row for row in gains(rows)}
     assert found["dense"]["mean"] == pytest.approx(1.0) and found["dense"]["worst"] == 0.5
     assert (found["varlen"]["mean"], found["varlen"]["cases"]) == (pytest.approx(1.6), 1)
@@ -240,49 +216,28 @@ def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
 def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
     kernels, directions = _registry.find("math").kernels(), []
 
-    def forward(*given):
-        directions.append("forward")
-        return kernels.forward(*given)
+    def noting(direction):
+        def run(*given):
+            directions.append(direction)
+            return getattr(kernels, direction)(*given)
 
-    def backward(*given):
-        directions.append("backward")
-        return kernels.backward(*given)
+        return run
 
-    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in "qkv"]
-    grad, call = torch.randn(1, 5, 2, 8), attnreg.Call(0.5, 5, 5, (-1, 0))
-    attention = called_directly(forward, backward, call)
+    *inputs, grad = (torch.randn(1, 5, 2, 8, requires_grad=name != "g") for name in "qkvg")
+    call = attnreg.Call(0.5, 5, 5, (-1, 0))
+    attention = called_directly(noting("forward"), noting("backward"), call)
     out = attention(*inputs)
-    right, lse = kernels.forward(*(x.detach() for x in inputs), call)
-    assert torch.equal(out, right)
-    for got, wanted in zip(
-        torch.autograd.grad(out, inputs, grad),
-        kernels.backward(grad, *(x.detach() for x in inputs), right, lse, call),
-        strict=True,
-    ):
-        assert torch.equal(got, wanted)
+    plain = [x.detach() for x in inputs]
+    right, lse = kernels.forward(*plain, call)
+    wanted = right, *kernels.backward(grad, *plain, right, lse, call)
+    assert all(map(torch.equal, (out, *torch.autograd.grad(out, inputs, grad)), wanted))
     with torch.no_grad():
         assert torch.equal(attention(*inputs), right)
     assert directions == ["forward", "backward", "forward"]
     assert attnreg.stats().calls == {}
 
 
-def test_results_of_a_front_are_compared_in_the_contracts_layout():
-    for shape in (dense(2, 9, 4, 2, 8, True, "float32"), ragged(3, 12, 4, 1, 8, True, "float32"),
-                  decode(2, 3, 11, 2, 2, 8, "float32")):  # fmt: skip
-        batch = Batch(shape, CPU)
-        with attnreg.use_backend("math"):
-            side = sides.Side(batch.with_attnreg, batch.front_sets, contextlib.nullcontext)
-            results = side.results(shape.backward)
-        assert len(results) == (4 if shape.backward else 1)
-        assert batch.sample().verdict(batch.contract(results)).wrong == ""
-        wrong = [x.roll(1, 0) for x in results]
-        assert batch.sample().verdict(batch.contract(wrong)).wrong.startswith("out of sequence ")
-
-
 # What a call costs the host
-
-
-STEPS = {"forward, no grad", "forward, grad", BOTH}
 
 
 def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, routers):
@@ -296,26 +251,21 @@ def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, router
         for call in ("aten op", "SDPA", "SDPA, with grad")
         for state in ("torch alone", "nothing registered", "active")
     ]
-    for part, pair in (
-        ("varlen", ("torch", "attnreg", "use_backend()", "backend=")),
-        ("called_directly", ("called directly", "attnreg")),
+    for part, forward, pair in (
+        ("varlen", "forward with grad", ("torch", "attnreg", "use_backend()", "backend=")),
+        ("called_directly", FORWARD, ("called directly", "attnreg")),
     ):
-        forward = "forward with grad" if part == "varlen" else FORWARD
         assert [row["name"] for row in found[part]] == [
             f"{call}, {who}" for call in (forward, BOTH) for who in pair
         ]
     for rows in (found["routers"], found["varlen"], found["called_directly"]):
         assert all(row["microseconds"] > 0 for row in rows) and 1.0 in {row["ratio"] for row in rows}
-    ours = {
-        "attnreg",
-        "attnreg, cpu",
-        "attnreg, cpu, use_backend()",
-        "called directly, cpu",
-        "autograd, nothing",
-    }
+    ours = {"attnreg", "attnreg, cpu", "attnreg, cpu, use_backend()", "called directly, cpu"}
+    ours |= {"autograd, nothing"}
     assert set(found["varlen_attn"]) == ours | {"attnreg, cpu, backend="}
     assert set(found["SDPA"]) == ours | {"torch", "aten op, C++ autograd"}
-    assert all(set(one) == STEPS for name in overhead.FRONTS for one in found[name].values())
+    steps = {"forward, no grad", "forward, grad", BOTH}
+    assert all(set(one) == steps for name in overhead.FRONTS for one in found[name].values())
     assert [line.partition(":")[0] for line in job.left_out] == ["varlen 2x2 h2 d8, torch"]  # a GPU's alone
     assert [line.partition(":")[0] for line in report.summary] == [
         "varlen_attn, attnreg, cpu, use_backend()",
@@ -324,18 +274,24 @@ def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, router
     ]
 
 
+def test_no_round_leaves_attnreg_active_for_the_one_with_nothing_registered(routers):
+    measures = overhead_cpu._routers(1)
+    measures["SDPA, active"]()
+    assert not policy._active
+    measures["SDPA, nothing registered"]()
+    assert aten.installed() and not policy._active
+
+
 def test_overhead_on_a_gpu_has_both_fronts_with_and_without_autograds_thread(routers):
     job = Job(torch.device("cuda"), ("cpu",), rounds=1)
-    for shape, only in (
-        (fronts.SHAPES[0], {"attnreg, cpu, backend="}),
-        (fronts.SHAPES[1], set()),
-    ):
+    both = {
+        "torch", "attnreg", "attnreg, cpu", "attnreg, cpu, use_backend()", "called directly, cpu",
+        f"torch, {overhead.ALONE}", f"attnreg, {overhead.ALONE}", overhead.OP, overhead.NOTHING,
+    }  # fmt: skip
+    for shape, only in zip(fronts.SHAPES, ({"attnreg, cpu, backend="}, set()), strict=True):
         batch = Batch(shape, CPU)
         batch.device = job.device
-        assert set(overhead.sides(batch, job)) - only == {
-            "torch", "attnreg", "attnreg, cpu", "attnreg, cpu, use_backend()", "called directly, cpu",
-            f"torch, {overhead.ALONE}", f"attnreg, {overhead.ALONE}", overhead.OP, overhead.NOTHING,
-        }  # fmt: skip
+        assert set(overhead.sides(batch, job)) == both | only
 
 
 def test_each_way_to_name_a_backend_runs_it(routers):

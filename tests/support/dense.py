@@ -29,12 +29,14 @@ def with_gradients(out, inputs):
     return [out, *torch.autograd.grad(out, inputs, random_like(out))]
 
 
-def assert_near(results, inputs, expected):
-    """Check an output and its gradients against an output in float64."""
+def assert_near(results, inputs, expected, dtype=None):
+    """Check an output and its gradients against an output in float64, at the precision of a dtype."""
     grad = random_like(results[0]).double()
     right = torch.autograd.grad(expected, inputs, grad, materialize_grads=True)
+    for one, other in zip(results[1:], right, strict=True):
+        assert one.dtype == other.dtype
     for one, other in zip(results, (expected, *right), strict=True):
-        truth.assert_near(one, other.double())
+        truth.assert_near(one, other.double(), dtype)
 
 
 def assert_right(results, inputs, **meant):

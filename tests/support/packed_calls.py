@@ -1,7 +1,8 @@
 """Packed calls that the tests of both `varlen_attn` share, and comparing their results with float64."""
 
 import torch
-from support import truth
+from support import dense, truth
+from support.dense import random_like as random_like
 
 import attnreg
 
@@ -18,24 +19,16 @@ def offsets(*lengths):
     return integers(0, *lengths).cumsum(0).int()
 
 
-def random_like(tensor):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+def assert_right(inputs, results, expected, dtype=None):
+    """Compare the output, the LSE if there is one, and the gradients of `inputs` with float64.
 
-
-def assert_right(inputs, results, expected):
-    """Compare the output, the LSE if there is one, and the gradients of `inputs` with float64."""
+    They are as precise as `dtype`, or as their own.
+    """
     out, *lse = results if isinstance(results, tuple) else (results,)
-    truth.assert_near(out, expected[0])
+    dense.assert_near(dense.with_gradients(out, inputs), inputs, expected[0], dtype)
     for one in lse:
         assert (one.dtype, one.is_contiguous()) == (torch.float32, True)
-        truth.assert_near(one, expected[1])
-    grad = random_like(out)
-    got = torch.autograd.grad(out, inputs, grad)
-    wanted = torch.autograd.grad(expected[0], inputs, grad.double(), materialize_grads=True)
-    for one, other in zip(got, wanted, strict=True):
-        assert one.dtype == other.dtype
-        truth.assert_near(one, other.double())
+        truth.assert_near(one, expected[1], dtype)
 
 
 def run_and_compare(given, meant=None, attend=attnreg.varlen_attn, **options):
@@ -60,8 +53,7 @@ def total(calls):
 def with_gradients(function, inputs, *rest):
     """Return the first result of a function and the gradients of its inputs."""
     result = function(*inputs, *rest)
-    out = result[0] if isinstance(result, tuple) else result
-    return [out, *torch.autograd.grad(out, inputs, random_like(out))]
+    return dense.with_gradients(result[0] if isinstance(result, tuple) else result, inputs)
 
 
 def assert_same(got, expected):

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from attnreg import AttentionSpec, Device
-from attnreg.measure.timing import Taken
+from attnreg.measure.timing import Taken, Timer
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.table import Environment, Table
@@ -38,7 +38,7 @@ def table(*points, name="here.json", fronts=(), **environment):
     return Table(Environment(**({"device": "a test"} | environment)), points, name, fronts)
 
 
-class Clock:
+class Clock(Timer):
     """A timer whose clock only kernels move."""
 
     def __init__(self):
@@ -46,9 +46,6 @@ class Clock:
 
     def now(self):
         return self.seconds
-
-    def wait(self):
-        pass
 
     def device_and_host(self, run, calls):
         before = self.seconds
@@ -80,26 +77,27 @@ CPU = torch.device("cpu")
 def off_by(amount, forward=True):
     """Make kernels wrong by so much in their forward or their backward."""
 
-    def change(kernels):
-        def wrong(kernel):
-            def run(*arguments):
-                first, *rest = kernel(*arguments)
-                return (first + amount, *rest)
+    def shifted(kernel):
+        def run(*arguments):
+            first, *rest = kernel(*arguments)
+            return (first + amount, *rest)
 
-            return run
+        return run
 
-        if forward:
-            return kernels._replace(forward=wrong(kernels.forward))
-        return kernels._replace(backward=wrong(kernels.backward))
-
-    return change
+    return _changing(shifted, forward)
 
 
 def raising(error, forward=True):
-    def change(kernels):
+    def failing(kernel):
         def fail(*arguments):
             raise error
 
-        return kernels._replace(forward=fail) if forward else kernels._replace(backward=fail)
+        return fail
 
-    return change
+    return _changing(failing, forward)
+
+
+def _changing(change, forward):
+    """Return what changes the forward or the backward of kernels."""
+    name = "forward" if forward else "backward"
+    return lambda kernels: kernels._replace(**{name: change(getattr(kernels, name))})
