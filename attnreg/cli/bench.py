@@ -60,8 +60,8 @@ def _with_table(
     output.import_torch()
     name, place, longest = str(context.info_name), options.present_device(device), options.seconds(budget)
     with output.stdout_to_stderr():
-        from attnreg.bench.sides import untouched
         from attnreg.bench.report import Job, document
+        from attnreg.bench.sides import untouched
 
         entries = measurable(options.names("--backend", backend), place)
         _check_files(out, plot, table)
