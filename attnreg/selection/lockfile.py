@@ -192,8 +192,7 @@ class Lock:
             return f"locked on {self.file.device}, here it is {device.type}"
         there = self.file.environment
         if device.simulated:
-            capability = ".".join(map(str, device.capability or ()))
-            return "; ".join(matched_simulated(there, capability, "locked").refused)
+            return "; ".join(matched_simulated(there, device, "locked").refused)
         # The versions of other backends can't make a difference to this call.
         alone = replace(there, backends={backend: there.backends[backend]})
         return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)

@@ -15,6 +15,8 @@ from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.measure import Case, Error
@@ -48,11 +50,10 @@ class Checks:
             Exception: the backend raised it.
         """
         cases = small_cases(spec)
-        both = entry.backend is not None and entry.backend.backward is not None
         key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
         if key not in self._found:
             try:
-                self._found[key] = self._checked(entry, spec, cases, both)
+                self._found[key] = self._checked(entry, spec, cases)
             except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
                 self._found[key] = error
         found = self._found[key]
@@ -61,20 +62,20 @@ class Checks:
         return found.get(direction, Verdict(wrong="its backward can't be checked"))
 
     def _checked(
-        self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...], both: bool
+        self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
     ) -> dict[Direction, Verdict]:
         for case in cases:
             small = case.spec(spec.device)
             if entry.reasons(small, "forward"):
                 continue
             kernels = entry.kernels()
-            if not both or entry.reasons(small, "backward"):
+            if entry.reasons(small, "backward"):
                 kernels = Kernels(kernels.forward)
             errors, _ = measure_taken(kernels, case, self._device)
             if not errors:
                 continue
             found = {
-                direction: _verdict([(name, errors[name]) for name in names], case)
+                direction: _verdict({name: errors[name] for name in names}, case)
                 for direction, names in TENSORS.items()
                 if names[0] in errors
             }
@@ -85,9 +86,9 @@ class Checks:
         return {"forward": Verdict(wrong="it can't be checked: it refuses small calls of this kind")}
 
 
-def _verdict(errors: list[tuple[str, Error]], case: Case) -> Verdict:
-    wrong = [f"{name} of {case.name}: {error}" for name, error in errors if not error.passed]
-    worst = max(error.kernel / error.allowed if error.allowed else 0.0 for _, error in errors)
+def _verdict(errors: Mapping[str, Error], case: Case) -> Verdict:
+    wrong = [f"{name} of {case.name}: {error}" for name, error in errors.items() if not error.passed]
+    worst = max(error.kernel / error.allowed if error.allowed else 0.0 for error in errors.values())
     return Verdict(0.0 if wrong else worst, "; ".join(wrong))
 
 
@@ -105,11 +106,7 @@ def no_memory(error: BaseException) -> bool:
 
 
 def failed(error: BaseException, device: torch.device) -> Measured:
-    """Return the row of a backend that raised.
-
-    Raises:
-        DeviceLostError: the GPU can't be used any more.
-    """
+    """Return the row of a backend that raised; raises `DeviceLostError` if the GPU can't be used any more."""
     check_alive(device, error)
     return Measured(failed=_summary(error))
 

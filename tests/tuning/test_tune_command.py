@@ -215,7 +215,7 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     def lost(*arguments):
         raise DeviceLostError("the GPU can't be used any more after X")
 
-    monkeypatch.setattr("attnreg.tuning.session.measured", lost)
+    monkeypatch.setattr("attnreg.tuning.session.Measurement.points", lost)
     result = tune(*SHAPE)
     assert result.exit_code == 1
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr

@@ -12,13 +12,12 @@ from attnreg.errors import ConfigError
 from attnreg.tuning import checks
 from attnreg.tuning import measure as measuring
 from attnreg.tuning.checks import Checks, DeviceLostError
-from attnreg.tuning.grids import coarse_to_fine, grid
 from attnreg.tuning.kinds import size_of
-from attnreg.tuning.measure import measured
+from attnreg.tuning.measure import Measurement
 from attnreg.tuning.points import Front
 from attnreg.tuning.session import kept
 from attnreg.tuning.table import Environment, Table, load
-from attnreg.tuning.workload import copies, lengths, small_cases, unmeasurable
+from attnreg.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
 
 SMALL = asked(32)
 BOTH = dataclasses.replace(SMALL, needs_backward=True)
@@ -26,7 +25,7 @@ HERE = Environment(device="a test")
 
 
 def run(spec, clock, *entries, directions=("forward", "backward"), deadline=1e9):
-    return list(measured(spec, entries, directions, Checks(CPU), clock, CPU, deadline))
+    return list(Measurement(spec, directions, entries, Checks(CPU), clock, CPU, deadline).points())
 
 
 # One call

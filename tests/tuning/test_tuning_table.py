@@ -6,6 +6,7 @@ import json
 import pytest
 from support.tuned import asked, point, table, took
 
+from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
 from attnreg.tuning.machine import matched, matched_simulated
 from attnreg.tuning.points import Front, Measured
@@ -212,9 +213,9 @@ def test_a_torch_of_the_same_minor_version_is_noted_and_its_own_kernels_with_it(
 
 
 def test_of_a_simulated_device_only_the_capability_is_compared():
-    assert matched_simulated(HERE, "9.0").notes == (
+    assert matched_simulated(HERE, Device.parse("sm_90")).notes == (
         "takes for granted that the device is NVIDIA H200, with the same versions",
     )
-    assert matched_simulated(HERE, "10.0").refused == (
+    assert matched_simulated(HERE, Device.parse("sm_100")).refused == (
         "measured with compute capability 9.0, here it is 10.0",
     )
