@@ -6,7 +6,7 @@
 4. Where none of them names a backend, a measured table for the device, if there is one.
 
 (`use_backend` and `backend=` are stronger still; they apply to single calls and are added there.)
-With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `replay`.
+With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `decision`.
 The environment and the files are read once, when they are first needed, and again by `reload`.
 """
 

@@ -178,7 +178,8 @@ def _rounded(number: float) -> float:
     return float(f"{number:.5g}")
 
 
-TEXT: Rule = ("a text", lambda value: isinstance(value, str) and value)
+ANY_TEXT: Rule = ("a text", lambda value: isinstance(value, str))
+_TEXT: Rule = ("a text", lambda value: isinstance(value, str) and value)
 _TRUTH: Rule = ("true or false", lambda value: isinstance(value, bool))
 _WHOLE: Rule = ("a whole number", lambda value: type(value) is int)  # True is an int, too
 _COUNT = (int, _WHOLE, ("1 or more", lambda value: value >= 1))
@@ -199,9 +200,9 @@ _RULES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ratio", "head_dim", "head_dim_v", "batch", "max_q", "max_k"), _COUNT),
     **dict.fromkeys(("heads_q", "tokens_q", "tokens_k"), _COUNT),
     **dict.fromkeys(TIMES, (float, _NUMBER)),
-    **dict.fromkeys(("backend", "wrong", "failed"), (str, TEXT)),
+    **dict.fromkeys(("backend", "wrong", "failed"), (str, _TEXT)),
 }
 _ITEMS: dict[str, tuple[Rule, ...]] = {
-    "extras": (TEXT,),
+    "extras": (_TEXT,),
     "window": (_WHOLE, ("-1 or more", lambda value: value >= -1)),
 }

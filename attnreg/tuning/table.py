@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnreg.errors import ConfigError
-from attnreg.tuning.points import Front, Malformed, Point, checked, is_dict, with_keys
+from attnreg.tuning.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 FORMAT = "attnreg measured table"
 VERSION = 1
-
-# Also an empty one, unlike in rows: a version that isn't there.
-_TEXT = ("a text", lambda value: isinstance(value, str))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +136,10 @@ def environment_from(data: object) -> Environment:
     for key, value in found.items():
         place = f"environment.{key}"
         if key != "backends":
-            checked(value, place, _TEXT)
+            checked(value, place, ANY_TEXT)
             continue
         for name, version in checked(value, place, ("the versions of backends", is_dict)).items():
-            checked(version, f"{place}.{name}", _TEXT)
+            checked(version, f"{place}.{name}", ANY_TEXT)
     checked(found["device"], "environment.device", ("the name of a device", bool))
     return Environment(**found)
 
