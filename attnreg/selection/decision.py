@@ -202,9 +202,8 @@ def replayed(
 ) -> Decision:
     """Return the locked decision for one direction of a call.
 
-    Raises:
-        UnsupportedInputError: the lock has no row for it, or was made in another environment; its backend
-            can't run the call; or a preference would have another backend run it.
+    Raises `UnsupportedInputError` if the lock has no row for it, or was made in another environment; if its
+    backend can't run the call; or if a preference would have another backend run it.
     """
     row, name = lock.expected(spec, direction)
     # Without a prediction: a table isn't a preference, so it can't contradict the lock.

@@ -83,11 +83,7 @@ class Lockfile:
 
 
 def load(path: Path) -> Lockfile:
-    """Read a lockfile.
-
-    Raises:
-        ConfigError: there is none, or something in it is wrong; names the file and the key.
-    """
+    """Read a lockfile; a `ConfigError` names the file, and the key at which it is wrong."""
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
@@ -136,13 +132,11 @@ class Lock:
         self.file = file
         self._entries = entries
         self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
-        self._differences: dict[tuple[Device, str], str] = {}
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and its name for messages.
 
-        Raises:
-            UnsupportedInputError: there is none, or it was decided in another environment.
+        Raises `UnsupportedInputError` if there is none, or it was decided in another environment.
         """
         number = self._numbers.get(key_of(spec, direction))
         if number is None:
@@ -157,11 +151,6 @@ class Lock:
 
     def differences(self, device: Device, backend: str) -> str:
         """Return how the environment of a backend on a device differs from the lock's."""
-        if (device, backend) not in self._differences:
-            self._differences[device, backend] = self._compared(device, backend)
-        return self._differences[device, backend]
-
-    def _compared(self, device: Device, backend: str) -> str:
         if device.type != self.file.device:
             return f"locked on {self.file.device}, here it is {device.type}"
         there = self.file.environment

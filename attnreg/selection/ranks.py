@@ -217,8 +217,7 @@ def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
 def _run_within(seconds: float, run: Callable[[], object]) -> None:
     """Run in a thread, and leave it behind if it takes longer.
 
-    Raises:
-        RuntimeError: it took longer, or raised; without the error itself, whose frames hold the store.
+    That, or that it raised, is a RuntimeError; without the error itself, whose frames hold the store.
     """
     errors: list[str] = []
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnreg.contract.backend import Kernels
 from attnreg.errors import AttnregError
 from attnreg.measure import measure_taken
+from attnreg.measure.sample import Verdict
 from attnreg.tuning.kinds import kind_of
 from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 
-class Verdict(NamedTuple):
-    """The result of comparing one direction of a backend with float64.
-
-    Attributes:
-        error: the largest error divided by the largest allowed one.
-        wrong: what is wrong with it; empty if nothing is.
-    """
-
-    error: float = 0.0
-    wrong: str = ""
-
-
 class Checks:
     """Checks each backend once for each kind of call, at small sizes, and keeps the verdicts."""
 
@@ -46,8 +35,7 @@ class Checks:
     def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:
         """Return the verdict for one direction of that kind of call; the first time, checks both.
 
-        Raises:
-            Exception: the backend raised it.
+        Raises what the backend has raised, every time.
         """
         cases = small_cases(spec)
         key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
@@ -59,7 +47,7 @@ class Checks:
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
-        return found.get(direction, Verdict(wrong="its backward can't be checked"))
+        return found.get(direction, Verdict(0.0, "its backward can't be checked"))
 
     def _checked(
         self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
@@ -81,15 +69,14 @@ class Checks:
             }
             if wrong := found["forward"].wrong:
                 # Its backward may undo that error, and be wrong after any other backend's forward.
-                found["backward"] = Verdict(wrong=f"its forward is: {wrong}")
+                found["backward"] = Verdict(0.0, f"its forward is: {wrong}")
             return found
-        return {"forward": Verdict(wrong="it can't be checked: it refuses small calls of this kind")}
+        return {"forward": Verdict(0.0, "it can't be checked: it refuses small calls of this kind")}
 
 
 def _verdict(errors: Mapping[str, Error], case: Case) -> Verdict:
     wrong = [f"{name} of {case.name}: {error}" for name, error in errors.items() if not error.passed]
-    worst = max(error.kernel / error.allowed if error.allowed else 0.0 for error in errors.values())
-    return Verdict(0.0 if wrong else worst, "; ".join(wrong))
+    return Verdict(0.0 if wrong else max(error.share for error in errors.values()), "; ".join(wrong))
 
 
 class DeviceLostError(AttnregError, RuntimeError):
@@ -112,11 +99,7 @@ def failed(error: BaseException, device: torch.device) -> Measured:
 
 
 def check_alive(device: torch.device, error: BaseException) -> None:
-    """Check that the device is still usable after a backend has raised, and free its cached memory.
-
-    Raises:
-        DeviceLostError: it isn't.
-    """
+    """Free a device's cached memory after a backend has raised; raises `DeviceLostError` if it is lost."""
     if device.type != "cuda":
         return
     try:

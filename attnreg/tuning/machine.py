@@ -68,32 +68,18 @@ def _first_match(file: str, pattern: str) -> str:
     return found.group() if found else ""
 
 
-class Rule(NamedTuple):
-    """How one field of two environments is compared.
-
-    Attributes:
-        field: its name.
-        title: the field's name in a sentence.
-        exact: how many leading numbers of a version have to be equal; 0 for the whole text.
-        matters: whether a difference in those refuses the table; if not, it is only noted.
-    """
-
-    field: str
-    title: str
-    exact: int = 0
-    matters: bool = True
-
-
-RULES = (
-    Rule("device", "device"),
-    Rule("compute_capability", "compute capability"),
-    Rule("torch", "torch", exact=2),
-    Rule("cuda", "CUDA", exact=2),
-    Rule("cudnn", "cuDNN"),
-    Rule("threads", "threads"),
-    Rule("attnreg", "attnreg", exact=2),
-    Rule("driver", "driver", matters=False),
-)
+# For each field that is compared its name in a sentence, how many leading numbers of a version have to be
+# equal (0: the whole text), and whether a difference in those refuses the table; if not, it is only noted.
+RULES = {
+    "device": ("device", 0, True),
+    "compute_capability": ("compute capability", 0, True),
+    "torch": ("torch", 2, True),
+    "cuda": ("CUDA", 2, True),
+    "cudnn": ("cuDNN", 0, True),
+    "threads": ("threads", 0, True),
+    "attnreg": ("attnreg", 2, True),
+    "driver": ("driver", 0, False),
+}
 
 
 class Match(NamedTuple):
@@ -114,13 +100,13 @@ def matched(measured: Environment, here: Environment, done: str = "measured", wh
     """
     refused: list[str] = []
     notes: list[str] = []
-    for rule in RULES:
-        there, now = getattr(measured, rule.field), getattr(here, rule.field)
+    for field, (title, exact, matters) in RULES.items():
+        there, now = getattr(measured, field), getattr(here, field)
         if there == now:
             continue
-        sentence = f"{done} with {rule.title} {there or 'none'}, here it is {now or 'none'}"
-        same = not whole and rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
-        (refused if rule.matters and not same else notes).append(sentence)
+        sentence = f"{done} with {title} {there or 'none'}, here it is {now or 'none'}"
+        same = not whole and exact and _leading(there, exact) == _leading(now, exact)
+        (refused if matters and not same else notes).append(sentence)
     for name, there in measured.backends.items():
         now = here.backends.get(name)
         if now is None:

@@ -41,15 +41,10 @@ SETTLING, LONG_S = 3, 0.05
 
 @dataclass(slots=True)
 class Runner:
-    """One direction of one backend, ready to be timed.
+    """One direction of a backend, ready to be timed: `run` makes a call, on each copy of its tensors in turn.
 
-    Attributes:
-        name: the backend's.
-        run: makes one call, on each copy of its tensors in turn.
-        error: over that of plain PyTorch, as its check found.
-        first_s: seconds of the first call.
-        calls: how many calls make a round.
-        taken: the times of one of them, by round.
+    `error` is that of its check, `first_s` seconds of the first call, `calls` how many calls make a round,
+    and `taken` the times of one of them, by round.
     """
 
     name: str
@@ -80,9 +75,8 @@ class Measurement:
     def points(self) -> Iterator[Point]:
         """Yield a point for each direction; past the deadline with the fewest rounds.
 
-        Raises:
-            DeviceLostError: a kernel has left the GPU unusable.
-            TimeIsUpError: the deadline came before each backend had been checked and called once.
+        Raises `DeviceLostError` if a kernel has left the GPU unusable, `TimeIsUpError` if the deadline came
+        before each backend had been checked and called once.
         """
         for direction in self._directions:
             if results := self._results(direction):

@@ -36,18 +36,10 @@ LEAST_S = 0.05
 
 @dataclass(slots=True)
 class Session:
-    """A table in the making.
+    """A table in the making: its file and contents, and what measures it.
 
-    Attributes:
-        out: the table's file.
-        environment: what the measurements depend on.
-        entries: the backends to measure.
-        device: the device to measure on.
-        checks, timer: the accuracy checks and the timer.
-        points: the table's points by their keys.
-        fronts: the table's host times of whole calls.
-        fresh: the points that this session measured.
-        skipped: calls that can't be measured, with the reason.
+    `fresh` are the points that this session measured, `skipped` the calls that can't be measured, with the
+    reason.
     """
 
     out: Path
@@ -64,12 +56,8 @@ class Session:
     def run(self, specs: Sequence[AttentionSpec], seconds: float) -> Iterator[AttentionSpec]:
         """Measure calls in their order, saving after each, until all are done or the time is up.
 
-        Yields:
-            Each call when it is done, also if there was nothing to measure.
-
-        Raises:
-            DeviceLostError: the GPU can't be used any more.
-            OSError: the table can't be written.
+        Yields each call when it is done, also if there was nothing to measure. Raises `DeviceLostError` if
+        the GPU can't be used any more, `OSError` if the table can't be written.
         """
         started, longest = self.timer.now(), LEAST_S
         for spec in specs:
@@ -145,8 +133,7 @@ class Session:
 def kept(out: Path, environment: Environment) -> Table:
     """Return the table that a session continues: an empty one if there is no file yet.
 
-    Raises:
-        ConfigError: the file is no table, or one of another environment, or can't be read.
+    Raises `ConfigError` if the file is no table, or one of another environment, or can't be read.
     """
     with suppress(OSError):  # below a folder that can't be searched; `load` says so
         if not out.exists():

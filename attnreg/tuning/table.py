@@ -70,11 +70,7 @@ class Table:
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table.
-
-    Raises:
-        ConfigError: there is none, or something in it is wrong; names the file and the key.
-    """
+    """Read a table; a `ConfigError` names the file, and the key at which it is wrong."""
     file = Path(path)
 
     def read(data: object) -> Table:
@@ -89,8 +85,7 @@ def load(path: str | os.PathLike[str]) -> Table:
 def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
     """Return what `read` makes of a file's JSON; `expected` names what the file should be.
 
-    Raises:
-        ConfigError: it can't be read, is no JSON, or `read` finds it malformed; names the file.
+    Raises a `ConfigError` that names the file if it can't be read, is no JSON, or `read` finds it malformed.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -174,10 +169,7 @@ def check_writable(path: Path, mark: str = "") -> None:
     """Check that `write_whole` can write a file, without touching what it has.
 
     With a `mark`, an existing file has to contain it in its first kilobyte: files of other programs aren't
-    replaced.
-
-    Raises:
-        ConfigError: it can't, or the existing file lacks the mark.
+    replaced. Raises `ConfigError`.
     """
     try:
         if path.is_dir():

@@ -38,16 +38,9 @@ GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sizes of one kind of call.
+    """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
 
-    Attributes:
-        dim: head dim.
-        heads: (query, key).
-        window: the mask.
-        varlen: whether the sequences are packed.
-        shapes: (batch, max_q, max_k) of each size.
-        dtype: its name.
-        usual: whether most models make such calls.
+    `heads` are those of query and key; `varlen` says whether the sequences are packed.
     """
 
     dim: int
@@ -60,19 +53,19 @@ class Plan:
 
     def specs(self, device: Device) -> list[AttentionSpec]:
         """Return the calls."""
-        return [self._spec(device, *shape) for shape in self.shapes]
+        return [
+            AttentionSpec(
+                device=device, dtype=self.dtype, batch=batch, max_q=max_q, max_k=max_k,
+                heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dim, head_dim_v=self.dim,
+                tokens_q=self._tokens(batch, max_q), tokens_k=self._tokens(batch, max_k),
+                varlen=self.varlen, window=self.window, needs_backward=max_q > 16,
+            )
+            for batch, max_q, max_k in self.shapes
+        ]  # fmt: skip
 
-    def _spec(self, device: Device, batch: int, max_q: int, max_k: int) -> AttentionSpec:
-        def tokens(longest: int) -> int:
-            ragged = self.varlen and batch > 1 and longest > 1
-            return max(int(batch * longest * FILL), longest) if ragged else batch * longest
-
-        return AttentionSpec(
-            device=device, dtype=self.dtype, batch=batch, max_q=max_q, max_k=max_k,
-            heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dim, head_dim_v=self.dim,
-            tokens_q=tokens(max_q), tokens_k=tokens(max_k), varlen=self.varlen, window=self.window,
-            needs_backward=max_q > 16,
-        )  # fmt: skip
+    def _tokens(self, batch: int, longest: int) -> int:
+        ragged = self.varlen and batch > 1 and longest > 1
+        return max(int(batch * longest * FILL), longest) if ragged else batch * longest
 
 
 def grid(name: str, device: Device) -> list[AttentionSpec]:
