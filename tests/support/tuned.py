@@ -77,20 +77,36 @@ def slowed(recorder, clock, seconds):
 CPU = torch.device("cpu")
 
 
-def off_by(amount, forward=True):
-    """Make kernels wrong by so much in their forward or their backward."""
+def altered(alter, forward=True):
+    """Alter what kernels return first, in their forward or their backward."""
 
     def change(kernels):
-        def wrong(kernel):
-            def run(*arguments):
-                first, *rest = kernel(*arguments)
-                return (first + amount, *rest)
+        name = "forward" if forward else "backward"
+        kernel = getattr(kernels, name)
 
-            return run
+        def run(*arguments):
+            first, *rest = kernel(*arguments)
+            return (alter(first), *rest)
 
-        if forward:
-            return kernels._replace(forward=wrong(kernels.forward))
-        return kernels._replace(backward=wrong(kernels.backward))
+        return kernels._replace(**{name: run})
+
+    return change
+
+
+def off_by(amount, forward=True):
+    """Make kernels wrong by so much in their forward or their backward."""
+    return altered(lambda first: first + amount, forward)
+
+
+def watched(note):
+    """Have `note` called with the arguments of a forward before it runs."""
+
+    def change(kernels):
+        def forward(*arguments):
+            note(*arguments)
+            return kernels.forward(*arguments)
+
+        return kernels._replace(forward=forward)
 
     return change
 
