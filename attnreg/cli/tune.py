@@ -99,7 +99,7 @@ def _specs(
 ) -> list[AttentionSpec]:
     """Return the calls to measure, the most valuable first: given ones, recorded ones, then a grid."""
     from attnreg.dispatch import planning
-    from attnreg.tuning.grids import grid
+    from attnreg.tuning.workload import grid
 
     if name and name not in GRIDS:
         raise InvalidInputError(

@@ -16,9 +16,8 @@ from attnreg.dispatch import counters, trace
 from attnreg.dispatch.state import Plan, declined_by
 from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
-from attnreg.selection.decision import Decision, Policy, Preference, select
+from attnreg.selection.decision import Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
-from attnreg.selection.replay import replayed
 from attnreg.torchlib import building
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Choosing a backend: a spec, the backends and a policy give a decision, without a tensor or a GPU.
 
-Here also: all settings as one policy (`sources`, `policy`), lockfiles (`lockfile`, `replay`), the check
+Here also: all settings as one policy (`sources`, `policy`), lockfiles (`lockfile`), the check
 that ranks choose alike (`ranks`), and the one renderer of reasons (`render`). May import: `_registry`,
 `tuning` and all below them, but no backend. Read `decision.py` first.
 """

@@ -7,8 +7,11 @@ that it can't run goes to the next one that can, and the decision keeps every re
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from attnreg.contract.capabilities import one_line
+from attnreg.errors import UnsupportedInputError
 from attnreg.tuning.lookup import with_sources
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from attnreg.tuning.lookup import Prediction
     from attnreg.tuning.tables import Tables
 
-__all__ = ["Decision", "Policy", "Preference", "select", "tied_to"]
+__all__ = ["Decision", "Policy", "Preference", "replayed", "select", "tied_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +132,35 @@ def select(
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
     able = {name for name, reasons in found.items() if not reasons}
+    # Every backend, the first choice first, with the source of its position.
+    ranked: dict[str, str] = {}
+    for preference in wanted:
+        for name in map(str.casefold, preference.names):
+            if name in entries:  # a `use_backend` scope may still name one that has left the registry
+                ranked.setdefault(name, preference.source)
+    preferred = set(ranked)
     priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
-    ranks = with_sources(order, able, prediction, f"default order for {spec.device.keys[0]}")
-    ranked = _ranked(entries, wanted, ranks)
-    against = {name: found[name] for name in ranked}
+    default = f"default order for {spec.device.keys[0]}"
+    for name, source in with_sources(order, able, prediction, default).items():
+        ranked.setdefault(name, source)
     may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
     chosen = next(may, None)
-    refusal = _refusal(wanted, only, policy.strict, ranked[chosen] if chosen else "")
-    preferred = {name.casefold() for preference in wanted for name in preference.names}
-    before = list(ranked)[: list(ranked).index(chosen)] if chosen else list(ranked)
-    missed = (
-        name for name in before if against[name] and (name in preferred or _serves(entries[name], spec))
-    )
+    source = ranked[chosen] if chosen else ""
+    refusal = _refusal(wanted, only, policy.strict, source)
+    shown = {name: entries[name].name for name in ranked}
     return Decision(
         direction=direction,
-        backend=entries[chosen].name if chosen and not refusal else None,
-        source=ranked[chosen] if chosen else "",
-        rejected={entries[name].name: reasons for name, reasons in against.items() if reasons},
-        passed_over=tuple(entries[name].name for name in missed),
-        order=tuple(entries[name].name for name in ranked),
-        asked_for=tuple(entries[name].name for name in ranked if name in preferred),
+        backend=shown[chosen] if chosen and not refusal else None,
+        source=source,
+        rejected={shown[name]: found[name] for name in ranked if found[name]},
+        passed_over=tuple(
+            shown[name]
+            for name in takewhile(lambda name: name != chosen, ranked)
+            if found[name] and (name in preferred or _serves(entries[name], spec))
+        ),
+        order=tuple(shown.values()),
+        asked_for=tuple(shown[name] for name in ranked if name in preferred),
         refusal=refusal,
         predicted=prediction,
     )
@@ -157,21 +168,6 @@ def select(
 
 def _serves(entry: Entry, spec: AttentionSpec) -> bool:
     return entry.backend is None or spec.device.type in entry.backend.devices
-
-
-def _ranked(
-    entries: Mapping[str, Entry], wanted: list[Preference], default: Mapping[str, str]
-) -> dict[str, str]:
-    """Return every backend, the first choice first, with the source of its position."""
-    ranked: dict[str, str] = {}
-    for preference in wanted:
-        for name in preference.names:
-            # A `use_backend` scope may still name a backend that has left the registry.
-            if name.casefold() in entries:
-                ranked.setdefault(name.casefold(), preference.source)
-    for name, source in default.items():
-        ranked.setdefault(name, source)
-    return ranked
 
 
 def _reasons(
@@ -194,3 +190,36 @@ def _refusal(wanted: list[Preference], only: Preference | None, strict: str, sou
     if strict and wanted and source != wanted[0].source:
         return f"{wanted[0].source} can't serve this call, and {strict} makes that an error"
     return ""
+
+
+def replayed(
+    lock: Lock,
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: str = "",
+) -> Decision:
+    """Return the locked decision for one direction of a call.
+
+    Raises `UnsupportedInputError` if the lock has no row for it, or was made in another environment; if its
+    backend can't run the call; or if a preference would have another backend run it.
+    """
+    row, name = lock.expected(spec, direction)
+    # Without a prediction: a table isn't a preference, so it can't contradict the lock.
+    decision = select(spec, direction, entries, policy, native)
+    if decision.refusal:
+        return decision
+    preferred = decision.source in {preference.source for preference in policy.preferences}
+    if not preferred:
+        locked = policy.with_first(Preference(name, (row.backend,), required=False))
+        decision = select(spec, direction, entries, locked, native)
+    if decision.backend is not None and decision.backend.casefold() == row.backend.casefold():
+        return replace(decision, source=name)
+    beginning, reasons = row.beginning(name), decision.rejected.get(row.backend)
+    if preferred and not reasons:
+        raise UnsupportedInputError(
+            f"{beginning}, but {decision.source} would have {decision.backend} run it: {spec}"
+        )
+    why = one_line(reasons or ("no backend of that name is known here",))
+    raise UnsupportedInputError(f"{beginning}, which can't run it here ({why}): {spec}", decision.rejected)

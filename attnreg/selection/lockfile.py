@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
+from attnreg.tuning import table
 from attnreg.tuning.machine import environment, matched, matched_simulated
-from attnreg.tuning.points import Malformed
-from attnreg.tuning.table import Environment, environment_from, read_whole, write_whole
+from attnreg.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
 from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 FORMAT = "attnreg lockfile"
 VERSION = 1
 VARIABLE = "ATTNREG_LOCK"
-KEYS = ("format", "version", "device", "environment", "rows")
 NOWHERE = Device("cpu")
 
 
@@ -63,7 +62,7 @@ class Lockfile:
 
     path: Path
     device: str
-    environment: Environment
+    environment: table.Environment
     rows: tuple[Row, ...]
 
     @property
@@ -74,75 +73,46 @@ class Lockfile:
         return hashlib.sha256(data.encode()).hexdigest()[:12]
 
     def save(self) -> None:
-        """Write the file atomically, one row per line.
-
-        Raises:
-            ConfigError: it can't be written.
-        """
-        values = (FORMAT, VERSION, self.device, asdict(self.environment))
-        head = json.dumps(dict(zip(KEYS, values, strict=False)), indent=1)[:-2]
-        rows = ",\n  ".join(json.dumps(row.to_dict(), separators=(",", ":")) for row in self.rows)
+        """Write the file atomically, one row per line; raises `ConfigError` if it can't be written."""
+        rows = [row.to_dict() for row in self.rows]
+        data = {"device": self.device, "environment": asdict(self.environment), "rows": rows}
         try:
-            write_whole(self.path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+            table.write_rows(self.path, {"format": FORMAT, "version": VERSION, **data}, "rows")
         except OSError as error:
             raise ConfigError(f"{self.path}: can't be written: {error.strerror or error}") from error
 
 
 def load(path: Path) -> Lockfile:
-    """Read a lockfile.
-
-    Raises:
-        ConfigError: there is none, or something in it is wrong; names the file and the key.
-    """
+    """Read a lockfile; a `ConfigError` names the file, and the key at which it is wrong."""
     file = path.absolute()
-    return read_whole(file, "a file of `attnreg lock`", lambda data: _read(data, file))
+
+    def read(data: object) -> Lockfile:
+        found = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
+        with_keys(found, ("format", "version", "device", "environment", "rows"), "")
+        a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
+        device = checked(found["device"], "device", a_type)
+        there = table.environment_from(found["environment"])
+        rows = table.each(found, "rows", lambda row, place: _row(row, place, there, Device(device)))
+        keys = [key_of(row.spec, row.direction) for row in rows]
+        table.check_once(keys, "rows", "direction of a call")
+        return Lockfile(file, device, there, rows)
+
+    return table.read_whole(file, "a file of `attnreg lock`", read)
 
 
-def _read(data: object, file: Path) -> Lockfile:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        got = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise Malformed(f"format: got {got!r}, expected {FORMAT!r}, as `attnreg lock` writes it")
-    if data.get("version") != VERSION:
-        raise Malformed(f"version: got {data.get('version')!r}, expected {VERSION}: lock it again")
-    _check_keys(data, KEYS, "")
-    device, rows = data["device"], data["rows"]
-    if not isinstance(device, str) or not device:
-        raise Malformed(f"device: got {device!r}, expected a type of device such as 'cuda'")
-    if not isinstance(rows, list):
-        raise Malformed(f"rows: got {rows!r}, expected a list of rows")
-    environment, found = environment_from(data["environment"]), []
-    seen: set[object] = set()
-    for number, one in enumerate(rows):
-        row = _row(one, f"rows[{number}]", environment, Device(device))
-        if (key := key_of(row.spec, row.direction)) in seen:
-            raise Malformed(f"rows[{number}]: is there twice, expected each direction of a call once")
-        seen.add(key)
-        found.append(row)
-    return Lockfile(file, device, environment, tuple(found))
-
-
-def _row(data: object, place: str, environment: Environment, device: Device) -> Row:
-    if not isinstance(data, dict):
-        raise Malformed(f"{place}: got {data!r}, expected an object")
-    _check_keys(data, ("spec", "direction", "backend", "source"), f"{place}.")
-    if data["direction"] not in DIRECTIONS:
-        raise Malformed(f"{place}.direction: got {data['direction']!r}, expected {' or '.join(DIRECTIONS)}")
-    if not isinstance(data["backend"], str) or data["backend"] not in environment.backends:
-        raise Malformed(f"{place}.backend: got {data['backend']!r}, expected one of environment.backends")
-    if not isinstance(data["source"], str):
-        raise Malformed(f"{place}.source: got {data['source']!r}, expected a text")
+def _row(data: object, place: str, there: table.Environment, device: Device) -> Row:
+    row = with_keys(data, ("spec", "direction", "backend", "source"), place)
+    known = ("one of environment.backends", lambda name: isinstance(name, str) and name in there.backends)
+    checked(row["direction"], f"{place}.direction", one_of(*DIRECTIONS))
+    checked(row["backend"], f"{place}.backend", known)
+    checked(row["source"], f"{place}.source", ANY_TEXT)
     try:
-        spec = spec_from(data["spec"], device)
+        spec = spec_from(row["spec"], device)
         hash(spec)
     except (InvalidInputError, TypeError) as error:
         within = "" if str(error).startswith("spec") else "spec: "
         raise Malformed(f"{place}.{within}{error}") from None
-    return Row(spec, data["direction"], data["backend"], data["source"])
-
-
-def _check_keys(data: dict[str, Any], expected: tuple[str, ...], place: str) -> None:
-    if wrong := sorted(set(expected).symmetric_difference(data)):
-        raise Malformed(f"{place}{wrong[0]}: {'missing' if wrong[0] in expected else 'unknown key'}")
+    return Row(spec, row["direction"], row["backend"], row["source"])
 
 
 def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
@@ -162,13 +132,11 @@ class Lock:
         self.file = file
         self._entries = entries
         self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
-        self._differences: dict[tuple[Device, str], str] = {}
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and its name for messages.
 
-        Raises:
-            UnsupportedInputError: there is none, or it was decided in another environment.
+        Raises `UnsupportedInputError` if there is none, or it was decided in another environment.
         """
         number = self._numbers.get(key_of(spec, direction))
         if number is None:
@@ -183,17 +151,11 @@ class Lock:
 
     def differences(self, device: Device, backend: str) -> str:
         """Return how the environment of a backend on a device differs from the lock's."""
-        if (device, backend) not in self._differences:
-            self._differences[device, backend] = self._compared(device, backend)
-        return self._differences[device, backend]
-
-    def _compared(self, device: Device, backend: str) -> str:
         if device.type != self.file.device:
             return f"locked on {self.file.device}, here it is {device.type}"
         there = self.file.environment
         if device.simulated:
-            capability = ".".join(map(str, device.capability or ()))
-            return "; ".join(matched_simulated(there, capability, "locked").refused)
+            return "; ".join(matched_simulated(there, device, "locked").refused)
         # The versions of other backends can't make a difference to this call.
         alone = replace(there, backends={backend: there.backends[backend]})
         return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)

@@ -6,7 +6,7 @@
 4. Where none of them names a backend, a measured table for the device, if there is one.
 
 (`use_backend` and `backend=` are stronger still; they apply to single calls and are added there.)
-With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `replay`.
+With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `decision`.
 The environment and the files are read once, when they are first needed, and again by `reload`.
 """
 
@@ -53,8 +53,7 @@ _watchers = 0
 def sources() -> Sources:
     """Return the settings in force; reads the environment and its file on the first call.
 
-    Raises:
-        ConfigError: they can't be read; the same error at every call until `reload` succeeds.
+    If they can't be read, that is the same `ConfigError` at every call until `reload` succeeds.
     """
     global _sources, _unreadable
     with _registry.lock:
@@ -71,12 +70,9 @@ def sources() -> Sources:
 
 
 def disabled_backends() -> dict[str, str]:
-    """Return the disabled names in lower case, each with the source that disables it.
+    """Return the disabled names in lower case, each with the source that disables it; raises `ConfigError`.
 
     Doesn't read the tables and lockfiles that settings may name: for the commands that write them.
-
-    Raises:
-        ConfigError: the environment or a settings file can't be read, or names an unknown backend.
     """
     with _registry.lock:
         now = _sources
@@ -87,11 +83,7 @@ def disabled_backends() -> dict[str, str]:
 
 
 def current() -> Policy:
-    """Return everything that is asked for.
-
-    Raises:
-        ConfigError: the environment or its file can't be read.
-    """
+    """Return everything that is asked for; raises `ConfigError` if the environment or a file is wrong."""
     now = sources()
     tables = None
     if decides_by(now)[0] == "measured":
@@ -151,14 +143,9 @@ def watch(more: int) -> None:
 
 
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
-    """Return the settings in force with a new file, or new settings of the program.
-
-    Raises:
-        ConfigError: the file can't be read, or something in it is wrong.
-    """
-    from attnreg.settings import (
-        config,
-    )  # importing pydantic takes 0.1 s, and most programs need no settings file
+    """Return the settings in force with a new file, or new settings of the program; raises `ConfigError`."""
+    # Importing pydantic takes 0.1 s, and most programs need no settings file.
+    from attnreg.settings import config
 
     if isinstance(path_or_settings, str | os.PathLike):
         return checked(replace(sources(), file=config.load(path_or_settings)))
@@ -167,11 +154,7 @@ def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str
 
 
 def reread() -> Sources:
-    """Return the settings after reading the environment and the settings files again.
-
-    Raises:
-        ConfigError: something in them is wrong.
-    """
+    """Return the settings after reading the environment and the files again; raises `ConfigError`."""
     return checked(read(_sources or Sources()))
 
 

@@ -90,6 +90,7 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     Raises:
         RanksDifferError: another rank's inputs are different; names the difference.
     """
+    global _store
     # A program that has initialised it has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -101,8 +102,11 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     if _inherited_store is not None and store is _inherited_store():
         return  # a forked child would talk over its parent's connection
     with _lock:
-        if _store is None or store is not _store():
-            _start_group(store)
+        if _store is None or store is not _store():  # the first call of another group
+            _store = weakref.ref(store)
+            _stale.update(_seen)
+            _seen.clear()
+            _compared.clear()
         if place in _compared:
             return
         difference = _compare(store, distributed.get_rank(), place, _inputs(policy, entries, device))
@@ -111,14 +115,6 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     del store  # the error below holds this frame
     if difference:
         raise RanksDifferError(difference)
-
-
-def _start_group(store: Any) -> None:
-    global _store
-    _store = weakref.ref(store)
-    _stale.update(_seen)
-    _seen.clear()
-    _compared.clear()
 
 
 def _leave_the_parents_store() -> None:
@@ -217,8 +213,7 @@ def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
 def _run_within(seconds: float, run: Callable[[], object]) -> None:
     """Run in a thread, and leave it behind if it takes longer.
 
-    Raises:
-        RuntimeError: it took longer, or raised; without the error itself, whose frames hold the store.
+    That, or that it raised, is a RuntimeError; without the error itself, whose frames hold the store.
     """
     errors: list[str] = []
 

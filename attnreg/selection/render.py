@@ -34,11 +34,7 @@ def fallback_line(backend: str, reason: str, instead: str) -> str:
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
-    """Raise the error of a call that no backend can or may run.
-
-    Raises:
-        UnsupportedInputError: always; every backend with every reason.
-    """
+    """Raise the error of a call that no backend can or may run: every backend with every reason."""
     raise UnsupportedInputError(decision_table(spec, decision), decision.rejected)
 
 

@@ -5,8 +5,9 @@ Reading puts nothing in force; `policy` keeps what is.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
 from attnreg.errors import BuildError, ConfigError, UnknownBackendError
@@ -31,15 +32,9 @@ REFERENCE = "math"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources of settings; None for one that isn't used.
+    """All sources of settings, the strongest first, and the files that they name; None for an unused one.
 
-    Attributes:
-        environment: the variables.
-        program: settings passed to `configure`.
-        environment_file: the file of ATTNREG_CONFIG; weaker than `program`.
-        file: the file passed to `configure`; weaker than both.
-        tables: the measured tables that these name, the strongest first.
-        lock: the lockfile of ATTNREG_LOCK.
+    `program` and `file` were passed to `configure`, `environment_file` is ATTNREG_CONFIG's.
     """
 
     environment: Environment = UNSET
@@ -56,61 +51,63 @@ class Sources:
 
 
 def read(before: Sources) -> Sources:
-    """Read the environment and all files anew.
+    """Read the environment and all files anew; raises `ConfigError`."""
+    now = replace(before, environment=environment.read(), environment_file=None)
+    if now.environment.config is None and before.file is None:
+        return now
+    # Importing pydantic takes 0.1 s, and most programs need no settings file.
+    from attnreg.settings import config
 
-    Raises:
-        ConfigError: one of them can't be read, or something in it is wrong.
-    """
-    now = environment.read()
-    if now.config is None and before.file is None:
-        return replace(before, environment=now, environment_file=None)
-    from attnreg.settings import (
-        config,
-    )  # importing pydantic takes 0.1 s, and most programs need no settings file
-
-    return Sources(
-        now,
-        before.program,
-        config.load(now.config) if now.config is not None else None,
-        config.load(before.file.source) if before.file is not None and before.file.source else before.file,
-    )
-
-
-def _check_routers(fresh: Sources) -> None:
-    if fresh.environment.routers == "compiled":
-        try:
-            building.loaded()
-        except BuildError as error:
-            raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
+    if now.environment.config is not None:
+        now = replace(now, environment_file=config.load(now.environment.config))
+    if before.file is not None and before.file.source:
+        now = replace(now, file=config.load(before.file.source))
+    return now
 
 
 def checked(fresh: Sources) -> Sources:
     """Check sources against the registry, the files that they name, and each other.
 
-    Returns:
-        The same with the measured tables and the lockfile that they name.
-
-    Raises:
-        ConfigError: an unknown name, a backend that is preferred and disabled, a disabled reference, a
-            file that is no table or no lockfile, a recording that can't be written, or compiled
-            routers that aren't there.
+    Returns the same with the measured tables and the lockfile that they name. Besides wrong names, a file
+    that is no table or no lockfile, a recording that can't be written, and compiled routers that aren't there
+    are a `ConfigError`.
     """
     check_names(fresh)
-    _check_routers(fresh)
     variables = fresh.environment
-    if variables.record is not None:
+    if variables.routers == "compiled":
         try:
+            building.loaded()
+        except BuildError as error:
+            raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
+    if variables.record is not None:
+        with _named("ATTNREG_RECORD"):
             check_writable(variables.record)
-        except ConfigError as error:
-            raise ConfigError(f"ATTNREG_RECORD: {error}") from error
-    return replace(fresh, tables=tuple(_tables(fresh)), lock=_lock(fresh))
+    tables = []
+    for loaded in fresh.loaded:
+        if loaded.settings.tuned is not None:
+            source = loaded.describe(("tuned",))
+            with _named(f"{source}: tuned"):
+                tables.append(Named(load_table(loaded.settings.tuned), source))
+    lock = None
+    if variables.lock is not None:
+        with _named(LOCK):
+            lock = load_lock(variables.lock)
+    return replace(fresh, tables=tuple(tables), lock=lock)
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Put the setting that names a file before the error about the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def check_names(fresh: Sources) -> None:
     """Check the names of backends only, not the files that settings name.
 
-    Raises:
-        ConfigError: an unknown name, a backend that is preferred and disabled, or a disabled reference.
+    An unknown name, a backend that is preferred and disabled, or a disabled reference is a `ConfigError`.
     """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -135,59 +132,42 @@ def check_names(fresh: Sources) -> None:
         )
 
 
-def _lock(now: Sources) -> Lockfile | None:
-    if now.environment.lock is None:
-        return None
-    try:
-        return load_lock(now.environment.lock)
-    except ConfigError as error:
-        raise ConfigError(f"{LOCK}: {error}") from error
-
-
-def _tables(now: Sources) -> Iterator[Named]:
-    for loaded in now.loaded:
-        if loaded.settings.tuned is not None:
-            source = loaded.describe(("tuned",))
-            try:
-                yield Named(load_table(loaded.settings.tuned), source)
-            except ConfigError as error:
-                raise ConfigError(f"{source}: tuned: {error}") from error
-
-
 def disabled(now: Sources) -> dict[str, str]:
     """Return the disabled names in lower case, each with the strongest source that disables it."""
-    found: dict[str, str] = {}
-    for name, source in _disabled(now):
-        found.setdefault(name.casefold(), source)
-    return found
-
-
-def _disabled(now: Sources) -> Iterator[tuple[str, str]]:
-    for name in now.environment.disable:
-        yield name, "ATTNREG_DISABLE"
+    found = {name.casefold(): "ATTNREG_DISABLE" for name in now.environment.disable}
     for loaded in now.loaded:
         for index, name in enumerate(loaded.settings.disabled):
-            yield name, loaded.describe(("disabled", index))
+            found.setdefault(name.casefold(), loaded.describe(("disabled", index)))
+    return found
 
 
 def strict(now: Sources) -> str:
     """Return the strongest source that sets strict, if it sets it to true; else an empty string."""
     if now.environment.strict is not None:
         return "ATTNREG_STRICT" if now.environment.strict else ""
-    for loaded in now.loaded:
-        if "strict" in loaded.settings.model_fields_set:
-            return loaded.describe(("strict",)) if loaded.settings.strict else ""
-    return ""
+    on, source = _strongest(now, "strict")
+    return source if on else ""
 
 
 def policy(now: Sources) -> tuple[str, str]:
     """Return what decides where no backend is preferred, and the source that sets it; empty by default."""
     if now.environment.policy:
         return now.environment.policy, "ATTNREG_POLICY"
+    found, source = _strongest(now, "policy")
+    return found or "measured", source
+
+
+def log_level(now: Sources) -> str:
+    """Return the log level of the strongest settings that have one, or an empty string."""
+    return (_strongest(now, "log_level")[0] or "").upper()
+
+
+def _strongest(now: Sources, field: str) -> tuple[Any, str]:
+    """Return a field of the strongest settings of the program or a file that have it, and their name."""
     for loaded in now.loaded:
-        if "policy" in loaded.settings.model_fields_set:
-            return loaded.settings.policy, loaded.describe(("policy",))
-    return "measured", ""
+        if field in loaded.settings.model_fields_set:
+            return getattr(loaded.settings, field), loaded.describe((field,))
+    return None, ""
 
 
 def without_implementation(now: Sources) -> Sources:
@@ -198,9 +178,3 @@ def without_implementation(now: Sources) -> Sources:
 def only_records(now: Sources) -> bool:
     """Whether settings ask for nothing, or only for calls to be recorded."""
     return without_implementation(now) == Sources(Environment(record=now.environment.record))
-
-
-def log_level(now: Sources) -> str:
-    """Return the log level of the strongest settings that have one, or an empty string."""
-    named = (s.settings for s in now.loaded if "log_level" in s.settings.model_fields_set)
-    return next((settings.log_level.upper() for settings in named), "")

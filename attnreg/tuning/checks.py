@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnreg.contract.backend import Kernels
 from attnreg.errors import AttnregError
 from attnreg.measure import measure_taken
+from attnreg.measure.sample import Verdict
 from attnreg.tuning.kinds import kind_of
 from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.measure import Case, Error
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-
-
-class Verdict(NamedTuple):
-    """The result of comparing one direction of a backend with float64.
-
-    Attributes:
-        error: the largest error divided by the largest allowed one.
-        wrong: what is wrong with it; empty if nothing is.
-    """
-
-    error: float = 0.0
-    wrong: str = ""
 
 
 class Checks:
@@ -44,51 +35,48 @@ class Checks:
     def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:
         """Return the verdict for one direction of that kind of call; the first time, checks both.
 
-        Raises:
-            Exception: the backend raised it.
+        Raises what the backend has raised, every time.
         """
         cases = small_cases(spec)
-        both = entry.backend is not None and entry.backend.backward is not None
         key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
         if key not in self._found:
             try:
-                self._found[key] = self._checked(entry, spec, cases, both)
+                self._found[key] = self._checked(entry, spec, cases)
             except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
                 self._found[key] = error
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
-        return found.get(direction, Verdict(wrong="its backward can't be checked"))
+        return found.get(direction, Verdict(0.0, "its backward can't be checked"))
 
     def _checked(
-        self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...], both: bool
+        self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
     ) -> dict[Direction, Verdict]:
         for case in cases:
             small = case.spec(spec.device)
             if entry.reasons(small, "forward"):
                 continue
             kernels = entry.kernels()
-            if not both or entry.reasons(small, "backward"):
+            if entry.reasons(small, "backward"):
                 kernels = Kernels(kernels.forward)
             errors, _ = measure_taken(kernels, case, self._device)
             if not errors:
                 continue
             found = {
-                direction: _verdict([(name, errors[name]) for name in names], case)
+                direction: _verdict({name: errors[name] for name in names}, case)
                 for direction, names in TENSORS.items()
                 if names[0] in errors
             }
             if wrong := found["forward"].wrong:
                 # Its backward may undo that error, and be wrong after any other backend's forward.
-                found["backward"] = Verdict(wrong=f"its forward is: {wrong}")
+                found["backward"] = Verdict(0.0, f"its forward is: {wrong}")
             return found
-        return {"forward": Verdict(wrong="it can't be checked: it refuses small calls of this kind")}
+        return {"forward": Verdict(0.0, "it can't be checked: it refuses small calls of this kind")}
 
 
-def _verdict(errors: list[tuple[str, Error]], case: Case) -> Verdict:
-    wrong = [f"{name} of {case.name}: {error}" for name, error in errors if not error.passed]
-    worst = max(error.kernel / error.allowed if error.allowed else 0.0 for _, error in errors)
-    return Verdict(0.0 if wrong else worst, "; ".join(wrong))
+def _verdict(errors: Mapping[str, Error], case: Case) -> Verdict:
+    wrong = [f"{name} of {case.name}: {error}" for name, error in errors.items() if not error.passed]
+    return Verdict(0.0 if wrong else max(error.share for error in errors.values()), "; ".join(wrong))
 
 
 class DeviceLostError(AttnregError, RuntimeError):
@@ -105,21 +93,13 @@ def no_memory(error: BaseException) -> bool:
 
 
 def failed(error: BaseException, device: torch.device) -> Measured:
-    """Return the row of a backend that raised.
-
-    Raises:
-        DeviceLostError: the GPU can't be used any more.
-    """
+    """Return the row of a backend that raised; raises `DeviceLostError` if the GPU can't be used any more."""
     check_alive(device, error)
     return Measured(failed=_summary(error))
 
 
 def check_alive(device: torch.device, error: BaseException) -> None:
-    """Check that the device is still usable after a backend has raised, and free its cached memory.
-
-    Raises:
-        DeviceLostError: it isn't.
-    """
+    """Free a device's cached memory after a backend has raised; raises `DeviceLostError` if it is lost."""
     if device.type != "cuda":
         return
     try:

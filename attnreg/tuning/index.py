@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import dist
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +48,6 @@ class Near(NamedTuple):
     distance: float
 
 
-@dataclass(slots=True)
 class Index:
     """The points of one family.
 
@@ -60,45 +58,35 @@ class Index:
         floors: for each backend the fixed cost of a call, in microseconds.
         hosts: for each backend the median host time of its function, in microseconds.
         first_calls: for each backend the median time of the first call of a shape, in seconds.
-        wrong: what was wrong with a backend at a ratio of heads, at any size.
-        right: the ratios of heads at which it was timed.
-        complete: indices of the places that have every backend of the family, if most do; else empty. Where
-            one lacks a backend, the others would be compared at sizes other than its.
     """
 
-    family: Kind
-    places: list[Place]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-    floors: dict[str, float] = field(default_factory=dict)
-    hosts: dict[str, float] = field(default_factory=dict)
-    first_calls: dict[str, float] = field(default_factory=dict)
-    wrong: dict[tuple[str, int], str] = field(default_factory=dict)
-    right: set[tuple[str, int]] = field(default_factory=set)
-    complete: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.low = tuple(map(min, zip(*(place.at for place in self.places), strict=True)))
-        self.high = tuple(map(max, zip(*(place.at for place in self.places), strict=True)))
-        taken: dict[str, list[Measured]] = {}
-        for place in self.places:
-            for name, one in place.point.backends.items():
+    def __init__(self, family: Kind, places: list[Place]) -> None:
+        self.family, self.places = family, places
+        self.low, self.high = (
+            tuple(map(end, zip(*(place.at for place in places), strict=True))) for end in (min, max)
+        )
+        # What was wrong with a backend at a ratio of heads, at any size; and the ratios with a time.
+        self._wrong: dict[tuple[str, int], str] = {}
+        self._right: set[tuple[str, int]] = set()
+        timed: dict[str, list[Measured]] = {}
+        for _, point, _ in places:
+            for name, one in point.backends.items():
                 if one.wrong:
-                    at = (name, place.point.kind.ratio)
-                    self.wrong.setdefault(at, f"{one.trouble} at {place.point.size}")
+                    self._wrong.setdefault((name, point.kind.ratio), f"{one.trouble} at {point.size}")
                 if one.gpu_us is not None:
-                    self.right.add((name, place.point.kind.ratio))
-                    taken.setdefault(name, []).append(one)
-        everyone = {name for place in self.places for name in place.point.backends}
-        complete = [
-            number for number, place in enumerate(self.places) if everyone <= place.point.backends.keys()
-        ]
-        if 2 * len(complete) > len(self.places):
-            self.complete = frozenset(complete)
-        for name, found in taken.items():
-            self.floors[name] = min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
-            self.hosts[name] = median(one.host_us for one in found)
-            self.first_calls[name] = median(one.first_call_s for one in found)
+                    self._right.add((name, point.kind.ratio))
+                    timed.setdefault(name, []).append(one)
+        self.floors = {
+            name: min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
+            for name, found in timed.items()
+        }
+        self.hosts = {name: median(one.host_us for one in found) for name, found in timed.items()}
+        self.first_calls = {name: median(one.first_call_s for one in found) for name, found in timed.items()}
+        # The places that have every backend of the family, if most do. Where one lacks a backend, the others
+        # would be compared at sizes other than its.
+        everyone = {name for place in places for name in place.point.backends}
+        complete = {n for n, place in enumerate(places) if everyone <= place.point.backends.keys()}
+        self._complete = complete if 2 * len(complete) > len(places) else set()
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return the nearest coordinates in the measured range, and in which a call is outside of it."""
@@ -118,7 +106,7 @@ class Index:
         # A family has some dozens of points: a full scan takes a few microseconds.
         by_distance = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
         if by_distance[0][0] >= EXACT:
-            complete = [one for one in by_distance if one[1] in self.complete]
+            complete = [one for one in by_distance if one[1] in self._complete]
             if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
                 by_distance = complete
             return [Near(self.places[number], distance) for distance, number in by_distance[:NEAREST]]
@@ -127,9 +115,9 @@ class Index:
 
     def wrong_with(self, name: str, ratio: int) -> str:
         """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any."""
-        if (name, ratio) in self.wrong or (name, ratio) in self.right:
-            return self.wrong.get((name, ratio), "")
-        return next((found for (other, _), found in self.wrong.items() if other == name), "")
+        if (name, ratio) in self._wrong or (name, ratio) in self._right:
+            return self._wrong.get((name, ratio), "")
+        return next((found for (other, _), found in self._wrong.items() if other == name), "")
 
 
 class Kinds:
@@ -153,12 +141,12 @@ class Kinds:
         """Return the points of that kind's family, else of the nearest family that may replace it."""
         family = family_of(kind)
         if family not in self._known:
-            near = [
-                (distance, index)
-                for other, index in self._exact.items()
+            near = {
+                other: distance
+                for other in self._exact
                 if (distance := distance_between(family, other)) is not None
-            ]
+            }
             if len(self._known) > 1000 + len(self._exact):
                 self._known = dict(self._exact)
-            self._known[family] = min(near, key=lambda pair: pair[0], default=(0.0, None))[1]
+            self._known[family] = self._exact[min(near, key=near.__getitem__)] if near else None
         return self._known[family]

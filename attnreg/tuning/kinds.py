@@ -56,14 +56,13 @@ class Kind(NamedTuple):
     extras: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        dims = (
-            str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        )
-        mask = {"none": "no mask"}.get(self.mask, self.mask)
-        layout = "varlen" if self.varlen else "dense"
+        dims = str(self.head_dim)
+        if self.head_dim_v != self.head_dim:
+            dims += f"/{self.head_dim_v}"
         heads = (f"{self.ratio}:1 heads",) if self.ratio else ()
-        parts = (self.dtype, f"head dim {dims}", *heads, mask, layout, *self.extras)
-        return ", ".join((*parts, self.direction))
+        mask = "no mask" if self.mask == "none" else self.mask
+        layout = "varlen" if self.varlen else "dense"
+        return ", ".join((self.dtype, f"head dim {dims}", *heads, mask, layout, *self.extras, self.direction))
 
 
 class Size(NamedTuple):
@@ -83,10 +82,15 @@ class Size(NamedTuple):
 
 def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
     """Return the kind of one direction of a call."""
-    if spec.dropout or spec.bias or spec.alibi or spec.seqused_k or spec.deterministic:
-        extras = _extras(spec, direction)
-    else:
-        extras = _paging(spec)
+    extras = {
+        "alibi": spec.alibi,
+        "bias": spec.bias,
+        "deterministic": spec.deterministic and direction == "backward",  # forwards are anyway
+        "dropout": spec.dropout > 0.0,
+        "num_splits": spec.num_splits is not None,
+        "page_size": spec.page_size is not None,
+        "seqused_k": spec.seqused_k,
+    }
     return Kind(
         direction,
         spec.dtype,
@@ -95,32 +99,13 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         spec.heads_q // spec.heads_k,
         "window" if spec.windowed else "causal" if spec.causal else "none",
         spec.varlen,
-        extras,
+        tuple(name for name, on in extras.items() if on),
     )
 
 
 def size_of(spec: AttentionSpec) -> Size:
     """Return the size of a call."""
     return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
-
-
-def _extras(spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-    options = {
-        "alibi": spec.alibi,
-        "bias": spec.bias,
-        # Forwards are deterministic anyway.
-        "deterministic": spec.deterministic and direction == "backward",
-        "dropout": spec.dropout > 0.0,
-        "seqused_k": spec.seqused_k,
-    }
-    return tuple(sorted((*(name for name, on in options.items() if on), *_paging(spec))))
-
-
-def _paging(spec: AttentionSpec) -> tuple[str, ...]:
-    if spec.page_size is None and spec.num_splits is None:
-        return ()
-    options = {"num_splits": spec.num_splits is not None, "page_size": spec.page_size is not None}
-    return tuple(name for name, on in options.items() if on)
 
 
 def family_of(kind: Kind) -> Kind:

@@ -127,13 +127,8 @@ def predict(
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
     points = tuple(
-        Source(
-            one.place.point,
-            one.place.point.kind.ratio == kind.ratio,
-            dist(one.place.at, at),
-            one.place.point.place == (kind, size),
-        )
-        for one in near
+        Source(point, point.kind.ratio == kind.ratio, dist(place, at), point.place == (kind, size))
+        for (place, point, _), _ in near
     )
     return Prediction(table, tuple(found), points, tuple(notes))
 
@@ -154,17 +149,18 @@ def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> di
 def _candidate(
     name: str, index: Index, ratio: int, near: list[Near], amount: float, host: float | None, capturing: bool
 ) -> Candidate:
+    known = [(one, one.place.point.backends[name]) for one in near if name in one.place.point.backends]
     # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
     # decides.
-    closest = next(one.place.point.backends[name] for one in near if name in one.place.point.backends)
+    closest = known[0][1]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
     floor = index.floors[name]
     gpu = _mean(
         [
-            (floor + (took - floor) * amount / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
-            for one in near
-            if (took := _gpu_us(one, name)) is not None
+            (floor + (found.gpu_us - floor) * amount / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
+            for one, found in known
+            if found.gpu_us is not None
         ]
     )
     if host is None:
@@ -172,11 +168,6 @@ def _candidate(
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first)
-
-
-def _gpu_us(near: Near, name: str) -> float | None:
-    found = near.place.point.backends.get(name)
-    return None if found is None else found.gpu_us
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
@@ -207,15 +198,11 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     """
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.cost_us for name, one in known.items() if one.cost_us is not None}
-    by_cost = sorted(costs, key=costs.__getitem__)
-    best = min((costs[name] for name in costs if name in able), default=0.0)
+    best = min((cost for name, cost in costs.items() if name in able), default=0.0)
     # Of those that are as fast as the best, chance aside, the first by default.
     first = next((name for name in costs if name in able and costs[name] <= best * (1 + MARGIN)), None)
-    if first is not None:
-        by_cost.remove(first)
-        by_cost.insert(0, first)
-    ordered = iter(by_cost)
+    by_cost = iter(sorted(costs, key=lambda name: (name != first, costs[name])))
     kept = [
-        next(ordered) if name in costs else name for name in default if name in costs or name not in known
+        next(by_cost) if name in costs else name for name in default if name in costs or name not in known
     ]
     return kept + [name for name in known if name not in costs]

@@ -11,12 +11,12 @@ import platform
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.tuning.table import Environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
@@ -40,32 +40,24 @@ def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> En
         for entry in entries
         if entry.backend is not None and device.type in entry.backend.devices and not entry.unavailable()
     }
+    common: dict[str, Any] = {"torch": torch.__version__, "attnreg": version, "backends": backends}
     if device.type != "cuda":
-        return Environment(
-            device=_processor(), torch=torch.__version__, attnreg=version,
-            threads=str(threads), backends=backends,
-        )  # fmt: skip
-    major, minor = device.capability or (0, 0)
+        name = _first_match("/proc/cpuinfo", r"(?<=model name\t: ).+")
+        name = name or platform.processor() or platform.machine()
+        return Environment(device=name, threads=str(threads), **common)
     return Environment(
         device=device.name,
-        compute_capability=f"{major}.{minor}",
-        torch=torch.__version__,
+        compute_capability=".".join(map(str, device.capability or (0, 0))),
         cuda=str(torch.version.cuda or ""),
         cudnn=str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
         driver=_first_match("/proc/driver/nvidia/version", r"\d{3}\.\d+(?:\.\d+)?"),
-        attnreg=version,
-        backends=backends,
+        **common,
     )
 
 
 def file_name(device: str) -> str:
     """Return the file name of a device's table: `nvidia-h200.json`."""
     return re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") + ".json"
-
-
-def _processor() -> str:
-    name = _first_match("/proc/cpuinfo", r"(?<=model name\t: ).+")
-    return name or platform.processor() or platform.machine()
 
 
 def _first_match(file: str, pattern: str) -> str:
@@ -76,32 +68,18 @@ def _first_match(file: str, pattern: str) -> str:
     return found.group() if found else ""
 
 
-class Rule(NamedTuple):
-    """How one field of two environments is compared.
-
-    Attributes:
-        field: its name.
-        exact: how many leading numbers of a version have to be equal; 0 for the whole text.
-        matters: whether a difference in those refuses the table; if not, it is only noted.
-        title: the field's name in a sentence.
-    """
-
-    field: str
-    exact: int
-    matters: bool
-    title: str
-
-
-RULES = (
-    Rule("device", 0, True, "device"),
-    Rule("compute_capability", 0, True, "compute capability"),
-    Rule("torch", 2, True, "torch"),
-    Rule("cuda", 2, True, "CUDA"),
-    Rule("cudnn", 0, True, "cuDNN"),
-    Rule("threads", 0, True, "threads"),
-    Rule("attnreg", 2, True, "attnreg"),
-    Rule("driver", 0, False, "driver"),
-)
+# For each field that is compared its name in a sentence, how many leading numbers of a version have to be
+# equal (0: the whole text), and whether a difference in those refuses the table; if not, it is only noted.
+RULES = {
+    "device": ("device", 0, True),
+    "compute_capability": ("compute capability", 0, True),
+    "torch": ("torch", 2, True),
+    "cuda": ("CUDA", 2, True),
+    "cudnn": ("cuDNN", 0, True),
+    "threads": ("threads", 0, True),
+    "attnreg": ("attnreg", 2, True),
+    "driver": ("driver", 0, False),
+}
 
 
 class Match(NamedTuple):
@@ -122,33 +100,31 @@ def matched(measured: Environment, here: Environment, done: str = "measured", wh
     """
     refused: list[str] = []
     notes: list[str] = []
-    for rule in RULES:
-        there, now = getattr(measured, rule.field), getattr(here, rule.field)
+    for field, (title, exact, matters) in RULES.items():
+        there, now = getattr(measured, field), getattr(here, field)
         if there == now:
             continue
-        sentence = f"{done} with {rule.title} {there or 'none'}, here it is {now or 'none'}"
-        same = not whole and rule.exact and _leading(there, rule.exact) == _leading(now, rule.exact)
-        (refused if rule.matters and not same else notes).append(sentence)
+        sentence = f"{done} with {title} {there or 'none'}, here it is {now or 'none'}"
+        same = not whole and exact and _leading(there, exact) == _leading(now, exact)
+        (refused if matters and not same else notes).append(sentence)
     for name, there in measured.backends.items():
         now = here.backends.get(name)
         if now is None:
             notes.append(f"{name} was {done} and doesn't load here")
         elif _own_version(there, measured.torch) != _own_version(now, here.torch):
             refused.append(f"{done} with {name} {there or 'of no version'}, here it is {now or 'none'}")
-    notes += [f"{name} wasn't measured: it keeps its place" for name in _unmeasured(measured, here)]
+    unknown = (name for name in here.backends if name not in measured.backends and name != "math")
+    notes += [f"{name} wasn't measured: it keeps its place" for name in unknown]
     return Match(tuple(refused), tuple(notes))
 
 
-def matched_simulated(measured: Environment, capability: str, done: str = "measured") -> Match:
+def matched_simulated(measured: Environment, device: Device, done: str = "measured") -> Match:
     """Compare with a simulated device, of which only the compute capability is known."""
-    if measured.compute_capability != capability:
+    here = ".".join(map(str, device.capability or ()))
+    if measured.compute_capability != here:
         there = measured.compute_capability or "none"
-        return Match((f"{done} with compute capability {there}, here it is {capability or 'none'}",))
+        return Match((f"{done} with compute capability {there}, here it is {here or 'none'}",))
     return Match(notes=(f"takes for granted that the device is {measured.device}, with the same versions",))
-
-
-def _unmeasured(measured: Environment, here: Environment) -> Iterator[str]:
-    return (name for name in here.backends if name not in measured.backends and name != "math")
 
 
 def _leading(version: str, count: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from attnreg.errors import AttnregError
 from attnreg.measure import Sample
 from attnreg.measure.timing import calls_for, shuffled
-from attnreg.tuning.checks import TimeIsUpError, failed
+from attnreg.tuning.checks import TENSORS, TimeIsUpError, failed
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Direction
-    from attnreg.measure import Case, Inputs
     from attnreg.measure.timing import Taken, Timer
     from attnreg.tuning.checks import Checks
 
@@ -41,100 +41,153 @@ SETTLING, LONG_S = 3, 0.05
 
 @dataclass(slots=True)
 class Runner:
-    """One direction of one backend, ready to be timed.
+    """One direction of a backend, ready to be timed: `run` makes a call, on each copy of its tensors in turn.
 
-    Attributes:
-        entry: the backend.
-        run: makes one call, on each copy of its tensors in turn.
-        error: over that of plain PyTorch, as its check found.
-        first_s: seconds of the first call.
-        calls: how many calls make a round.
-        taken: the times of one of them, by round.
+    `error` is that of its check, `first_s` seconds of the first call, `calls` how many calls make a round,
+    and `taken` the times of one of them, by round.
     """
 
-    entry: Entry
+    name: str
     run: Callable[[], Any]
     error: float
     first_s: float = 0.0
     calls: int = 1
     taken: list[Taken] = field(default_factory=list)
 
-    def result(self) -> Measured:
-        """Return the medians of the rounds."""
-        return Measured(
-            gpu_us=median(one.device for one in self.taken) * 1e6,
-            host_us=median(one.host for one in self.taken) * 1e6,
-            first_call_s=self.first_s,
-            error=self.error,
-        )
 
+class Measurement:
+    """One call with its tensors, to be measured on all backends that can run it."""
 
-class AtSize:
-    """The accuracy rule at the call's own size; the expected values are computed when first needed."""
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        directions: Sequence[Direction],
+        entries: Sequence[Entry],
+        checks: Checks,
+        timer: Timer,
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        self._spec, self._directions, self._entries, self._checks = spec, directions, entries, checks
+        self._timer, self._device, self._deadline = timer, device, deadline
+        self._inputs = copies(spec, device)
 
-    def __init__(self, case: Case, given: Inputs, backward: bool) -> None:
-        self._case, self._given, self._backward = case, given, backward
-        self._sample: Sample | None = None
+    def points(self) -> Iterator[Point]:
+        """Yield a point for each direction; past the deadline with the fewest rounds.
 
-    def wrong(self, direction: Direction, results: Any) -> str:
+        Raises `DeviceLostError` if a kernel has left the GPU unusable, `TimeIsUpError` if the deadline came
+        before each backend had been checked and called once.
+        """
+        for direction in self._directions:
+            if results := self._results(direction):
+                yield Point(kind_of(self._spec, direction), size_of(self._spec), results)
+
+    def _results(self, direction: Direction) -> dict[str, Measured]:
+        results: dict[str, Measured] = {}
+        runners: list[Runner] = []
+        for entry in self._entries:
+            if entry.reasons(self._spec, direction):
+                continue
+            if self._timer.now() > self._deadline:
+                raise TimeIsUpError(f"{self._spec}: the time was up before {entry.name} was measured")
+            try:
+                verdict = self._checks.of(entry, self._spec, direction)
+                wrong = verdict.wrong
+                if not wrong:
+                    runner = Runner(entry.name, self._call(entry, direction), verdict.error)
+                    wrong = self._first(runner, direction)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the other backends have to be measured
+                results[entry.name] = failed(error, self._device)
+                continue
+            if wrong:
+                results[entry.name] = Measured(wrong=wrong)
+            else:
+                runners.append(runner)
+        self._take_turns(runners, results)
+        for one in runners:
+            if one.taken and one.name not in results:
+                results[one.name] = Measured(
+                    gpu_us=median(taken.device for taken in one.taken) * 1e6,
+                    host_us=median(taken.host for taken in one.taken) * 1e6,
+                    first_call_s=one.first_s,
+                    error=one.error,
+                )
+        return results
+
+    @torch.no_grad()
+    def _take_turns(self, runners: list[Runner], results: dict[str, Measured]) -> None:
+        """Time the backends in turn, so that a change of the machine's speed affects all alike."""
+        in_turn = list(runners)
+        for number in range(ROUNDS + 1):
+            for runner in shuffled(in_turn):
+                try:
+                    runner.taken.append(self._timer.device_and_host(runner.run, runner.calls))
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+                    results[runner.name] = failed(error, self._device)
+                    in_turn.remove(runner)
+            if number == 0:
+                in_turn = _worth_it(in_turn)
+            elif self._timer.now() > self._deadline:
+                break
+
+    @torch.no_grad()
+    def _first(self, runner: Runner, direction: Direction) -> str:
+        """Time a backend's first call and let it settle; return what is wrong with its results."""
+        self._timer.wait()
+        started = self._timer.now()
+        returned = runner.run()
+        self._timer.wait()
+        runner.first_s = self._timer.now() - started
+        if wrong := self._wrong(direction, returned):
+            return wrong
+        del returned
+        for _ in range(SETTLING):
+            started = self._timer.now()
+            runner.run()
+            self._timer.wait()
+            if self._timer.now() - started > LONG_S:
+                break
+        return ""
+
+    def _call(self, entry: Entry, direction: Direction) -> Callable[[], Any]:
+        """Return what calls a kernel, the first time with the first copy."""
+        given: list[tuple[Any, ...]]
+        if direction == "forward":
+            given = [(q, k, v, call) for q, k, v, _, call in self._inputs]
+        else:
+            both = zip(self._inputs, self._forwards, strict=True)
+            given = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
+        kernel, turns = entry.kernel(direction), cycle(given)
+        return lambda: kernel(*next(turns))
+
+    @cached_property
+    def _forwards(self) -> list[Any]:
+        """Output and LSE of each copy, from the first backend whose forward is correct."""
+        problem: BaseException = AttnregError("no backend has a correct forward to go with it")
+        for entry in self._entries:
+            if entry.reasons(self._spec, "forward"):
+                continue
+            try:
+                if self._checks.of(entry, self._spec, "forward").wrong:
+                    continue
+                with torch.no_grad():
+                    found = [entry.kernels().forward(*one[:3], one.call) for one in self._inputs]
+                if not self._wrong("forward", found[0]):
+                    return found
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work
+                problem = error
+        raise problem
+
+    @cached_property
+    def _sample(self) -> Sample:
+        return Sample(case_of(self._spec), self._inputs[0], backward="backward" in self._directions)
+
+    def _wrong(self, direction: Direction, results: Any) -> str:
         """Return what is wrong with the results of a call on the first copy; empty if nothing is."""
-        names = ("out", "lse") if direction == "forward" else ("dq", "dk", "dv")
         try:
-            if self._sample is None:
-                self._sample = Sample(self._case, self._given, backward=self._backward)
-            return self._sample.verdict(dict(zip(names, results, strict=True))).wrong
+            return self._sample.verdict(dict(zip(TENSORS[direction], results, strict=True))).wrong
         except torch.cuda.OutOfMemoryError:  # that of the check, not of the kernel
             return ""
-
-
-def measured(
-    spec: AttentionSpec,
-    entries: Sequence[Entry],
-    directions: Sequence[Direction],
-    checks: Checks,
-    timer: Timer,
-    device: torch.device,
-    deadline: float,
-) -> Iterator[Point]:
-    """Yield a point for each direction of a call; past the deadline with the fewest rounds.
-
-    Raises:
-        DeviceLostError: a kernel has left the GPU unusable.
-        TimeIsUpError: the deadline came before each backend had been checked and called once.
-    """
-    inputs = copies(spec, device)
-    at_size = AtSize(case_of(spec), inputs[0], backward="backward" in directions)
-    for direction in directions:
-        results: dict[str, Measured] = {}
-        runners = list(
-            ready(spec, direction, entries, inputs, at_size, checks, timer, device, deadline, results)
-        )
-        _take_turns(runners, timer, device, deadline, results)
-        if results:
-            yield Point(kind_of(spec, direction), size_of(spec), results)
-
-
-def _take_turns(
-    runners: list[Runner], timer: Timer, device: torch.device, deadline: float, results: dict[str, Measured]
-) -> None:
-    """Time the backends in turn, so that a change of the machine's speed affects all alike."""
-    in_turn = list(runners)
-    for number in range(ROUNDS + 1):
-        for runner in shuffled(in_turn):
-            try:
-                with torch.no_grad():
-                    taken = timer.device_and_host(runner.run, runner.calls)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the other backends have to be measured
-                results[runner.entry.name] = failed(error, device)
-                in_turn.remove(runner)
-                continue
-            runner.taken.append(taken)
-        if number == 0:
-            in_turn = _worth_it(in_turn)
-        if number and timer.now() > deadline:
-            break
-    found = {one.entry.name: one.result() for one in runners if one.taken}
-    results.update({name: one for name, one in found.items() if name not in results})
 
 
 def _worth_it(runners: list[Runner]) -> list[Runner]:
@@ -144,110 +197,3 @@ def _worth_it(runners: list[Runner]) -> list[Runner]:
     for one in kept:
         one.calls = calls_for(ROUND_S, max(*one.taken.pop(), 1e-6), MOST_CALLS)
     return kept
-
-
-def ready(
-    spec: AttentionSpec,
-    direction: Direction,
-    entries: Sequence[Entry],
-    inputs: list[Inputs],
-    at_size: AtSize,
-    checks: Checks,
-    timer: Timer,
-    device: torch.device,
-    deadline: float,
-    results: dict[str, Measured],
-) -> Iterator[Runner]:
-    """Yield the backends that pass the accuracy rule, after their first call; the others go into `results`.
-
-    Raises:
-        DeviceLostError: a kernel has left the GPU unusable.
-        TimeIsUpError: the deadline came before each had been checked and called once.
-    """
-    forwards: list[Any] = []
-    for entry in entries:
-        if entry.reasons(spec, direction):
-            continue
-        if timer.now() > deadline:
-            raise TimeIsUpError(f"{spec}: the time was up before {entry.name} was measured")
-        try:
-            verdict = checks.of(entry, spec, direction)
-            if verdict.wrong:
-                results[entry.name] = Measured(wrong=verdict.wrong)
-                continue
-            if direction == "backward" and not forwards:
-                forwards = _forwards(spec, entries, inputs, checks, at_size)
-            runner = Runner(entry, _call(entry, direction, inputs, forwards), verdict.error)
-            if wrong := _first(runner, direction, at_size, timer):
-                results[entry.name] = Measured(wrong=wrong)
-                continue
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other backends have to be measured
-            results[entry.name] = failed(error, device)
-        else:
-            yield runner
-
-
-def _first(runner: Runner, direction: Direction, at_size: AtSize, timer: Timer) -> str:
-    """Time a backend's first call; return what is wrong with its results, or an empty string."""
-    timer.wait()
-    started = timer.now()
-    returned = _once(runner.run)
-    timer.wait()
-    runner.first_s = timer.now() - started
-    wrong = at_size.wrong(direction, returned)
-    del returned
-    if not wrong:
-        _settle(runner, timer)
-    return wrong
-
-
-def _settle(runner: Runner, timer: Timer) -> None:
-    for _ in range(SETTLING):
-        started = timer.now()
-        _once(runner.run)
-        timer.wait()
-        if timer.now() - started > LONG_S:
-            break
-
-
-def _call(entry: Entry, direction: Direction, inputs: list[Inputs], forwards: list[Any]) -> Callable[[], Any]:
-    """Return what calls a kernel, the first time with the first copy."""
-    kernel = entry.kernel(direction)
-    copies = cycle(inputs)
-
-    def forward() -> Any:
-        q, k, v, _, call = next(copies)
-        return kernel(q, k, v, call)
-
-    both = cycle(zip(inputs, forwards, strict=True)) if direction == "backward" else cycle(())
-
-    def backward() -> Any:
-        (q, k, v, grad_out, call), (out, lse) = next(both)
-        return kernel(grad_out, q, k, v, out, lse, call)
-
-    return forward if direction == "forward" else backward
-
-
-def _forwards(
-    spec: AttentionSpec, entries: Sequence[Entry], inputs: list[Inputs], checks: Checks, at_size: AtSize
-) -> list[Any]:
-    """Return output and LSE of each copy, from the first backend whose forward is correct."""
-    problem: BaseException = AttnregError("no backend has a correct forward to go with it")
-    for entry in entries:
-        if entry.reasons(spec, "forward"):
-            continue
-        try:
-            if checks.of(entry, spec, "forward").wrong:
-                continue
-            with torch.no_grad():
-                found = [entry.kernels().forward(*one[:3], one.call) for one in inputs]
-            if not at_size.wrong("forward", found[0]):
-                return found
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work
-            problem = error
-    raise problem
-
-
-def _once(run: Callable[[], Any]) -> Any:
-    with torch.no_grad():
-        return run()

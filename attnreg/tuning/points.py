@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnreg.tuning.kinds import MASKS, Kind, Size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping
 
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError
@@ -47,12 +48,10 @@ class Measured:
             return {"wrong": self.wrong}
         if self.failed or self.gpu_us is None:
             return {"failed": self.failed}
-        return {
-            "gpu_us": _rounded(self.gpu_us),
-            "host_us": _rounded(self.host_us),
-            "first_call_s": _rounded(self.first_call_s),
-            "error": _rounded(self.error),
-        }
+        return {name: _rounded(getattr(self, name)) for name in TIMES}
+
+
+TIMES = ("gpu_us", "host_us", "first_call_s", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +74,14 @@ class Point:
         return found | {"backends": {name: one.to_dict() for name, one in self.backends.items()}}
 
     @classmethod
-    def from_dict(cls, data: object) -> Point:
-        """Return the point of a row.
-
-        Raises:
-            Malformed: the row isn't one of a point.
-        """
-        table = _of(data, dict, "", "a point")
-        expected = {*Kind._fields, *Size._fields, "backends"}
-        if wrong := sorted(expected.symmetric_difference(table)):
-            raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in expected else 'unknown key'}")
-        kind = Kind(**{name: _FIELDS[name](table[name], name) for name in Kind._fields})
-        size = Size(**{name: _FIELDS[name](table[name], name) for name in Size._fields})
-        backends = _of(table["backends"], dict, "backends", "the result of each backend")
-        return cls(kind, size, {name: _measured(one, f"backends.{name}") for name, one in backends.items()})
+    def from_dict(cls, data: object, place: str) -> Point:
+        """Return the point of the row at that place in a file; raises `Malformed`."""
+        row = with_keys(data, (*Kind._fields, *Size._fields, "backends"), place, "a point")
+        kind = Kind(**_fields(row, Kind._fields, place))
+        size = Size(**_fields(row, Size._fields, place))
+        inside = f"{place}.backends"
+        backends = checked(row["backends"], inside, ("the result of each backend", is_dict))
+        return cls(kind, size, {name: _measured(one, f"{inside}.{name}") for name, one in backends.items()})
 
 
 class Front(NamedTuple):
@@ -121,104 +114,95 @@ class Front(NamedTuple):
         return {**self._asdict(), "host_us": _rounded(self.host_us)}
 
     @classmethod
-    def from_dict(cls, data: object) -> Front:
-        """Return the host time of a row.
-
-        Raises:
-            Malformed: the row isn't one of a host time.
-        """
-        table = _of(data, dict, "", "a host time")
-        table = {"compiled": False, **table}  # absent in tables that are older than the call cache
-        if wrong := sorted(set(cls._fields).symmetric_difference(table)):
-            raise Malformed(f"{wrong[0]}: {'missing' if wrong[0] in cls._fields else 'unknown key'}")
-        return cls(
-            _text(table["backend"], "backend"),
-            _boolean(table["varlen"], "varlen"),
-            _one_of("forward", "backward")(table["direction"], "direction"),
-            _seconds(table["host_us"], "host_us"),
-            _boolean(table["compiled"], "compiled"),
-        )
+    def from_dict(cls, data: object, place: str = "") -> Front:
+        """Return the host time of the row at that place in a file; raises `Malformed`."""
+        row = checked(data, place, ("a host time", is_dict))
+        row = {"compiled": False, **row}  # absent in tables that are older than the call cache
+        return cls(**_fields(with_keys(row, cls._fields, place), cls._fields, place))
 
 
-def _measured(data: object, key: str) -> Measured:
-    table = _of(data, dict, key, "times of a backend, or wrong, or failed")
-    if "wrong" in table:
-        return Measured(wrong=_text(table["wrong"], f"{key}.wrong"))
-    if "failed" in table:
-        return Measured(failed=_text(table["failed"], f"{key}.failed"))
-    names = ("gpu_us", "host_us", "first_call_s", "error")
-    if wrong := sorted(set(names).symmetric_difference(table)):
-        raise Malformed(f"{key}.{wrong[0]}: {'missing' if wrong[0] in names else 'unknown key'}")
-    found: dict[str, Any] = {name: _seconds(table[name], f"{key}.{name}") for name in names}
+def _measured(data: object, place: str) -> Measured:
+    row = checked(data, place, ("times of a backend, or wrong, or failed", is_dict))
+    for trouble in ("wrong", "failed"):
+        if trouble in row:
+            return Measured(**_fields(row, (trouble,), place))
+    found = _fields(with_keys(row, TIMES, place), TIMES, place)
     if not found["gpu_us"]:
-        raise Malformed(f"{key}.gpu_us: got 0, expected more")
+        raise Malformed(f"{place}.gpu_us: got 0, expected more")
     return Measured(**found)
 
 
-def _of(value: object, kind: type, key: str, expected: str) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise Malformed(f"{key}{': ' if key else ''}got {value!r}, expected {expected}")
+# What a value has to be, in words and as a condition.
+Rule = tuple[str, Callable[[Any], object]]
+
+
+def checked(value: Any, place: str, *rules: Rule) -> Any:
+    """Return the value at a place of a file; raises `Malformed` if it breaks one of the rules."""
+    for expected, holds in rules:
+        if not holds(value):
+            raise Malformed(f"{place}: got {value!r}, expected {expected}")
     return value
 
 
-def _whole(least: int) -> Callable[[object, str], int]:
-    def read(value: object, key: str) -> int:
-        if _of(value, int, key, "a whole number") < least:
-            raise Malformed(f"{key}: got {value}, expected {least} or more")
-        return int(value)  # type: ignore[call-overload, no-any-return]
-
-    return read
-
-
-def _text(value: object, key: str) -> str:
-    if not _of(value, str, key, "a text"):
-        raise Malformed(f"{key}: got '', expected a text")
-    return str(value)
+def with_keys(data: Any, names: Iterable[str], place: str, expected: str = "an object") -> dict[str, Any]:
+    """Return data that is a dict of exactly these keys; raises `Malformed` if it isn't."""
+    if wrong := sorted(set(names).symmetric_difference(checked(data, place, (expected, is_dict)))):
+        problem = "unknown key" if wrong[0] in data else "missing"
+        raise Malformed(f"{place}.{wrong[0]}: {problem}".removeprefix("."))
+    return dict(data)
 
 
-def _one_of(*names: str) -> Callable[[object, str], str]:
-    def read(value: object, key: str) -> str:
-        if value not in names:
-            raise Malformed(f"{key}: got {value!r}, expected {' or '.join(names)}")
-        return str(value)
-
-    return read
+def one_of(*names: str) -> Rule:
+    """Return the rule for a value that has to be one of these."""
+    return " or ".join(names), lambda value: value in names
 
 
-def _seconds(value: object, key: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise Malformed(f"{key}: got {value!r}, expected a number of 0 or more")
-    return float(value)  # type: ignore[arg-type]
+def is_dict(value: object) -> bool:
+    """Whether a value is an object of JSON."""
+    return isinstance(value, dict)
 
 
-def _names(value: object, key: str) -> tuple[str, ...]:
-    return tuple(_text(name, key) for name in _of(value, list, key, "a list of names"))
-
-
-def _bounds(value: object, key: str) -> tuple[int, int]:
-    found = _of(value, list, key, "two whole numbers")
-    if len(found) != 2:
-        raise Malformed(f"{key}: got {value!r}, expected two whole numbers")
-    return _whole(-1)(found[0], key), _whole(-1)(found[1], key)
-
-
-def _boolean(value: object, key: str) -> bool:
-    return bool(_of(value, bool, key, "true or false"))
+def _fields(row: Mapping[str, Any], names: Iterable[str], place: str) -> dict[str, Any]:
+    """Return the values of a row, each checked by its rules."""
+    found = {}
+    for name in names:
+        key, (convert, *rules) = f"{place}.{name}", _RULES[name]
+        value = checked(row[name], key, *rules)
+        for item in value if isinstance(value, list) else ():
+            checked(item, key, *_ITEMS[name])
+        found[name] = convert(value)
+    return found
 
 
 def _rounded(number: float) -> float:
     return float(f"{number:.5g}")
 
 
-_FIELDS: dict[str, Callable[[object, str], Any]] = {
-    "direction": _one_of("forward", "backward"),
-    "dtype": _one_of("float64", "float32", "bfloat16", "float16"),
-    "mask": _one_of(*MASKS),
-    "varlen": _boolean,
-    "extras": _names,
-    "window": _bounds,
-    "ratio": _whole(1),
-    **dict.fromkeys(("head_dim", "head_dim_v", "batch", "max_q", "max_k"), _whole(1)),
-    **dict.fromkeys(("heads_q", "tokens_q", "tokens_k"), _whole(1)),
+ANY_TEXT: Rule = ("a text", lambda value: isinstance(value, str))
+_TEXT: Rule = ("a text", lambda value: isinstance(value, str) and value)
+_TRUTH: Rule = ("true or false", lambda value: isinstance(value, bool))
+_WHOLE: Rule = ("a whole number", lambda value: type(value) is int)  # True is an int, too
+_COUNT = (int, _WHOLE, ("1 or more", lambda value: value >= 1))
+_NUMBER: Rule = (
+    "a number of 0 or more",
+    lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
+)
+
+# How the value of each key is converted once it keeps the rules that follow.
+_RULES: dict[str, tuple[Any, ...]] = {
+    "direction": (str, one_of("forward", "backward")),
+    "dtype": (str, one_of("float64", "float32", "bfloat16", "float16")),
+    "mask": (str, one_of(*MASKS)),
+    "varlen": (bool, _TRUTH),
+    "compiled": (bool, _TRUTH),
+    "extras": (tuple, ("a list of names", lambda value: isinstance(value, list))),
+    "window": (tuple, ("two whole numbers", lambda value: isinstance(value, list) and len(value) == 2)),
+    **dict.fromkeys(("ratio", "head_dim", "head_dim_v", "batch", "max_q", "max_k"), _COUNT),
+    **dict.fromkeys(("heads_q", "tokens_q", "tokens_k"), _COUNT),
+    **dict.fromkeys(TIMES, (float, _NUMBER)),
+    **dict.fromkeys(("backend", "wrong", "failed"), (str, _TEXT)),
+}
+_ITEMS: dict[str, tuple[Rule, ...]] = {
+    "extras": (_TEXT,),
+    "window": (_WHOLE, ("-1 or more", lambda value: value >= -1)),
 }

@@ -14,7 +14,7 @@ from attnreg.errors import ConfigError
 from attnreg.tuning.checks import TimeIsUpError, no_memory
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.machine import matched
-from attnreg.tuning.measure import measured
+from attnreg.tuning.measure import Measurement
 from attnreg.tuning.table import Table, load
 from attnreg.tuning.workload import unmeasurable
 
@@ -36,18 +36,10 @@ LEAST_S = 0.05
 
 @dataclass(slots=True)
 class Session:
-    """A table in the making.
+    """A table in the making: its file and contents, and what measures it.
 
-    Attributes:
-        out: the table's file.
-        environment: what the measurements depend on.
-        entries: the backends to measure.
-        device: the device to measure on.
-        checks, timer: the accuracy checks and the timer.
-        points: the table's points by their keys.
-        fronts: the table's host times of whole calls.
-        fresh: the points that this session measured.
-        skipped: calls that can't be measured, with the reason.
+    `fresh` are the points that this session measured, `skipped` the calls that can't be measured, with the
+    reason.
     """
 
     out: Path
@@ -64,29 +56,26 @@ class Session:
     def run(self, specs: Sequence[AttentionSpec], seconds: float) -> Iterator[AttentionSpec]:
         """Measure calls in their order, saving after each, until all are done or the time is up.
 
-        Yields:
-            Each call when it is done, also if there was nothing to measure.
-
-        Raises:
-            DeviceLostError: the GPU can't be used any more.
-            OSError: the table can't be written.
+        Yields each call when it is done, also if there was nothing to measure. Raises `DeviceLostError` if
+        the GPU can't be used any more, `OSError` if the table can't be written.
         """
         started, longest = self.timer.now(), LEAST_S
         for spec in specs:
-            if not (todo := self.todo(spec)):
-                if against := self._reasons(spec):
-                    self.skipped.append((spec, against))
-                yield spec
-                continue
-            begun = self.timer.now()
-            # The next call may be larger and have to compile: it may take as long as the longest so far.
-            if begun + longest > started + seconds:
-                return
-            try:
-                self._measure(spec, todo, started + seconds)
-            except TimeIsUpError:
-                return
-            longest = max(longest, self.timer.now() - begun)
+            if todo := self.todo(spec):
+                begun = self.timer.now()
+                # The next call may be larger and have to compile: it may take as long as the longest so far.
+                if begun + longest > started + seconds:
+                    return
+                try:
+                    self._measure(spec, todo, started + seconds)
+                except TimeIsUpError:
+                    return
+                longest = max(longest, self.timer.now() - begun)
+            else:
+                against = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
+                if all(against.values()):
+                    reasons = "; ".join(f"{name}: {one_line(found)}" for name, found in against.items())
+                    self.skipped.append((spec, reasons))
             yield spec
 
     def todo(self, spec: AttentionSpec) -> tuple[Direction, ...]:
@@ -95,11 +84,7 @@ class Session:
         return tuple(direction for direction in wanted if self._misses(spec, direction))
 
     def save(self) -> None:
-        """Write the table.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Write the table; raises `OSError` if it can't be written."""
         points = tuple(self.points.values())
         # The versions of backends that weren't measured don't matter.
         measured = {name for point in points for name in point.backends}
@@ -108,30 +93,16 @@ class Session:
         Table(replace(self.environment, backends=versions), points, self.out.name, self.fronts).save(self.out)
 
     def add_fronts(self, found: Iterable[Front]) -> None:
-        """Add host times of whole calls, and write the table.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        known = {one.place: one for one in (*self.fronts, *found)}
-        self.fronts = tuple(known.values())
+        """Add host times of whole calls, and write the table; raises `OSError` if it can't be written."""
+        self.fronts = tuple({one.place: one for one in (*self.fronts, *found)}.values())
         self.save()
-
-    def _reasons(self, spec: AttentionSpec) -> str:
-        """Return the reasons of all backends against a call; empty if one can run it."""
-        reasons = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
-        if not all(reasons.values()):
-            return ""
-        return "; ".join(f"{name}: {one_line(found)}" for name, found in reasons.items())
 
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         place = kind_of(spec, direction), size_of(spec)
-        point = self.points.get(place)
-        found = point.backends if point is not None else {}
-        failed = {name for name, one in found.items() if one.failed}
-        # What failed in an earlier session is tried again: memory may be free now, or a bug fixed.
-        retry = failed and not any(one.place == place for one in self.fresh)
-        known = found.keys() - failed if retry else found.keys()
+        known = self.points[place].backends if place in self.points else {}
+        if not any(one.place == place for one in self.fresh):
+            # What failed in an earlier session is tried again: memory may be free now, or a bug fixed.
+            known = {name: one for name, one in known.items() if not one.failed}
         return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
@@ -142,22 +113,19 @@ class Session:
         try:
             # CUDA events are recorded on the current device.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                for point in measured(
-                    spec, self.entries, todo, self.checks, self.timer, self.device, deadline
-                ):
+                call = Measurement(spec, todo, self.entries, self.checks, self.timer, self.device, deadline)
+                for point in call.points():
                     found.append(point)
         except (RuntimeError, MemoryError) as error:
             if not no_memory(error):
                 raise
-            self.skipped.append(
-                (spec, f"its inputs need more memory than there is: {error}".partition("\n")[0])
-            )
+            reason = f"its inputs need more memory than there is: {error}".partition("\n")[0]
+            self.skipped.append((spec, reason))
         finally:
             if found:
                 for point in found:
-                    known = self.points.get(point.place)
-                    before = known.backends if known is not None else {}
-                    self.points[point.place] = replace(point, backends={**before, **point.backends})
+                    known = self.points[point.place].backends if point.place in self.points else {}
+                    self.points[point.place] = replace(point, backends={**known, **point.backends})
                 self.fresh += found
                 self.save()
 
@@ -165,8 +133,7 @@ class Session:
 def kept(out: Path, environment: Environment) -> Table:
     """Return the table that a session continues: an empty one if there is no file yet.
 
-    Raises:
-        ConfigError: the file is no table, or one of another environment, or can't be read.
+    Raises `ConfigError` if the file is no table, or one of another environment, or can't be read.
     """
     with suppress(OSError):  # below a folder that can't be searched; `load` says so
         if not out.exists():

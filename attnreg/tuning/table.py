@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnreg.errors import ConfigError
-from attnreg.tuning.points import Front, Malformed, Point
+from attnreg.tuning.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -65,32 +65,27 @@ class Table:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically, one point per line.
-
-        Raises:
-            OSError: it can't be written.
-        """
-        data = self.to_dict()
-        rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("points"))
-        head = json.dumps(data, indent=1)[:-2]
-        write_whole(Path(path), f'{head},\n "points": [\n  {rows}\n ]\n}}\n')
+        """Write the file atomically, one point per line; raises `OSError` if it can't be written."""
+        write_rows(Path(path), self.to_dict(), "points")
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table.
-
-    Raises:
-        ConfigError: there is none, or something in it is wrong; names the file and the key.
-    """
+    """Read a table; a `ConfigError` names the file, and the key at which it is wrong."""
     file = Path(path)
-    return read_whole(file, "a table of `attnreg tune`", lambda data: _read(data, file.name))
+
+    def read(data: object) -> Table:
+        found = of_format(data, FORMAT, VERSION, "`attnreg tune` writes it", "measure it again")
+        fronts, points = each(found, "fronts", Front.from_dict), each(found, "points", Point.from_dict)
+        check_once([point.place for point in points], "points", "kind and size")
+        return Table(environment_from(found.get("environment")), points, file.name, fronts)
+
+    return read_whole(file, "a table of `attnreg tune`", read)
 
 
 def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
     """Return what `read` makes of a file's JSON; `expected` names what the file should be.
 
-    Raises:
-        ConfigError: it can't be read, is no JSON, or `read` finds it malformed; names the file.
+    Raises a `ConfigError` that names the file if it can't be read, is no JSON, or `read` finds it malformed.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -104,72 +99,64 @@ def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _read(data: object, name: str) -> Table:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> dict[str, Any]:
+    """Return the data of a file of that format and version; raises `Malformed` if it isn't."""
+    if not isinstance(data, dict) or data.get("format") != name:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise Malformed(f"format: got {got!r}, expected {FORMAT!r}, as `attnreg tune` writes it")
-    if data.get("version") != VERSION:
-        raise Malformed(f"version: got {data.get('version')!r}, expected {VERSION}: measure it again")
-    fronts = _each(data, "fronts", Front.from_dict)
-    points = _each(data, "points", Point.from_dict)
-    places = [point.place for point in points]
-    if len(set(places)) < len(places):
-        twice = next(i for i, place in enumerate(places) if place in places[:i])
-        raise Malformed(f"points[{twice}]: is there twice, expected each kind and size once")
-    return Table(environment_from(data.get("environment")), tuple(points), name, tuple(fronts))
+        raise Malformed(f"format: got {got!r}, expected {name!r}, as {written}")
+    if data.get("version") != version:
+        raise Malformed(f"version: got {data.get('version')!r}, expected {version}: {remedy}")
+    return data
 
 
-def _each(data: dict[str, Any], key: str, read: Callable[[object], T]) -> list[T]:
-    rows = data.get(key)
-    if not isinstance(rows, list):
-        raise Malformed(f"{key}: got {rows!r}, expected a list of {key}")
-    found = []
-    for number, row in enumerate(rows):
-        try:
-            found.append(read(row))
-        except Malformed as error:
-            joint = ": " if str(error).startswith("got ") else "."
-            raise Malformed(f"{key}[{number}]{joint}{error}") from None
-    return found
+def each(data: Mapping[str, Any], key: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
+    """Return what `read` makes of each row and its place in the file; raises `Malformed`."""
+    rows = checked(data.get(key), key, (f"a list of {key}", lambda rows: isinstance(rows, list)))
+    return tuple(read(row, f"{key}[{number}]") for number, row in enumerate(rows))
+
+
+def check_once(keys: Sequence[Hashable], place: str, expected: str) -> None:
+    """Check that no key is there twice; raises `Malformed`."""
+    seen: set[Hashable] = set()
+    for number, key in enumerate(keys):
+        if key in seen:
+            raise Malformed(f"{place}[{number}]: is there twice, expected each {expected} once")
+        seen.add(key)
 
 
 def environment_from(data: object) -> Environment:
-    """Return the environment of a file's data.
+    """Return the environment of a file's data; raises `Malformed`."""
+    names = [one.name for one in fields(Environment)]
+    found = with_keys(data, names, "environment", "a device and its versions")
+    for key, value in found.items():
+        place = f"environment.{key}"
+        if key != "backends":
+            checked(value, place, ANY_TEXT)
+            continue
+        for name, version in checked(value, place, ("the versions of backends", is_dict)).items():
+            checked(version, f"{place}.{name}", ANY_TEXT)
+    checked(found["device"], "environment.device", ("the name of a device", bool))
+    return Environment(**found)
 
-    Raises:
-        Malformed: the data has another form; the message begins with the key.
-    """
-    if not isinstance(data, dict):
-        raise Malformed(f"environment: got {data!r}, expected a device and its versions")
-    names = {one.name for one in fields(Environment)}
-    if wrong := sorted(names.symmetric_difference(data)):
-        problem = "missing" if wrong[0] in names else "unknown key"
-        raise Malformed(f"environment.{wrong[0]}: {problem}")
-    for key, value in data.items():
-        versions = value if key == "backends" else {"": value}
-        if not isinstance(versions, dict):
-            raise Malformed(f"environment.{key}: got {value!r}, expected the versions of backends")
-        for name, text in versions.items():
-            if not isinstance(text, str):
-                place = f"environment.{key}{'.' if name else ''}{name}"
-                raise Malformed(f"{place}: got {text!r}, expected a text")
-    if not data["device"]:
-        raise Malformed("environment.device: got '', expected the name of a device")
-    return Environment(**data)
+
+def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
+    """Write JSON atomically, a line for each row of `data[key]`; raises `OSError`."""
+    rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop(key))
+    write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old contents or the new, also after an interruption.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write a file so that readers see the old contents or the new, also after an interruption."""
     target = path.resolve()
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+        if target.exists():
+            mode = target.stat().st_mode & 0o777
+        else:
+            os.umask(umask := os.umask(0o022))  # the only way to read it is to set it
+            mode = 0o666 & ~umask
         Path(temporary).chmod(mode)
         Path(temporary).replace(target)
     except BaseException:
@@ -182,10 +169,7 @@ def check_writable(path: Path, mark: str = "") -> None:
     """Check that `write_whole` can write a file, without touching what it has.
 
     With a `mark`, an existing file has to contain it in its first kilobyte: files of other programs aren't
-    replaced.
-
-    Raises:
-        ConfigError: it can't, or the existing file lacks the mark.
+    replaced. Raises `ConfigError`.
     """
     try:
         if path.is_dir():
@@ -197,10 +181,3 @@ def check_writable(path: Path, mark: str = "") -> None:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
     if begins and mark.encode() not in begins:
         raise ConfigError(f"{path}: exists, and isn't a file that this command writes: give another file")
-
-
-def _umask() -> int:
-    # The only way to read the umask is to set it.
-    before = os.umask(0o022)
-    os.umask(before)
-    return before

@@ -6,18 +6,18 @@ import functools
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnreg.errors import ConfigError
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.lookup import predict
-from attnreg.tuning.machine import Match, environment, file_name, matched, matched_simulated
+from attnreg.tuning.machine import environment, file_name, matched, matched_simulated
 from attnreg.tuning.table import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Device, Direction
@@ -38,6 +38,11 @@ class Named:
 
     table: Table
     source: str = ""
+
+    @property
+    def of_gpu(self) -> bool:
+        """Whether it was measured on a GPU, else on a CPU."""
+        return bool(self.table.environment.compute_capability)
 
     @functools.cached_property
     def kinds(self) -> Kinds:
@@ -88,10 +93,10 @@ class Tables:
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         """Return what the table in force predicts for one direction of a call; None if nothing."""
-        report = self._reports.get(spec.device) or self.report(spec.device)
-        if report.in_force is None:
+        table = self.report(spec.device).in_force
+        if table is None:
             return None
-        return predict(report.in_force.kinds, spec, direction, str(report.in_force), self.compiled)
+        return predict(table.kinds, spec, direction, str(table), self.compiled)
 
     def report(self, device: Device) -> Report:
         """Return which table is in force on a device, and why others aren't."""
@@ -105,65 +110,51 @@ class Tables:
         return (*report.refused, *report.notes)
 
     def _compared(self, device: Device) -> Report:
-        refused: list[str] = []
-        warned: list[str] = []
-        found = None
-        for named in self._meant_for(device):
-            match = self._match(named, device)
+        on_gpu = device.type == "cuda"
+        meant = [named for named in self._named if named.of_gpu == on_gpu]
+        if on_gpu:
+            meant += _shipped(replace(device, index=None))
+        found, refused, warned = Report(), [], []
+        for named in meant if device.type in ("cpu", "cuda") else ():
+            measured = named.table.environment
+            if device.simulated:
+                match = matched_simulated(measured, device)
+            else:
+                match = matched(measured, environment(device, self._entries()))
             if not match.refused:
-                found = Report(named, tuple(f"{named}: {note}" for note in match.notes), tuple(refused))
+                found = Report(named, tuple(f"{named}: {note}" for note in match.notes))
                 break
             refused.append(f"{named} is refused: {'; '.join(match.refused)}")
-            warned += [refused[-1]] if named.source else []
-        if found is None:
-            found = Report(notes=tuple(self._elsewhere(device)), refused=tuple(refused))
-        decides = found.in_force or "the default order"
+            if named.source:
+                warned.append(refused[-1])
+        if found.in_force is None:
+            # Naming a table for another type of device is no error.
+            found = Report(
+                notes=tuple(
+                    f"{named} was measured on a {'GPU' if named.of_gpu else 'CPU'}: it doesn't apply to "
+                    f"{device.type}"
+                    for named in self._named
+                    if named.of_gpu != on_gpu
+                )
+            )
         for one in warned:
             if one not in _logged:
                 _logged.add(one)
+                decides = found.in_force or "the default order"
                 log.warning("%s; %s decides until `attnreg tune` has run here", one, decides)
-        return found
-
-    def _elsewhere(self, device: Device) -> Iterator[str]:
-        """Yield which tables are for another type of device, for reports without a table in force."""
-        for named in self._named:
-            of_gpu = bool(named.table.environment.compute_capability)
-            if of_gpu != (device.type == "cuda"):
-                kind = "GPU" if of_gpu else "CPU"
-                yield f"{named} was measured on a {kind}: it doesn't apply to {device.type}"
-
-    def _meant_for(self, device: Device) -> Iterator[Named]:
-        """Yield the tables for that type of device; naming one for another type is no error."""
-        if device.type not in ("cpu", "cuda"):
-            return
-        for named in self._named:
-            if bool(named.table.environment.compute_capability) == (device.type == "cuda"):
-                yield named
-        if device.type != "cuda":
-            return
-        if device.simulated:
-            yield from _shipped_for(".".join(map(str, device.capability or ())))
-        elif device.name and (found := _shipped(device.name)) is not None:
-            yield found
-
-    def _match(self, named: Named, device: Device) -> Match:
-        measured = named.table.environment
-        if device.simulated:
-            return matched_simulated(measured, ".".join(map(str, device.capability or ())))
-        return matched(measured, environment(device, self._entries()))
+        return replace(found, refused=tuple(refused))
 
 
 @functools.cache
-def _shipped_for(capability: str) -> tuple[Named, ...]:
-    """Return the tables that ship with attnreg for GPUs of that compute capability."""
-    found = (_read(file) for file in sorted(SHIPPED.glob("*.json")))
-    return tuple(one for one in found if one and one.table.environment.compute_capability == capability)
-
-
-@functools.cache
-def _shipped(device: str) -> Named | None:
-    """Return the table that ships with attnreg for a GPU of that name."""
-    return _read(SHIPPED / file_name(device))
+def _shipped(device: Device) -> tuple[Named, ...]:
+    """Return the tables that ship with attnreg for a GPU of that name, if simulated of that capability."""
+    files = sorted(SHIPPED.glob("*.json")) if device.simulated else [SHIPPED / file_name(device.name)]
+    found = (_read(file) for file in files)
+    return tuple(
+        one
+        for one in found
+        if one and not (device.simulated and matched_simulated(one.table.environment, device).refused)
+    )
 
 
 def _read(file: Path) -> Named | None:

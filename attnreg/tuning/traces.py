@@ -48,11 +48,7 @@ def spec_to(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def spec_from(data: object, device: Device) -> AttentionSpec:
-    """Return the call that `spec_to` has made plain data of, on a device.
-
-    Raises:
-        InvalidInputError: the data describes no call.
-    """
+    """Return the call that `spec_to` has made plain data of; raises `InvalidInputError` if it is no call."""
     if not isinstance(data, dict):
         raise InvalidInputError(f"spec: got {data!r}, expected an object")
     if unknown := sorted(data.keys() - (_FIELDS.keys() - {"device"})):
@@ -66,8 +62,7 @@ def spec_from(data: object, device: Device) -> AttentionSpec:
 def read(path: Path) -> list[Recorded]:
     """Return the calls of a recorded workload in the order of the file, each once.
 
-    Raises:
-        ConfigError: it can't be read, or a line isn't one of `attnreg.record`.
+    Raises `ConfigError` if it can't be read, or a line isn't one of `attnreg.record`.
     """
     try:
         with _inside, path.open(encoding="utf-8") as file:
@@ -81,8 +76,7 @@ def read(path: Path) -> list[Recorded]:
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> None:
     """Add counts to a file; other processes may do so at the same time.
 
-    Raises:
-        ConfigError: it can't be written, or isn't a recorded workload.
+    Raises `ConfigError` if it can't be written, or isn't a recorded workload.
     """
     try:
         with _inside, path.open("a+", encoding="utf-8") as file:
@@ -100,11 +94,7 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> 
 
 
 def check_writable(path: Path) -> None:
-    """Check, before the first call, that calls can be recorded in a file.
-
-    Raises:
-        ConfigError: it can't be written, or isn't a recorded workload.
-    """
+    """Check, before the first call, that calls can be recorded in a file; raises `ConfigError`."""
     try:
         exists = path.exists()
     except OSError:  # Path.exists raises PermissionError below a folder that can't be searched
@@ -118,19 +108,20 @@ def check_writable(path: Path) -> None:
 def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
     found: dict[AttentionSpec, Recorded] = {}
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                one = _parsed(line)
-            except (InvalidInputError, ValueError, KeyError, TypeError) as error:
-                if not line.endswith("\n") and number > 1:
-                    # The process was killed while it wrote this line.
-                    log.warning("%s:%d: left out: the line is incomplete", path, number)
-                    break
-                raise ConfigError(
-                    f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
-                ) from error
-            before = found.get(one.spec, Recorded(one.spec, 0, 0))
-            found[one.spec] = Recorded(one.spec, before.forward + one.forward, before.backward + one.backward)
+        if not line.strip():
+            continue
+        try:
+            one = _parsed(line)
+        except (InvalidInputError, ValueError, KeyError, TypeError) as error:
+            if not line.endswith("\n") and number > 1:
+                # The process was killed while it wrote this line.
+                log.warning("%s:%d: left out: the line is incomplete", path, number)
+                break
+            raise ConfigError(
+                f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
+            ) from error
+        before = found.get(one.spec, Recorded(one.spec, 0, 0))
+        found[one.spec] = Recorded(one.spec, before.forward + one.forward, before.backward + one.backward)
     return list(found.values())
 
 
@@ -145,12 +136,7 @@ def _parsed(line: str) -> Recorded:
 
 
 def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
-    capability = spec.device.capability
-    device = {
-        "type": spec.device.type,
-        "capability": None if capability is None else list(capability),
-        "name": spec.device.name,
-    }
+    device = {name: getattr(spec.device, name) for name in ("type", "capability", "name")}
     row = {"forward": forward, "backward": backward, "spec": spec_to(spec), "device": device}
     return json.dumps(row, separators=(",", ":")) + "\n"
 

@@ -1,21 +1,163 @@
-"""The tensors of a call to measure, in as many copies as it takes to miss the cache."""
+"""The calls to measure: which ones `attnreg tune` measures by default, and the tensors of any call."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import accumulate, product, zip_longest
+from typing import TYPE_CHECKING, TypeVar
 
 from attnreg import measure
+from attnreg.contract.spec import AttentionSpec
 from attnreg.measure import Case, copies_beyond_the_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     import torch
 
-    from attnreg.contract.spec import AttentionSpec
+    from attnreg.contract.spec import Device
     from attnreg.measure import Inputs
+
+T = TypeVar("T")
+
+CAUSAL, FULL = (-1, 0), (-1, -1)
+
+# Queries over a cache of keys, and their mask: one token, a chunk of a prompt, and a few speculated tokens,
+# for which programs use a mask of their own or none.
+DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
+
+# Between powers of two, and no multiples of a kernel's tile: without a mask, kernels take longer for those.
+BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
+
+# Sequences of a packed batch differ in length: their tokens are this fraction of batch x longest.
+FILL = 0.6
 
 # Fields whose tensors can't be generated: their values are the program's.
 GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
+
+    `heads` are those of query and key; `varlen` says whether the sequences are packed.
+    """
+
+    dim: int
+    heads: tuple[int, int]
+    window: tuple[int, int]
+    varlen: bool
+    shapes: Iterable[tuple[int, int, int]]
+    dtype: str = "bfloat16"
+    usual: bool = True
+
+    def specs(self, device: Device) -> list[AttentionSpec]:
+        """Return the calls."""
+        return [
+            AttentionSpec(
+                device=device, dtype=self.dtype, batch=batch, max_q=max_q, max_k=max_k,
+                heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dim, head_dim_v=self.dim,
+                tokens_q=self._tokens(batch, max_q), tokens_k=self._tokens(batch, max_k),
+                varlen=self.varlen, window=self.window, needs_backward=max_q > 16,
+            )
+            for batch, max_q, max_k in self.shapes
+        ]  # fmt: skip
+
+    def _tokens(self, batch: int, longest: int) -> int:
+        ragged = self.varlen and batch > 1 and longest > 1
+        return max(int(batch * longest * FILL), longest) if ragged else batch * longest
+
+
+def grid(name: str, device: Device) -> list[AttentionSpec]:
+    """Return the calls of the grid `"quick"` or `"full"` for a device, the most valuable first.
+
+    They are the kinds of calls that models make, at several sizes. The order is from coarse to fine: a run
+    that stops early has the most important kinds, each at a medium size, its smallest and its largest, and
+    lacks only sizes in between.
+    """
+    full = name == "full"
+    plans = list(_gpu(full) if device.type == "cuda" else _cpu(full))
+    usual, rare = (
+        list(coarse_to_fine([plan.specs(device) for plan in plans if plan.usual is wanted]))
+        for wanted in (True, False)
+    )
+    # Three sizes of each usual kind, then two calls of those for one of the others.
+    head = 3 * sum(plan.usual for plan in plans)
+    rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
+    found = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
+    return list(dict.fromkeys(found))
+
+
+def coarse_to_fine(groups: Iterable[Sequence[T]]) -> Iterator[T]:
+    """Yield the middle of each group, its ends, then the middles of the gaps, and so on; groups alternate."""
+    for turn in zip_longest(*([group[i] for i in _halving(len(group))] for group in groups)):
+        yield from (one for one in turn if one is not None)
+
+
+def _halving(count: int) -> list[int]:
+    """Return the numbers below `count`: the middle, both ends, then the middle of each remaining gap."""
+    middle, last = count // 2, count - 1
+    order = list(dict.fromkeys((middle, 0, last))) if count else []
+    gaps = [(0, middle), (middle, last)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _gpu(full: bool) -> Iterator[Plan]:
+    """Yield the kinds of a GPU, the most usual first."""
+    dims = ((128, 16), (64, 16), *(((96, 16), (256, 8), (192, 8), (32, 16)) if full else ()))
+    for (dim, heads), ratio in product(dims, (1, 4, 8) if full else (1, 4)):
+        if not full and (dim, ratio) == (64, 4):
+            continue
+        common = dim in (64, 128)
+        usual, both = common and ratio < 8, (heads, heads // ratio)
+        for varlen, window in product((False, True), (CAUSAL, FULL)):
+            shapes = _squares(full and usual, uneven=window == FULL and not varlen)
+            yield Plan(dim, both, window, varlen, shapes, usual=usual)
+        if common or not full:
+            for queries, window in DECODES if full else DECODES[:2]:
+                yield Plan(dim, both, window, False, _decodes(full and usual, window == FULL, queries))
+
+
+def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield self-attention of a few thousand tokens and more, by length."""
+    if not fine:
+        yield from ((16, 256, 256), (8, 1024, 1024), (4, 4096, 4096), (1, 16384, 16384))
+        return
+    for length in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        for batch in dict.fromkeys((1, max(4096 // length, 1), max(32768 // length, 1))):
+            yield batch, length, length
+    for length in BETWEEN[:-1] if uneven else ():
+        yield max(16384 // length, 1), length, length
+
+
+def _decodes(fine: bool, uneven: bool, queries: int) -> Iterator[tuple[int, int, int]]:
+    """Yield short queries over long keys."""
+    if not fine:
+        yield from ((8, queries, 1024), (8, queries, 32768))
+        return
+    sizes = [*product((1024, 2048, 4096, 8192, 16384, 32768), (1, 16))]
+    if uneven:
+        # How many waves of blocks such a call takes (two, or two and a half) is half of its time.
+        sizes += product(BETWEEN[3::2], (1, 6, 16, 24, 64))
+    for keys, batch in sizes:
+        yield batch, queries, keys
+
+
+def _cpu(full: bool) -> Iterator[Plan]:
+    """Yield the kinds of a CPU, in sizes that take it milliseconds."""
+    lengths = (32, 64, 128, 256, 512, 1024) if full else (64, 512)
+    squares = tuple((2, length, length) for length in lengths)
+    kinds = product(("float32", "bfloat16"), (64, 128) if full else (64,), (1, 4) if full else (1,))
+    for dtype, dim, ratio in kinds:
+        for varlen, window in product((False, True), (CAUSAL, FULL)):
+            yield Plan(dim, (4, 4 // ratio), window, varlen, squares, dtype)
+        yield Plan(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
 
 
 def unmeasurable(spec: AttentionSpec) -> str:
@@ -24,9 +166,16 @@ def unmeasurable(spec: AttentionSpec) -> str:
     options += ["dropout"] if spec.dropout > 0.0 else []
     if options:
         return f"{' and '.join(options)} can't be measured: the default order decides"
-    tokens = (spec.tokens_q, spec.tokens_k)
-    empty = not all((spec.max_q, spec.max_k, *tokens, spec.heads_q, spec.head_dim, spec.head_dim_v))
-    return "there is nothing to compute" if empty else ""
+    sizes = (
+        spec.max_q,
+        spec.max_k,
+        spec.tokens_q,
+        spec.tokens_k,
+        spec.heads_q,
+        spec.head_dim,
+        spec.head_dim_v,
+    )
+    return "" if all(sizes) else "there is nothing to compute"
 
 
 def copies(spec: AttentionSpec, device: torch.device) -> list[Inputs]:
@@ -72,10 +221,10 @@ def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
 
 def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:
     """Return small calls of the same kind, quick to compute in float64; the first that runs is enough."""
-    return tuple(_case(spec, most) for most in (192, 384))
+    return tuple(_at_most(spec, most) for most in (192, 384))
 
 
-def _case(spec: AttentionSpec, most: int) -> Case:
+def _at_most(spec: AttentionSpec, most: int) -> Case:
     n_q, n_k = min(spec.max_q, most), min(spec.max_k, most)
     if spec.max_q < spec.max_k and n_q == n_k:
         n_q = max(n_q * 2 // 3, 1)

@@ -21,9 +21,9 @@ from attnreg.measure.timing import Timer
 from attnreg.selection import policy
 from attnreg.selection.sources import Sources, without_implementation
 from attnreg.torchlib import captured
-from attnreg.tuning.grids import grid
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.table import load
+from attnreg.tuning.workload import grid
 
 CPU = torch.device("cpu")
 SHIPPED = Path(tuning.__file__).parent / "shipped"

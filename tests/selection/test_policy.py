@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 from support.policies import ON_HOPPER, SPEC, decided, refusal, sdpa
@@ -64,19 +65,19 @@ def test_each_layer_is_stronger_than_the_next_and_named_as_the_source(monkeypatc
 
 
 def test_what_really_runs_is_what_the_strongest_layer_asked_for(monkeypatch, write, ran):
+    def runs():
+        sdpa()
+        return ran()
+
     attnreg.configure(write('[devices.cpu]\norder = ["two"]'))
-    sdpa()
-    assert ran() == {"two": (1, 0)}
+    assert runs() == {"two": (1, 0)}
     attnreg.register_backend("mine")
-    sdpa()
-    assert ran() == {"mine": (1, 0)}
+    assert runs() == {"mine": (1, 0)}
     monkeypatch.setenv("ATTNREG_BACKEND", "env")
     attnreg.reload()
-    sdpa()
-    assert ran() == {"env": (1, 0)}
+    assert runs() == {"env": (1, 0)}
     with attnreg.use_backend("scoped"):
-        sdpa()
-    assert ran() == {"scoped": (1, 0)}
+        assert runs() == {"scoped": (1, 0)}
 
 
 def test_several_backends_of_one_variable_are_tried_in_its_order(monkeypatch):
@@ -86,22 +87,13 @@ def test_several_backends_of_one_variable_are_tried_in_its_order(monkeypatch):
 
 
 def test_an_order_for_an_architecture_is_stronger_than_one_for_all_of_its_kind(write):
-    attnreg.configure(
-        write(
-            '[devices.cuda]\norder = ["one"]\n[devices.sm_90]\norder = ["two"]\n'
-            '[devices.cpu]\norder = ["mine"]'
-        )
-    )
-    assert decided(ON_HOPPER) == ("two", "attnreg.toml:4")
-    assert decided(dataclasses.replace(SPEC, device=attnreg.Device.parse("sm_100"))) == (
-        "one",
-        "attnreg.toml:2",
-    )
-    assert decided() == ("mine", "attnreg.toml:6")
-
-
-def test_an_order_of_a_stronger_layer_wins_over_a_more_exact_one_of_a_weaker(write):
-    attnreg.configure(write('[devices.sm_90]\norder = ["two"]'))
+    orders = (("cuda", "one"), ("sm_90", "two"), ("cpu", "mine"))
+    attnreg.configure(write("\n".join(f'devices.{device}.order = ["{name}"]' for device, name in orders)))
+    on_blackwell = dataclasses.replace(SPEC, device=attnreg.Device.parse("sm_100"))
+    assert decided(ON_HOPPER) == ("two", "attnreg.toml:2")
+    assert decided(on_blackwell) == ("one", "attnreg.toml:1")
+    assert decided() == ("mine", "attnreg.toml:3")
+    # One of a stronger layer wins over a more exact one of a weaker.
     attnreg.configure({"devices": {"cuda": {"order": ["one"]}}})
     assert decided(ON_HOPPER) == ("one", "configure(...)")
 
@@ -148,15 +140,8 @@ def test_strict_is_what_the_strongest_that_mentions_it_says(
         monkeypatch.setenv("ATTNREG_STRICT", variable)
     if file is not None:
         attnreg.configure(write(f"strict = {str(file).lower()}"))
-    if program is not None:
-        attnreg.configure({"strict": program})
+    attnreg.configure({"disabled": ["one"]} if program is None else {"strict": program})
     assert policy.current().strict == strict
-
-
-def test_settings_that_do_not_mention_strict_leave_it_to_the_weaker_ones(write):
-    attnreg.configure(write("strict = true"))
-    attnreg.configure({"disabled": ["one"]})
-    assert policy.current().strict == "attnreg.toml:1"
 
 
 def test_strict_turns_a_preference_that_cannot_serve_into_an_error_that_names_both(monkeypatch, fake, ran):
@@ -195,10 +180,13 @@ def test_the_environment_is_read_once_and_again_by_reload_only(monkeypatch):
     assert decided() == ("env", "default order for cpu")
 
 
-def test_a_file_is_read_once_and_again_by_reload_only(monkeypatch, write, tmp_path):
+@pytest.mark.parametrize("given", [str, Path])
+def test_a_file_that_is_named_is_read_once_and_again_by_reload_only(monkeypatch, write, tmp_path, given):
     file = write('devices.cpu.order = ["one"]')
     monkeypatch.chdir(tmp_path)
-    attnreg.configure("attnreg.toml")
+    attnreg.reload()
+    assert decided() == ("env", "default order for cpu")
+    attnreg.configure(given("attnreg.toml"))
     write('# moved down\ndevices.cpu.order = ["two"]')
     assert decided() == ("one", "attnreg.toml:1")
     monkeypatch.chdir("/")  # the file is the one that was meant, wherever the process is by now
@@ -207,21 +195,8 @@ def test_a_file_is_read_once_and_again_by_reload_only(monkeypatch, write, tmp_pa
     file.unlink()
     assert decided() == ("two", "attnreg.toml:2")
     message = refusal(ConfigError, attnreg.reload)
-    assert message == (f"{file}: can't be read (no such file or directory), expected a settings file in TOML")
+    assert message == f"{file}: can't be read (no such file or directory), expected a settings file in TOML"
     assert decided() == ("two", "attnreg.toml:2")
-
-
-def test_no_file_is_read_that_was_not_named(write, tmp_path, monkeypatch):
-    write('devices.cpu.order = ["one"]')
-    monkeypatch.chdir(tmp_path)
-    attnreg.reload()
-    assert decided() == ("env", "default order for cpu")
-
-
-def test_settings_of_the_program_hold_across_a_reload():
-    attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
-    attnreg.reload()
-    assert decided() == ("one", "configure(...)")
 
 
 @pytest.mark.parametrize(
@@ -232,16 +207,12 @@ def test_settings_of_the_program_hold_across_a_reload():
     ],
     ids=["mapping", "Settings"],
 )
-def test_settings_may_be_given_as_a_mapping_or_as_settings(settings):
+def test_settings_may_be_given_as_a_mapping_or_as_settings_and_hold_across_a_reload(settings):
     attnreg.configure(settings)
-    assert decided() == ("one", "configure(...)")
-    assert attnreg.explain(SPEC).rejected["two"] == ("disabled by configure(...)",)
-
-
-@pytest.mark.parametrize("as_path", [str, lambda file: file])
-def test_a_file_may_be_given_as_text_or_as_a_path(write, as_path):
-    attnreg.configure(as_path(write('devices.cpu.order = ["one"]')))
-    assert decided() == ("one", "attnreg.toml:1")
+    for _ in range(2):
+        assert decided() == ("one", "configure(...)")
+        assert attnreg.explain(SPEC).rejected["two"] == ("disabled by configure(...)",)
+        attnreg.reload()
 
 
 def test_configure_replaces_the_last_of_its_kind_as_a_whole(write):
@@ -252,18 +223,16 @@ def test_configure_replaces_the_last_of_its_kind_as_a_whole(write):
     assert policy.current() == Policy((), {"scoped": "configure(...)", "mine": "attnreg.toml:1"})
 
 
-def test_configuring_serves_torchs_entry_points(ran):
+def test_torchs_entry_points_are_served_once_something_asks_for_it(monkeypatch, ran):
     aten.restore()
+    attnreg.reload()
+    assert not aten.installed()
     attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
     assert aten.installed()
     sdpa()
     assert ran() == {"one": (1, 0)}
-
-
-def test_reloading_serves_torchs_entry_points_once_something_asks_for_it(monkeypatch, ran):
+    attnreg.configure({})
     aten.restore()
-    attnreg.reload()
-    assert not aten.installed()
     monkeypatch.setenv("ATTNREG_BACKEND", "two")
     attnreg.reload()
     assert aten.installed()
@@ -291,11 +260,9 @@ def test_the_log_level_is_that_of_the_strongest_settings_that_name_one(monkeypat
     assert level() == logging.DEBUG
     attnreg.configure({"strict": True})
     assert level() == logging.INFO
-
-
-def test_the_log_level_goes_with_the_settings_that_named_it(write, level):
-    attnreg.configure({"log_level": "debug"})
-    attnreg.configure({})
+    monkeypatch.delenv("ATTNREG_CONFIG")
+    attnreg.reload()
+    attnreg.configure(write(""))  # it goes with the settings that named it
     assert level() == logging.NOTSET
 
 

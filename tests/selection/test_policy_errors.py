@@ -21,21 +21,27 @@ pytestmark = pytest.mark.usefixtures("routers", "known")
 # What is wrong changes nothing
 
 
+NAMES = "expected one of env, gpu, math, mine, one, scoped, two"
+NO_REFERENCE = (
+    "got 'math', expected another backend, or strict as well (ATTNREG_STRICT=1, or strict = true in the "
+    "settings): the reference runs what no other can"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("strict = 2", "{file}:1:1: strict: got 2, expected true or false"),
-        (
-            '\ndisabled = ["onee"]',
-            "{file}:2:13: disabled[0]: got 'onee', "
-            "expected one of env, gpu, math, mine, one, scoped, two; did you mean 'one'?",
-        ),
+        ('\ndisabled = ["onee"]', f"{{file}}:2:13: disabled[0]: got 'onee', {NAMES}; did you mean 'one'?"),
         (
             'devices.cpu.order = ["one", "tow"]',
-            "{file}:1:29: devices.cpu.order[1]: got 'tow', "
-            "expected one of env, gpu, math, mine, one, scoped, two; did you mean 'two'?",
+            f"{{file}}:1:29: devices.cpu.order[1]: got 'tow', {NAMES}; did you mean 'two'?",
         ),
-        ('disabled = ["math"]', None),
+        (
+            'disabled = ["math"]',
+            "{file}:1:13: disabled[0]: got 'math', expected another backend, or strict = true: "
+            "the reference runs what no other can",
+        ),
     ],
 )
 def test_a_wrong_file_changes_nothing(write, text, message):
@@ -43,9 +49,7 @@ def test_a_wrong_file_changes_nothing(write, text, message):
     attnreg.configure(write('devices.cpu.order = ["two"]'))
     before = (policy.sources(), _registry.generation)
     file = write(text, "wrong.toml")
-    refused = refusal(ConfigError, attnreg.configure, file)
-    if message is not None:
-        assert refused == message.format(file=file)
+    assert refusal(ConfigError, attnreg.configure, file) == message.format(file=file)
     assert (policy.sources(), _registry.generation) == before
     assert decided() == ("one", "configure(...)")
 
@@ -54,28 +58,23 @@ def test_wrong_settings_of_the_program_change_nothing():
     attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
     before = policy.sources()
     refused = refusal(ConfigError, attnreg.configure, {"devices": {"cpu": {"order": ["three"]}}})
-    assert refused == (
-        "configure(...): devices.cpu.order[0]: got 'three', "
-        "expected one of env, gpu, math, mine, one, scoped, two"
-    )
-    assert refusal(ConfigError, attnreg.configure, 5) == (
-        "configure(...): got 5, expected Settings or a mapping of its fields"
-    )
+    assert refused == f"configure(...): devices.cpu.order[0]: got 'three', {NAMES}"
+    refused = refusal(ConfigError, attnreg.configure, 5)
+    assert refused == "configure(...): got 5, expected Settings or a mapping of its fields"
     assert policy.sources() is before
 
 
+KNOWN = "known backends: env, scoped, mine, one, two, gpu, math"
+
+
 def test_a_reload_that_fails_leaves_everything_in_force_and_the_next_one_mends_it(monkeypatch):
-    monkeypatch.setenv("ATTNREG_BACKEND", "one")
-    assert decided() == ("one", "ATTNREG_BACKEND")
-    monkeypatch.setenv("ATTNREG_BACKEND", "oen")
-    assert refusal(ConfigError, attnreg.reload) == (
-        "ATTNREG_BACKEND: no backend is named 'oen'; did you mean 'one'? "
-        "known backends: env, scoped, mine, one, two, gpu, math"
-    )
-    assert decided() == ("one", "ATTNREG_BACKEND")
-    monkeypatch.setenv("ATTNREG_BACKEND", "two")
-    attnreg.reload()
-    assert decided() == ("two", "ATTNREG_BACKEND")
+    for name in ("one", "two"):
+        monkeypatch.setenv("ATTNREG_BACKEND", name)
+        attnreg.reload()
+        assert decided() == (name, "ATTNREG_BACKEND")
+        monkeypatch.setenv("ATTNREG_BACKEND", "oen")
+        assert refusal(ConfigError, attnreg.reload).startswith("ATTNREG_BACKEND: no backend is named 'oen'")
+        assert decided() == (name, "ATTNREG_BACKEND")
 
 
 # A bad environment
@@ -88,13 +87,9 @@ BAD_ENVIRONMENTS = {
     ),
     "name": (
         {"ATTNREG_BACKEND": "one,tow"},
-        "ATTNREG_BACKEND: no backend is named 'tow'; did you mean 'two'? "
-        "known backends: env, scoped, mine, one, two, gpu, math",
+        f"ATTNREG_BACKEND: no backend is named 'tow'; did you mean 'two'? {KNOWN}",
     ),
-    "disabled name": (
-        {"ATTNREG_DISABLE": "zzz"},
-        "ATTNREG_DISABLE: no backend is named 'zzz'; known backends: env, scoped, mine, one, two, gpu, math",
-    ),
+    "disabled name": ({"ATTNREG_DISABLE": "zzz"}, f"ATTNREG_DISABLE: no backend is named 'zzz'; {KNOWN}"),
     "variable": (
         {"ATTNREG_BACKND": "one"},
         "ATTNREG_BACKND: unknown variable, expected one of ATTNREG_BACKEND, ATTNREG_DISABLE, "
@@ -109,32 +104,30 @@ BAD_ENVIRONMENTS = {
         {"ATTNREG_BACKEND": "one", "ATTNREG_DISABLE": "two,ONE"},
         "ATTNREG_BACKEND and ATTNREG_DISABLE: both name one, expected it in one of them only",
     ),
-    "reference disabled": (
-        {"ATTNREG_DISABLE": "Math"},
-        "ATTNREG_DISABLE: got 'math', expected another backend, or strict as well "
-        "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can",
-    ),
+    "reference disabled": ({"ATTNREG_DISABLE": "Math"}, f"ATTNREG_DISABLE: {NO_REFERENCE}"),
 }
 
 
 @pytest.mark.parametrize(("variables", "message"), BAD_ENVIRONMENTS.values(), ids=BAD_ENVIRONMENTS)
-def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import(
+def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import_until_a_reload(
     monkeypatch, packed, ran, variables, message
 ):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     inputs = packed((3, 4))
-    for _ in range(2):
+    uses = [
+        (sdpa,), (attnreg.varlen_attn, *inputs), (attnreg.explain, SPEC), (attnreg.register_backend, "math"),
+        (attnreg.configure, {}),
+    ]  # fmt: skip
+    with attnreg.use_backend("one"):  # a scope doesn't hide it
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         assert refusal(ConfigError, sdpa) == message
-        assert refusal(ConfigError, attnreg.varlen_attn, *inputs) == message
-        assert refusal(ConfigError, attnreg.explain, SPEC) == message
-        assert refusal(ConfigError, attnreg.register_backend, "math") == message
-        assert refusal(ConfigError, attnreg.configure, {}) == message
-        assert refusal(ConfigError, attnreg.reload) == message
+    for _ in range(2):
+        assert [refusal(ConfigError, *use) for use in (*uses, (attnreg.reload,))] == [message] * 6
     assert "math" in attnreg.list_backends()
     assert ran() == {}
     for name in variables:
         monkeypatch.delenv(name)
+    assert [refusal(ConfigError, *use) for use in uses] == [message] * 5
     attnreg.reload()
     attnreg.varlen_attn(*inputs)
     assert ran() == {"env": (1, 0)}
@@ -151,44 +144,20 @@ def test_an_error_that_is_raised_once_more_keeps_no_earlier_traceback(monkeypatc
         assert len(set(depths[1:])) == 1, depths
 
 
-def test_an_environment_that_was_mended_counts_after_a_reload_only(monkeypatch):
-    monkeypatch.setenv("ATTNREG_STRICT", "2")
-    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
-    monkeypatch.delenv("ATTNREG_STRICT")
-    assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
-    assert refusal(ConfigError, attnreg.register_backend, "math").startswith("ATTNREG_STRICT: got '2'")
-    attnreg.reload()
-    sdpa()
-
-
-def test_a_scope_does_not_hide_a_bad_environment(monkeypatch):
-    with attnreg.use_backend("one"):
-        monkeypatch.setenv("ATTNREG_STRICT", "2")
-        assert refusal(ConfigError, sdpa).startswith("ATTNREG_STRICT: got '2'")
-
-
 # Contradictions
 
 
-def test_what_the_environment_asks_for_and_a_file_disables_is_an_error_that_names_both(monkeypatch, write):
+def test_what_the_environment_asks_for_and_settings_disable_is_an_error_that_names_both(monkeypatch, write):
     monkeypatch.setenv("ATTNREG_BACKEND", "two,ONE")
     attnreg.configure(write("strict = false"))
-    before = policy.sources()
-    assert refusal(ConfigError, attnreg.configure, write('\n\ndisabled = ["one"]')) == (
-        "ATTNREG_BACKEND asks for 'ONE', but it is disabled by attnreg.toml:3"
-    )
-    assert refusal(ConfigError, attnreg.configure, {"disabled": ["one"]}) == (
-        "ATTNREG_BACKEND asks for 'ONE', but it is disabled by configure(...)"
-    )
+    before, asks = policy.sources(), "ATTNREG_BACKEND asks for 'ONE', but it is disabled by "
+    file = write('\n\ndisabled = ["one"]')
+    assert refusal(ConfigError, attnreg.configure, file) == f"{asks}attnreg.toml:3"
+    assert refusal(ConfigError, attnreg.configure, {"disabled": ["one"]}) == f"{asks}configure(...)"
     assert policy.sources() is before
-
-
-def test_a_file_of_the_environment_may_not_disable_what_the_environment_asks_for(monkeypatch, write):
-    monkeypatch.setenv("ATTNREG_BACKEND", "one")
-    monkeypatch.setenv("ATTNREG_CONFIG", str(write('disabled = ["one"]')))
-    assert refusal(ConfigError, sdpa) == (
-        "ATTNREG_BACKEND asks for 'one', but it is disabled by attnreg.toml:1"
-    )
+    monkeypatch.setenv("ATTNREG_CONFIG", str(write('disabled = ["one"]', "job.toml")))
+    attnreg.configure(write(""))
+    assert refusal(ConfigError, attnreg.reload) == f"{asks}job.toml:1"
 
 
 def test_the_environment_may_disable_what_the_program_and_files_ask_for(monkeypatch, write):
@@ -211,10 +180,7 @@ def test_the_environment_may_not_take_the_strictness_away_that_disabling_the_ref
 ):
     attnreg.configure(write('strict = true\ndisabled = ["math"]'))
     monkeypatch.setenv("ATTNREG_STRICT", "0")
-    assert refusal(ConfigError, attnreg.reload) == (
-        "attnreg.toml:2: got 'math', expected another backend, or strict as well "
-        "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
-    )
+    assert refusal(ConfigError, attnreg.reload) == f"attnreg.toml:2: {NO_REFERENCE}"
     assert policy.current().strict == "attnreg.toml:1"
 
 

@@ -76,6 +76,19 @@ def agree(policy, device=CPU, entries=None):
     ranks.agree(policy, entries or _registry.entries(), device)
 
 
+@pytest.fixture
+def first_rank(rank):
+    """Have rank 0 choose by a policy, and be rank 1 from then on."""
+
+    def chooses_by(policy):
+        store = rank(0)
+        agree(policy)
+        rank(1)
+        return store
+
+    return chooses_by
+
+
 def test_ranks_with_the_same_table_agree_wherever_the_file_lies(rank):
     for number in (0, 1):
         store = rank(number)
@@ -83,55 +96,41 @@ def test_ranks_with_the_same_table_agree_wherever_the_file_lies(rank):
     assert json.loads(store["attnreg/cpu"])["rank"] == 0
 
 
-def test_a_table_that_differs_in_one_number_is_an_error_that_names_both_ranks_and_tables(rank):
-    rank(0)
-    agree(chosen_by(point(math=1.0), name="a.json"))
-    rank(1)
-    with pytest.raises(RanksDifferError) as error:
-        agree(chosen_by(point(math=2.0), name="b.json"))
-    message = str(error.value)
-    assert re.fullmatch(
-        r"rank 1 on \S+ doesn't choose kernels as rank 0 on \S+ does: "
-        r"table b\.json \(contents \w{12}\), there a\.json \(contents \w{12}\): ranks that choose "
-        r"differently don't agree bitwise; give all of them the same table, lock, packages and settings",
-        message,
-    )
-
-
-def test_the_error_is_raised_at_every_call(rank):
-    rank(0)
-    agree(chosen_by(point(math=1.0)))
-    rank(1)
+def test_a_table_that_differs_in_one_number_is_an_error_of_every_call_that_names_both(first_rank):
+    first_rank(chosen_by(point(math=1.0), name="a.json"))
     for _ in range(2):
-        with pytest.raises(RanksDifferError):
-            agree(chosen_by(point(math=2.0)))
+        with pytest.raises(RanksDifferError) as error:
+            agree(chosen_by(point(math=2.0), name="b.json"))
+        assert re.fullmatch(
+            r"rank 1 on \S+ doesn't choose kernels as rank 0 on \S+ does: "
+            r"table b\.json \(contents \w{12}\), there a\.json \(contents \w{12}\): ranks that choose "
+            r"differently don't agree bitwise; give all of them the same table, lock, packages and settings",
+            str(error.value),
+        )
 
 
-def test_a_table_against_none_is_a_difference_and_the_error_has_the_reason(rank):
-    rank(0)
-    agree(chosen_by(point(math=1.0)))
-    rank(1)
+def test_a_table_against_none_is_a_difference_and_the_error_has_the_reason(first_rank):
+    first_rank(chosen_by(point(math=1.0)))
     with pytest.raises(RanksDifferError, match=r"is refused: measured with .* \(no table\), there t\.json"):
         agree(chosen_by(point(math=1.0), device="another"))
     with pytest.raises(RanksDifferError, match=r'table policy = "order" \(no table\), there t\.json'):
         agree(chosen_by())
 
 
-def test_a_backend_that_does_not_load_on_one_rank_is_a_difference_without_a_table_too(rank):
-    rank(0)
-    agree(chosen_by())
-    rank(1)
+def test_a_backend_that_does_not_load_on_one_rank_is_a_difference_without_a_table_too(first_rank):
+    first_rank(chosen_by())
     fewer = {name: entry for name, entry in _registry.entries().items() if name != "cpu"}
     with pytest.raises(RanksDifferError, match=r"does: backends math \S+, there cpu [^,]+, math \S+: ranks"):
         agree(chosen_by(), entries=fewer)
 
 
-def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(rank):
+def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(first_rank, rank, fake):
     mine = Preference("register_backend('math')", ("math",), required=False)
-    rank(0)
-    agree(chosen_by())
-    rank(1)
+    first_rank(chosen_by())
     agree(chosen_by(preferences=(mine,)))
+    rank(1)
+    with attnreg.register_backend(fake("mine").backend):
+        agree(chosen_by())
     rank(1)
     with pytest.raises(RanksDifferError, match="does: requested math, there nothing: ranks"):
         agree(chosen_by(preferences=(Preference("ATTNREG_BACKEND", ("math",)), mine)))
@@ -139,36 +138,25 @@ def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(ra
         agree(chosen_by(disabled=("cpu",)))
 
 
-def test_ranks_with_the_same_lock_agree_whatever_its_path_and_order(rank):
+def test_ranks_with_the_same_lock_agree_whatever_its_path_and_order(first_rank):
     lock = locked("cpu", "math")
-    rank(0)
-    agree(chosen_by(lock=lock))
-    rank(1)
+    first_rank(chosen_by(lock=lock))
     agree(chosen_by(lock=dataclasses.replace(lock, path=Path("b.json"), rows=lock.rows[::-1])))
 
 
-def test_another_lock_or_one_on_one_rank_only_is_a_difference(rank):
-    rank(0)
-    agree(chosen_by(lock=locked("cpu")))
-    rank(1)
+def test_another_lock_or_one_on_one_rank_only_is_a_difference(first_rank):
+    first_rank(chosen_by(lock=locked("cpu")))
     with pytest.raises(RanksDifferError, match=r"does: lock contents \w{12}, there contents \w{12}: ranks"):
         agree(chosen_by(lock=locked("math")))
     with pytest.raises(RanksDifferError, match=r"does: lock none, there contents \w{12}: ranks"):
         agree(chosen_by())
-    with pytest.raises(
-        RanksDifferError, match="give all of them the same table, lock, packages and settings"
-    ):
-        agree(chosen_by(point(math=1.0)))
 
 
-def test_ranks_that_measure_nothing_agree_and_what_changes_later_is_not_compared(rank):
-    store = rank(0)
-    agree(chosen_by())
-    rank(1)
-    agree(chosen_by())
-    assert list(store) == ["attnreg/cpu"]
-    agree(chosen_by(point(math=1.0)))
-    assert list(store) == ["attnreg/cpu"]
+def test_ranks_that_measure_nothing_agree_and_what_changes_later_is_not_compared(first_rank):
+    store = first_rank(chosen_by())
+    for policy in (chosen_by(), chosen_by(point(math=1.0))):
+        agree(policy)
+        assert list(store) == ["attnreg/cpu"]
 
 
 def test_a_forked_child_leaves_its_parents_store_alone(rank):
@@ -178,25 +166,19 @@ def test_a_forked_child_leaves_its_parents_store_alone(rank):
     assert store == {}
 
 
-def test_what_another_attnreg_has_left_there_is_no_error(rank, caplog):
-    store = rank(0)
-    store["attnreg/cpu"] = json.dumps({"rank": 1, "host": "b", "inputs": ["of", "another", "form"]})
-    agree(chosen_by())
-    assert "can't compare what their choices of kernels depend on" in caplog.text
+OTHER_RECORD = {"rank": 1, "host": "b", "inputs": ["of", "another", "form"]}
 
 
-def test_a_backend_object_that_one_ranks_program_brings_is_no_difference(rank, fake):
+@pytest.mark.parametrize(
+    "store",
+    [Store({"attnreg/cpu": json.dumps(OTHER_RECORD)}), type("Other", (), {})()],
+    ids=["another attnreg's record", "can't compare"],
+)
+def test_a_store_that_cannot_be_compared_with_is_logged_and_keeps_no_call_from_running(
+    rank, monkeypatch, caplog, store
+):
     rank(0)
-    agree(chosen_by())
-    rank(1)
-    with attnreg.register_backend(fake("mine").backend):
-        agree(chosen_by())
-
-
-def test_a_store_that_cannot_compare_is_logged_and_keeps_no_call_from_running(rank, monkeypatch, caplog):
-    rank(0)
-    other = type("Other", (), {})()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: other)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     agree(chosen_by())
     assert "this job's ranks can't compare what their choices of kernels depend on: " in caplog.text
 
@@ -225,12 +207,8 @@ def test_a_record_of_an_earlier_group_is_replaced_and_one_of_this_group_is_compa
         agree(chosen_by())
 
 
-def test_the_error_holds_no_reference_to_the_store(rank, monkeypatch):
-    store = rank(0)
-    agree(chosen_by())
-    rank(1)
-    del store
-    held = weakref.ref(dist.distributed_c10d._get_default_store())
+def test_the_error_holds_no_reference_to_the_store(first_rank):
+    held = weakref.ref(first_rank(chosen_by()))
     with pytest.raises(RanksDifferError) as error:
         agree(chosen_by(disabled=("cpu",)))
     frame = error.tb

@@ -17,6 +17,7 @@ SPEC = AttentionSpec(
     head_dim_v=64,
 )  # fmt: skip
 CAUSAL = dataclasses.replace(SPEC, window=(-1, 0))
+NOT_CAUSAL = "is_causal must be False, got True"
 
 
 def asked(**changes):
@@ -26,14 +27,16 @@ def asked(**changes):
 @pytest.fixture
 def known(fake):
     """Make entries: `known(a={}, b={"causal": False})`, each a fake backend with those limits."""
+    return lambda **backends: {
+        name.casefold(): Entry(name, "a test", fake(name, **limits).backend)
+        for name, limits in backends.items()
+    }
 
-    def make(**backends):
-        entries = {}
-        for name, limits in backends.items():
-            entries[name.casefold()] = Entry(name, "a test", fake(name, **limits).backend)
-        return entries
 
-    return make
+@pytest.fixture
+def decide(known):
+    """Decide about the forward of a call among such entries."""
+    return lambda spec, asks, **backends: select(spec, "forward", known(**backends), asks)
 
 
 def prefers(*names, **options):
@@ -47,10 +50,9 @@ def policy(*preferences, **options):
 # The order
 
 
-def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(known):
-    entries = known(low={"priority": -1}, beta={}, Alpha={}, high={"priority": 7})
-    decision = select(SPEC, "forward", entries, Policy())
-    assert decision == Decision(
+def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(decide):
+    backends = {"low": {"priority": -1}, "beta": {}, "Alpha": {}, "high": {"priority": 7}}
+    assert decide(SPEC, Policy(), **backends) == Decision(
         direction="forward",
         backend="high",
         source="default order for cpu",
@@ -59,27 +61,24 @@ def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(known):
     )
 
 
-def test_preferred_backends_come_first_in_their_order_the_strongest_source_first_then_the_others(known):
-    entries = known(a={}, b={}, c={}, d={}, e={"priority": 9})
-    decision = select(SPEC, "forward", entries, policy(prefers("D", "b"), prefers("c", "d")))
+def test_preferred_backends_come_first_in_their_order_the_strongest_source_first_then_the_others(decide):
+    asks = policy(prefers("D", "b"), prefers("c", "d"))
+    decision = decide(SPEC, asks, a={}, b={}, c={}, d={}, e={"priority": 9})
     assert decision.order == ("d", "b", "c", "e", "a")
     assert (decision.backend, decision.source) == ("d", "asks for D,b")
     assert decision.asked_for == ("d", "b", "c")
 
 
-def test_the_source_is_the_strongest_that_names_the_backend(known):
-    entries = known(a={"causal": False}, b={})
-    decision = select(CAUSAL, "forward", entries, policy(prefers("a"), prefers("b"), prefers("a", "b")))
+def test_the_source_is_the_strongest_that_names_the_backend(decide):
+    asks = policy(prefers("a"), prefers("b"), prefers("a", "b"))
+    decision = decide(CAUSAL, asks, a={"causal": False}, b={})
     assert (decision.backend, decision.source) == ("b", "asks for b")
 
 
-def test_names_are_compared_without_case_and_shown_as_the_backend_writes_them(known):
-    decision = select(SPEC, "forward", known(FA4={}, cuDNN={}), policy(prefers("CUDNN", "fa4")))
-    assert (decision.backend, decision.order, decision.asked_for) == (
-        "cuDNN",
-        ("cuDNN", "FA4"),
-        ("cuDNN", "FA4"),
-    )
+def test_names_are_compared_without_case_and_shown_as_the_backend_writes_them(decide):
+    decision = decide(SPEC, policy(prefers("CUDNN", "fa4")), FA4={}, cuDNN={})
+    assert decision.order == decision.asked_for == ("cuDNN", "FA4")
+    assert decision.backend == "cuDNN"
 
 
 def test_a_preference_for_other_devices_says_nothing_here(known):
@@ -108,8 +107,8 @@ def test_a_preference_for_an_architecture_governs_that_one_only(device, governed
     assert prefers("a").applies_to(device)
 
 
-def test_a_backend_that_left_the_registry_is_no_longer_preferred(known):
-    decision = select(SPEC, "forward", known(a={}), policy(prefers("gone", "a")))
+def test_a_backend_that_left_the_registry_is_no_longer_preferred(decide):
+    decision = decide(SPEC, policy(prefers("gone", "a")), a={})
     assert (decision.backend, decision.order, decision.asked_for) == ("a", ("a",), ("a",))
 
 
@@ -131,22 +130,21 @@ def test_a_policy_with_one_more_preference_keeps_the_others(known):
 # What can't run
 
 
-def test_what_cannot_run_a_call_gives_way_to_the_next_with_every_reason_kept(known):
-    entries = known(
-        a={"causal": False, "dtypes": ("float16", "bfloat16")},
-        b={"devices": ("cuda",)},
-        c={},
-        d={"causal": False},
-    )
-    decision = select(CAUSAL, "forward", entries, policy(prefers("a")))
-    assert decision == Decision(
+def test_what_cannot_run_a_call_gives_way_to_the_next_with_every_reason_kept(decide):
+    backends = {
+        "a": {"causal": False, "dtypes": ("float16", "bfloat16")},
+        "b": {"devices": ("cuda",)},
+        "c": {},
+        "d": {"causal": False},  # after the chosen one, so it isn't passed over
+    }
+    assert decide(CAUSAL, policy(prefers("a")), **backends) == Decision(
         direction="forward",
         backend="c",
         source="default order for cpu",
         rejected={
-            "a": ("dtype must be float16 or bfloat16, got float32", "is_causal must be False, got True"),
+            "a": ("dtype must be float16 or bfloat16, got float32", NOT_CAUSAL),
             "b": ("device must be cuda, got cpu",),
-            "d": ("is_causal must be False, got True",),
+            "d": (NOT_CAUSAL,),
         },
         passed_over=("a",),
         order=("a", "b", "c", "d"),
@@ -154,30 +152,23 @@ def test_what_cannot_run_a_call_gives_way_to_the_next_with_every_reason_kept(kno
     )
 
 
-def test_without_an_able_backend_the_decision_names_none_and_has_the_reasons_of_all(known):
-    entries = known(a={"causal": False}, b={"causal": False, "dtypes": ("float16",)})
-    decision = select(CAUSAL, "forward", entries, Policy())
+def test_without_an_able_backend_the_decision_names_none_and_has_the_reasons_of_all(decide):
+    decision = decide(CAUSAL, Policy(), a={"causal": False}, b={"causal": False, "dtypes": ("float16",)})
     assert (decision.backend, decision.source, decision.refusal) == (None, "", "")
-    assert decision.rejected == {
-        "a": ("is_causal must be False, got True",),
-        "b": ("dtype must be float16, got float32", "is_causal must be False, got True"),
-    }
+    assert decision.rejected == {"a": (NOT_CAUSAL,), "b": ("dtype must be float16, got float32", NOT_CAUSAL)}
     assert decision.passed_over == ("a", "b")
+    assert decide(SPEC, policy(prefers("a"))) == Decision("forward", None, "", {})
 
 
-def test_without_any_backend_there_is_no_decision_for_anyone():
-    assert select(SPEC, "forward", {}, policy(prefers("a"))) == Decision("forward", None, "", {})
-
-
-def test_an_unknown_new_gpu_is_too_new_for_backends_with_a_limit_and_runs_on_the_one_without(known):
-    entries = known(
+def test_an_unknown_new_gpu_is_too_new_for_backends_with_a_limit_and_runs_on_the_one_without(decide):
+    decision = decide(
+        asked(device=Device.parse("sm_120")),
+        Policy(),
         FA4={"devices": ("cuda",), "compute_capability": ((9, 0), (10, 3)), "priority": 10},
         FA2={"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "priority": 5},
         math={"devices": ("cpu", "cuda"), "priority": -100},
     )
-    decision = select(asked(device=Device.parse("sm_120")), "forward", entries, Policy())
-    assert decision.backend == "math"
-    assert decision.source == "default order for sm_120"
+    assert (decision.backend, decision.source) == ("math", "default order for sm_120")
     assert decision.rejected == {
         "FA4": ("compute capability must be 9.0 to 10.3, got 12.0 (too new)",),
         "FA2": ("compute capability must be 8.0 to 9.0, got 12.0 (too new)",),
@@ -185,27 +176,21 @@ def test_an_unknown_new_gpu_is_too_new_for_backends_with_a_limit_and_runs_on_the
     assert decision.passed_over == ("FA4", "FA2")
 
 
-def test_a_check_that_raises_is_a_reason_against_its_backend_alone(known):
+def test_a_check_that_raises_is_a_reason_against_its_backend_alone(decide):
     def fails(spec):
         raise RuntimeError("driver gone")
 
-    decision = select(SPEC, "forward", known(a={"refuses": fails}, b={}), Policy())
+    decision = decide(SPEC, Policy(), a={"refuses": fails}, b={})
     assert (decision.backend, decision.rejected) == ("b", {"a": ("check failed: RuntimeError: driver gone",)})
 
 
 # Passed over
 
 
-def test_a_backend_after_the_chosen_one_is_not_passed_over(known):
-    decision = select(CAUSAL, "forward", known(a={}, b={"causal": False}), Policy())
-    assert (decision.backend, decision.passed_over) == ("a", ())
-    assert decision.rejected == {"b": ("is_causal must be False, got True",)}
-
-
-def test_one_that_serves_another_kind_of_device_is_passed_over_only_if_it_was_asked_for(known):
-    entries = known(a={"devices": ("cuda",)}, b={})
-    assert select(SPEC, "forward", entries, Policy()).passed_over == ()
-    assert select(SPEC, "forward", entries, policy(prefers("a"))).passed_over == ("a",)
+def test_one_that_serves_another_kind_of_device_is_passed_over_only_if_it_was_asked_for(decide):
+    backends = {"a": {"devices": ("cuda",)}, "b": {}}
+    assert decide(SPEC, Policy(), **backends).passed_over == ()
+    assert decide(SPEC, policy(prefers("a")), **backends).passed_over == ("a",)
 
 
 def test_a_broken_backend_is_passed_over_whatever_it_may_have_served(known):
@@ -215,13 +200,12 @@ def test_a_broken_backend_is_passed_over_whatever_it_may_have_served(known):
     assert decision.rejected == {"broken": ("failed to load: ImportError: no _C",)}
 
 
-def test_a_disabled_backend_never_runs_and_its_reason_names_who_disabled_it(known):
-    entries = known(a={"causal": False}, b={})
+def test_a_disabled_backend_never_runs_and_its_reason_names_who_disabled_it(decide):
     off = Policy((prefers("a"),), {"a": "ATTNREG_DISABLE", "b": "attnreg.toml:2"})
-    decision = select(CAUSAL, "forward", entries, off)
+    decision = decide(CAUSAL, off, a={"causal": False}, b={})
     assert decision.backend is None
     assert decision.rejected == {
-        "a": ("disabled by ATTNREG_DISABLE", "is_causal must be False, got True"),
+        "a": ("disabled by ATTNREG_DISABLE", NOT_CAUSAL),
         "b": ("disabled by attnreg.toml:2",),
     }
 
@@ -229,68 +213,57 @@ def test_a_disabled_backend_never_runs_and_its_reason_names_who_disabled_it(know
 # Exclusive
 
 
-def test_an_exclusive_preference_is_obeyed(known):
+def test_an_exclusive_preference_is_obeyed(decide):
     only = prefers("b", exclusive=True)
-    decision = select(SPEC, "forward", known(a={"priority": 9}, b={}), policy(only, prefers("a")))
+    decision = decide(SPEC, policy(only, prefers("a")), a={"priority": 9}, b={})
     assert (decision.backend, decision.source, decision.refusal) == ("b", "asks for b", "")
+    elsewhere = prefers("b", exclusive=True, devices=("cuda",))
+    assert decide(SPEC, policy(elsewhere), a={}, b={}).backend == "a"
 
 
-def test_an_exclusive_preference_is_refused_rather_than_replaced(known):
+def test_an_exclusive_preference_is_refused_rather_than_replaced(decide):
     only = prefers("b", exclusive=True)
-    decision = select(CAUSAL, "forward", known(a={}, b={"causal": False}), policy(only, prefers("a")))
+    decision = decide(CAUSAL, policy(only, prefers("a")), a={}, b={"causal": False})
     assert (decision.backend, decision.source) == (None, "")
     assert decision.refusal == "asks for b is obeyed or refused"
-    assert decision.rejected == {"b": ("is_causal must be False, got True",)}
-    assert decision.passed_over == ("b",)
+    assert (decision.rejected, decision.passed_over) == ({"b": (NOT_CAUSAL,)}, ("b",))
+    left = decide(SPEC, policy(prefers("gone", exclusive=True)), a={})  # the registry
+    assert (left.backend, left.refusal) == (None, "asks for gone is obeyed or refused")
 
 
-def test_an_exclusive_preference_for_what_has_left_the_registry_is_refused(known):
-    decision = select(SPEC, "forward", known(a={}), policy(prefers("gone", exclusive=True)))
-    assert (decision.backend, decision.refusal) == (None, "asks for gone is obeyed or refused")
-
-
-def test_an_exclusive_preference_for_other_devices_leaves_this_one_alone(known):
-    only = prefers("b", exclusive=True, devices=("cuda",))
-    assert select(SPEC, "forward", known(a={}, b={}), policy(only)).backend == "a"
-
-
-def test_an_exclusive_backend_without_the_backward_that_is_needed_is_refused_in_the_forward(known):
-    entries = known(a={}, b={"backward": False})
-    decision = select(asked(needs_backward=True), "forward", entries, policy(prefers("b", exclusive=True)))
-    assert decision.backend is None
-    assert decision.rejected == {"b": ("backward: has no backward",)}
-    assert select(SPEC, "forward", entries, policy(prefers("b", exclusive=True))).backend == "b"
+def test_an_exclusive_backend_without_the_backward_that_is_needed_is_refused_in_the_forward(decide):
+    only, backends = policy(prefers("b", exclusive=True)), {"a": {}, "b": {"backward": False}}
+    decision = decide(asked(needs_backward=True), only, **backends)
+    assert (decision.backend, decision.rejected) == (None, {"b": ("backward: has no backward",)})
+    assert decide(SPEC, only, **backends).backend == "b"
 
 
 # Strict
 
 
-def test_in_strict_mode_a_preference_that_cannot_serve_is_an_error_that_names_both_sources(known):
-    entries = known(a={"causal": False}, b={})
-    strict = policy(prefers("a"), prefers("b"), strict="ATTNREG_STRICT")
-    decision = select(CAUSAL, "forward", entries, strict)
-    assert decision.backend is None
-    assert decision.refusal == "asks for a can't serve this call, and ATTNREG_STRICT makes that an error"
-    assert select(SPEC, "forward", entries, strict).backend == "a"
-    assert select(CAUSAL, "forward", entries, policy(prefers("a"), prefers("b"))).backend == "b"
+STRICT_ERROR = "asks for a can't serve this call, and ATTNREG_STRICT makes that an error"
 
 
-def test_in_strict_mode_any_backend_that_the_strongest_named_will_do(known):
-    entries = known(a={"causal": False}, b={}, c={"priority": 9})
-    decision = select(CAUSAL, "forward", entries, policy(prefers("a", "b"), strict="attnreg.toml:1"))
-    assert (decision.backend, decision.passed_over, decision.refusal) == ("b", ("a",), "")
-
-
-def test_strict_mode_has_no_effect_without_a_preference(known):
-    entries = known(a={"causal": False}, b={"devices": ("cpu", "cuda")})
-    assert select(CAUSAL, "forward", entries, policy(strict="ATTNREG_STRICT")).backend == "b"
+@pytest.mark.parametrize(
+    ("spec", "names", "strict", "backend", "refusal"),
+    [
+        (CAUSAL, ("a", "b"), "ATTNREG_STRICT", None, STRICT_ERROR),
+        (SPEC, ("a", "b"), "ATTNREG_STRICT", "a", ""),
+        (CAUSAL, ("a", "b"), "", "b", ""),
+        (CAUSAL, ("a b",), "ATTNREG_STRICT", "b", ""),  # any that the strongest names will do
+        (CAUSAL, (), "ATTNREG_STRICT", "b", ""),  # without a preference it has no effect
+        (asked(window=(-1, 0), dtype="float16"), ("a",), "ATTNREG_STRICT", None, STRICT_ERROR),  # none can
+    ],
+)
+def test_in_strict_mode_a_preference_that_cannot_serve_is_an_error_that_names_both_sources(
+    decide, spec, names, strict, backend, refusal
+):
+    asks = policy(*(prefers(*one.split()) for one in names), strict=strict)
+    limits = {"dtypes": ("float32",)}
+    decision = decide(spec, asks, a={"causal": False, **limits}, b=limits)
+    assert (decision.backend, decision.refusal) == (backend, refusal)
     elsewhere = policy(prefers("a", devices=("cuda",)), strict="ATTNREG_STRICT")
-    assert select(CAUSAL, "forward", entries, elsewhere).backend == "b"
-
-
-def test_in_strict_mode_the_error_of_a_call_that_no_backend_can_run_names_the_strict_source_too(known):
-    decision = select(CAUSAL, "forward", known(a={"causal": False}), policy(prefers("a"), strict="x.toml:1"))
-    assert decision.refusal == "asks for a can't serve this call, and x.toml:1 makes that an error"
+    assert decide(CAUSAL, elsewhere, a={"causal": False}, b={}).backend == "b"
 
 
 # Both directions
@@ -304,13 +277,12 @@ def test_each_direction_is_chosen_by_itself_where_nothing_ties_them(known):
     assert (backward.backend, backward.rejected) == ("b", {"a": ("has no backward",)})
 
 
-def test_with_dropout_a_forward_without_its_own_backward_is_passed_over(known):
-    entries = known(a={"backward": False}, b={})
-    training = asked(needs_backward=True, dropout=0.5)
-    decision = select(training, "forward", entries, Policy())
+def test_with_dropout_a_forward_without_its_own_backward_is_passed_over(decide):
+    backends = {"a": {"backward": False}, "b": {}}
+    decision = decide(asked(needs_backward=True, dropout=0.5), Policy(), **backends)
     assert (decision.backend, decision.passed_over) == ("b", ("a",))
     assert decision.rejected == {"a": ("backward: has no backward",)}
-    assert select(asked(dropout=0.5), "forward", entries, Policy()).backend == "a"
+    assert decide(asked(dropout=0.5), Policy(), **backends).backend == "a"
 
 
 def test_with_dropout_the_reasons_of_both_directions_are_listed_each_once(known, fake):
@@ -340,9 +312,13 @@ def test_a_backward_tied_to_its_forwards_dropout_runs_there_or_nowhere(known):
 # Text
 
 
-def test_the_error_of_a_refused_call_has_a_headline_the_input_and_an_aligned_row_for_every_reason(known):
-    entries = known(cuDNN={"causal": False, "dtypes": ("float16",)}, b={"causal": False}, ok={"priority": -1})
-    decision = select(CAUSAL, "forward", entries, policy(prefers("b", exclusive=True)))
+def test_the_error_of_a_refused_call_has_a_headline_the_input_and_an_aligned_row_for_every_reason(decide):
+    backends = {
+        "cuDNN": {"causal": False, "dtypes": ("float16",)},
+        "b": {"causal": False},
+        "ok": {"priority": -1},
+    }
+    decision = decide(CAUSAL, policy(prefers("b", exclusive=True)), **backends)
     with pytest.raises(UnsupportedInputError) as error:
         refuse(CAUSAL, decision)
     assert str(error.value) == (
@@ -368,18 +344,14 @@ def test_the_table_of_a_decision_says_who_runs_it_by_whom_and_who_else_could(kno
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_decision_and_a_policy_survive_copying_and_pickling(known, copied):
+def test_a_decision_and_a_policy_survive_copying_and_pickling(decide, copied):
     asks = policy(prefers("a", devices=("cpu",)), disabled={"b": "x.toml:2"}, strict="ATTNREG_STRICT")
-    decision = select(CAUSAL, "forward", known(a={}, b={}), asks)
+    decision = decide(CAUSAL, asks, a={}, b={})
     assert copied(decision) == decision
     assert copied(asks) == asks
 
 
-def test_selecting_calls_no_kernel_loads_nothing_and_leaves_its_arguments_alone(fake):
-    def never():
-        raise AssertionError("loaded")
-
-    backend = fake("a", load=never).backend
-    entries, asks = {"a": Entry("a", "a test", backend)}, policy(prefers("a"))
+def test_selecting_calls_no_kernel_loads_nothing_and_leaves_its_arguments_alone(known):
+    entries, asks = known(a={"load": lambda: pytest.fail("loaded")}), policy(prefers("a"))
     assert select(SPEC, "forward", entries, asks).backend == "a"
     assert (list(entries), asks) == (["a"], policy(prefers("a")))

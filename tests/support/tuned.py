@@ -74,17 +74,35 @@ def slowed(recorder, clock, seconds):
 CPU = torch.device("cpu")
 
 
-def off_by(amount, forward=True):
-    """Make kernels wrong by so much in their forward or their backward."""
+def altered(alter, forward=True):
+    """Alter what kernels return first, in their forward or their backward."""
 
-    def shifted(kernel):
+    def altering(kernel):
         def run(*arguments):
             first, *rest = kernel(*arguments)
-            return (first + amount, *rest)
+            return (alter(first), *rest)
 
         return run
 
-    return _changing(shifted, forward)
+    return _changing(altering, forward)
+
+
+def off_by(amount, forward=True):
+    """Make kernels wrong by so much in their forward or their backward."""
+    return altered(lambda first: first + amount, forward)
+
+
+def watched(note):
+    """Have `note` called with the arguments of a forward before it runs."""
+
+    def noting(kernel):
+        def run(*arguments):
+            note(*arguments)
+            return kernel(*arguments)
+
+        return run
+
+    return _changing(noting, forward=True)
 
 
 def raising(error, forward=True):

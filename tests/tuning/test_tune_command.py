@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support.tuned import asked, off_by, raising
+from support.tuned import asked, off_by, raising, watched
 from typer.testing import CliRunner
 
 import attnreg
@@ -19,11 +19,9 @@ from attnreg.torchlib import captured
 from attnreg.tuning import traces
 from attnreg.tuning.checks import DeviceLostError
 from attnreg.tuning.points import Front
-from attnreg.tuning.table import Environment, load
+from attnreg.tuning.table import load
 
 SMALL = asked(32)
-BOTH = dataclasses.replace(SMALL, needs_backward=True)
-HERE = Environment(device="a test")
 
 
 @pytest.fixture
@@ -82,9 +80,9 @@ def test_tune_takes_no_unknown_backend_from_settings(tune, backends, monkeypatch
     assert "did you mean 'fast'?" in result.stderr
 
 
-def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
-    session, entry, monkeypatch, python_routers
-):
+@pytest.fixture
+def measured_fronts(monkeypatch):
+    """Return the backends whose host times `attnreg tune` measures, as it asks for them."""
     asked_of = []
 
     def host_costs(device, names):
@@ -92,14 +90,19 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
         return [Front(name, False, "forward", 9.0) for name in names]
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
+    return asked_of
+
+
+def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
+    session, entry, measured_fronts, python_routers
+):
     made = session(entry("a"), entry("b"))
     measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0),)
     measure_fronts(made)
     measure_fronts(made)
-    assert asked_of == [("cuda", ["b"])]
-    assert [one.backend for one in made.fronts] == ["a", "b"]
+    assert measured_fronts == [("cuda", ["b"])]
     made.fronts += (Front("a", False, "backward", 30.0),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
     assert host_rows(made.fronts) == [
@@ -110,23 +113,29 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
 
 
 def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
-    session, entry, monkeypatch, routers
+    session, entry, monkeypatch, measured_fronts, routers
 ):
-    asked_of = []
-    monkeypatch.setattr("attnreg.bench.fronts.host_costs", lambda device, names: asked_of.append(names) or [])
     monkeypatch.setattr(captured, "call_cache_in_use", True)
     made = session(entry("a"), entry("b"))
     made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
     measure_fronts(made)
-    assert asked_of == [["a"]]
+    assert measured_fronts == [("cuda", ["a"])]
 
 
-def test_tune_on_a_cpu_makes_a_table_that_then_decides(tune, backends, tmp_path, routers):
+def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backends, tmp_path, routers):
     result = tune(*SHAPE, "--backend", "slow,fast,off")
     assert result.exit_code == 0, result.output
-    assert len(load(tmp_path / "table.json").points) == 2
-    spec = dataclasses.replace(asked(32), needs_backward=True)
+    text = " ".join(result.output.split())
+    assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
+    assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
+    assert "never chosen for these" in text
+    assert "measured 2 points; 0 of 1 calls are left" in text
+    assert max(map(len, result.output.splitlines())) <= 80
+    made = load(tmp_path / "table.json")
+    assert len(made.points) == 2
+    assert set(made.environment.backends) == {"slow", "fast", "off"}  # the versions of these alone
+    spec = asked(32, needs_backward=True)
     assert attnreg.explain(spec).backend == "slow"
     attnreg.configure({"tuned": tmp_path / "table.json"})
     found = attnreg.explain(spec)
@@ -141,16 +150,6 @@ def test_tune_measures_with_the_real_backends_and_the_real_clock(tune, tmp_path)
     assert (data["end"], data["measured"], data["left"], data["table_points"]) == ("finished", 2, 0, 2)
     assert set(data["points"][0]["backends"]) == {"cpu", "math"}
     assert all(one["gpu_us"] > 0 for point in data["points"] for one in point["backends"].values())
-
-
-def test_tune_prints_times_troubles_and_where_the_table_is(tune, backends):
-    result = tune(*SHAPE, "--backend", "slow,fast,off")
-    text = " ".join(result.output.split())
-    assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
-    assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
-    assert "never chosen for these" in text
-    assert "measured 2 points; 0 of 1 calls are left" in text
-    assert max(map(len, result.output.splitlines())) <= 80
 
 
 def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
@@ -177,11 +176,8 @@ def test_tune_takes_a_recorded_workload_that_is_measured_by_what_it_costs(tune, 
     counts = {(asked(16), "forward"): 1, (asked(48), "forward"): 900, (asked(48), "backward"): 900}
     traces.merge(file, counts)
     data = json.loads(tune("--from", str(file), "--backend", "slow", "--json").stdout)
-    assert [(point["max_q"], point["direction"]) for point in data["points"]] == [
-        (48, "forward"),
-        (48, "backward"),
-        (16, "forward"),
-    ]
+    found = [(point["max_q"], point["direction"]) for point in data["points"]]
+    assert found == [(48, "forward"), (48, "backward"), (16, "forward")]
 
 
 def test_tune_stops_in_time_and_says_what_is_left(tune, backends, clock):
@@ -195,16 +191,12 @@ def test_tune_stops_in_time_and_says_what_is_left(tune, backends, clock):
 def test_tune_keeps_what_it_has_when_it_is_interrupted(tune, backends, entry, tmp_path):
     done = []
 
-    def change(kernels):
-        def forward(*arguments):
-            done.append(arguments[0].shape)
-            if len(done) > 3 and arguments[0].shape[1] == 16:
-                raise KeyboardInterrupt
-            return kernels.forward(*arguments)
+    def interrupt(query, *_):
+        done.append(query.shape)
+        if len(done) > 3 and query.shape[1] == 16:
+            raise KeyboardInterrupt
 
-        return kernels._replace(forward=forward)
-
-    backends["slow"] = entry("slow", 3.0, change=change)
+    backends["slow"] = entry("slow", 3.0, change=watched(interrupt))
     result = tune(*SHAPE, "--q", "2,16,4,64", "--no-backward", "--backend", "slow", "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["end"], data["left"]) == (130, "interrupted", 1)
@@ -215,7 +207,7 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     def lost(*arguments):
         raise DeviceLostError("the GPU can't be used any more after X")
 
-    monkeypatch.setattr("attnreg.tuning.session.measured", lost)
+    monkeypatch.setattr("attnreg.tuning.session.Measurement.points", lost)
     result = tune(*SHAPE)
     assert result.exit_code == 1
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr
@@ -244,24 +236,18 @@ def test_tune_refuses_a_bad_value_before_it_measures_anything(tune, backends, op
     assert result.stderr.startswith(f"attnreg: {message}")
 
 
-def test_tune_refuses_a_file_that_is_no_table_and_an_empty_trace(tune, backends, tmp_path):
-    (tmp_path / "table.json").write_text('{"precious": 1}')
-    assert tune(*SHAPE).exit_code == 2
-    assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
-    (tmp_path / "empty.jsonl").write_text("")
-    assert (
-        "expected a file with at least one recorded call" in tune("--from", "empty.jsonl", "--fresh").stderr
-    )
-
-
 def test_tune_writes_over_nothing_that_is_no_table_and_over_no_trace(tune, backends, tmp_path):
     (tmp_path / "table.json").write_text('{"precious": 1}')
-    assert tune(*SHAPE, "--fresh").exit_code == 2
-    (tmp_path / "trace.jsonl").write_text("")
-    result = tune("--from", "trace.jsonl", "--fresh", out="trace.jsonl")
-    assert result.exit_code == 2
-    assert "--out: got trace.jsonl, expected another file than that of --from" in result.stderr
+    assert tune(*SHAPE).exit_code == tune(*SHAPE, "--fresh").exit_code == 2
     assert (tmp_path / "table.json").read_text() == '{"precious": 1}'
+    (tmp_path / "trace.jsonl").write_text("")
+    for out, message in (
+        ("trace.jsonl", "--out: got trace.jsonl, expected another file than that of --from"),
+        ("new.json", "expected a file with at least one recorded call"),
+    ):
+        result = tune("--from", "trace.jsonl", "--fresh", out=out)
+        assert result.exit_code == 2
+        assert message in result.stderr
 
 
 def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_path, caplog):
@@ -280,11 +266,6 @@ def test_tune_that_has_no_time_says_so(tune, backends):
     result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
     assert result.exit_code == 1
     assert "the time was spent before any call was measured; give --budget more time" in result.stderr
-
-
-def test_a_table_knows_the_versions_of_what_was_measured_alone(tune, backends, tmp_path):
-    assert tune(*SHAPE, "--backend", "slow").exit_code == 0
-    assert set(load(tmp_path / "table.json").environment.backends) == {"slow"}
 
 
 def test_tune_is_1_when_a_backend_that_was_named_cannot_be_measured(tune, backends):

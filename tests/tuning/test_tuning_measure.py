@@ -5,20 +5,19 @@ import re
 
 import pytest
 import torch
-from support.tuned import CPU, SPEC, asked, off_by, raising
+from support.tuned import CPU, SPEC, altered, asked, off_by, raising, watched
 
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
 from attnreg.tuning import checks
 from attnreg.tuning import measure as measuring
 from attnreg.tuning.checks import Checks, DeviceLostError
-from attnreg.tuning.grids import coarse_to_fine, grid
 from attnreg.tuning.kinds import size_of
-from attnreg.tuning.measure import measured
+from attnreg.tuning.measure import Measurement
 from attnreg.tuning.points import Front
 from attnreg.tuning.session import kept
 from attnreg.tuning.table import Environment, Table, load
-from attnreg.tuning.workload import copies, lengths, small_cases, unmeasurable
+from attnreg.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
 
 SMALL = asked(32)
 BOTH = dataclasses.replace(SMALL, needs_backward=True)
@@ -26,7 +25,7 @@ HERE = Environment(device="a test")
 
 
 def run(spec, clock, *entries, directions=("forward", "backward"), deadline=1e9):
-    return list(measured(spec, entries, directions, Checks(CPU), clock, CPU, deadline))
+    return list(Measurement(spec, directions, entries, Checks(CPU), clock, CPU, deadline).points())
 
 
 # One call
@@ -54,54 +53,50 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
     assert times.wrong.startswith("its forward is: out of bfloat16") if forward else times.gpu_us
 
 
+LONG = dataclasses.replace(asked(500, batch=1), needs_backward=True)
+
+
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, entry, forward):
-    def change(kernels):
-        def wrong(kernel):
-            def run(*arguments):
-                first, *rest = kernel(*arguments)
-                return (first * 2 if first.shape[1] > 400 else first, *rest)
-
-            return run
-
-        name = "forward" if forward else "backward"
-        return kernels._replace(**{name: wrong(getattr(kernels, name))})
-
-    long = dataclasses.replace(asked(500, batch=1), needs_backward=True)
-    found = run(long, clock, entry("right"), entry("large", change=change))[0 if forward else 1]
-    assert found.backends["large"].wrong.startswith(
-        f"{'out' if forward else 'dq'} of sequence 0, key head 0: "
-    )
+    astray = altered(lambda first: first * 2 if first.shape[1] > 400 else first, forward)
+    found = run(LONG, clock, entry("right"), entry("large", change=astray))[0 if forward else 1]
+    name = "out" if forward else "dq"
+    assert found.backends["large"].wrong.startswith(f"{name} of sequence 0, key head 0: ")
     assert found.backends["right"].gpu_us
 
 
-def test_a_kernel_that_ends_the_program_is_a_failure_like_any_other(clock, entry):
-    bad = entry("bad", change=raising(SystemExit(3)))
-    (found,) = run(SMALL, clock, bad, entry("good"), directions=("forward",))
-    assert found.backends["bad"].failed == "SystemExit: 3"
+def test_a_forward_that_goes_astray_at_the_size_spoils_no_other_backends_backward(clock, entry):
+    astray = altered(lambda out: out * float("nan") if out.shape[1] > 400 else out)
+    _, found = run(LONG, clock, entry("bad", change=astray), entry("good"))
     assert found.backends["good"].gpu_us
 
 
-def test_a_backend_that_raises_is_marked_failed_and_the_others_go_on(clock, entry):
-    bad = entry("bad", change=raising(RuntimeError("no kernel image\nmore"), forward=False))
-    (found,) = run(BOTH, clock, bad, entry("good"), directions=("backward",))
-    assert found.backends["bad"].failed == "RuntimeError: no kernel image"
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (SystemExit(3), "SystemExit: 3"),  # a failure like any other
+        (RuntimeError("no kernel image\nmore"), "RuntimeError: no kernel image"),
+    ],
+    ids=["exit", "error"],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_that_raises_is_marked_failed_and_the_others_go_on(clock, entry, error, failure, direction):
+    bad = entry("bad", change=raising(error, direction == "forward"))
+    (found,) = run(BOTH, clock, bad, entry("good"), directions=(direction,))
+    assert found.backends["bad"].failed == failure
     assert found.backends["good"].gpu_us
 
 
 def test_a_backend_that_raises_later_is_marked_failed_too(clock, entry):
     calls = []
 
-    def change(kernels):
-        def forward(*arguments):
-            calls.append(1)
-            if len(calls) > 4:
-                raise RuntimeError("tired")
-            return kernels.forward(*arguments)
+    def tire(*arguments):
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("tired")
 
-        return kernels._replace(forward=forward)
-
-    (found,) = run(SMALL, clock, entry("bad", change=change), entry("good"), directions=("forward",))
+    entries = entry("bad", change=watched(tire)), entry("good")
+    (found,) = run(SMALL, clock, *entries, directions=("forward",))
     assert found.backends["bad"].failed == "RuntimeError: tired"
     assert found.backends["good"].gpu_us == pytest.approx(1000)
 
@@ -113,18 +108,10 @@ def test_what_a_backend_refuses_is_not_measured_on_it(clock, entry):
 
 def test_backends_take_turns_and_a_hopeless_one_is_timed_once(clock, entry):
     order = []
-
-    def noting(name):
-        def change(kernels):
-            def forward(*arguments):
-                order.append(name)
-                return kernels.forward(*arguments)
-
-            return kernels._replace(forward=forward)
-
-        return change
-
-    entries = [entry(name, ms, change=noting(name)) for name, ms in (("a", 2.0), ("b", 2.0), ("c", 60.0))]
+    entries = [
+        entry(name, ms, change=watched(lambda *_, name=name: order.append(name)))
+        for name, ms in (("a", 2.0), ("b", 2.0), ("c", 60.0))
+    ]
     (found,) = run(SMALL, clock, *entries, directions=("forward",))
     assert order.count("c") == 4  # to be checked, first, once to settle, as it takes long, and once more
     rounds = "".join(order[-2 * measuring.ROUNDS :])
@@ -138,16 +125,13 @@ def test_what_a_second_call_takes_is_not_taken_for_what_calls_take(clock, entry)
     """FA4 watches it, to do the third faster."""
     calls = []
 
-    def change(kernels):
-        def forward(*arguments):
-            if arguments[0].shape[1] == SMALL.max_q and len(calls) < 3:  # checked, first, second
-                clock.seconds += 0.1
-            calls.append(1)
-            return kernels.forward(*arguments)
+    def watch(query, *_):
+        if query.shape[1] == SMALL.max_q and len(calls) < 3:  # checked, first, second
+            clock.seconds += 0.1
+        calls.append(1)
 
-        return kernels._replace(forward=forward)
-
-    (found,) = run(SMALL, clock, entry("a", 1.0), entry("b", 1.0, change=change), directions=("forward",))
+    entries = entry("a", 1.0), entry("b", 1.0, change=watched(watch))
+    (found,) = run(SMALL, clock, *entries, directions=("forward",))
     assert len(calls) > measuring.ROUNDS
     assert found.backends["b"].gpu_us == pytest.approx(1000)
 
@@ -243,26 +227,27 @@ def test_coarse_sizes_come_first_and_no_kind_is_left_out():
 
 def test_a_session_saves_after_every_call_and_has_nothing_left(session, entry):
     made = session(entry("a", 1.0), entry("b", 2.0))
-    specs = [asked(16), dataclasses.replace(asked(32), needs_backward=True)]
+    specs = [asked(16), BOTH]
     sizes = [len(load(made.out).points) for _ in made.run(specs, 1e9)]
     assert sizes == [1, 3]
     assert not any(made.todo(spec) for spec in specs)
 
 
 def test_what_a_table_has_is_not_measured_again_but_a_new_backend_is(session, entry):
-    made = session(entry("a"))
-    list(made.run([BOTH], 1e9))
-    known = {point.place: point for point in kept(made.out, HERE).points}
+    list(session(entry("a")).run([BOTH], 1e9))
+    known = {point.place: point for point in kept(session().out, HERE).points}
     later = session(entry("a"), points=dict(known))
     assert later.todo(BOTH) == ()
     assert (list(later.run([BOTH], 1e9)), later.fresh) == ([BOTH], [])
-    more = session(entry("a"), entry("b"), points=known)
+    more = session(entry("a"), entry("b", 2.0), points=known)
     assert more.todo(BOTH) == ("forward", "backward")
+    list(session(entry("b", 2.0), points=dict(known)).run([SMALL], 1e9))
+    found = kept(more.out, HERE).points[0].backends
+    assert {name: one.gpu_us for name, one in found.items()} == pytest.approx({"a": 1000.0, "b": 2000.0})
 
 
 def test_what_failed_is_tried_once_more_by_every_run(session, entry):
-    bad = entry("tired", change=raising(RuntimeError("out of memory")))
-    made = session(bad, entry("a"))
+    made = session(entry("tired", change=raising(RuntimeError("out of memory"))), entry("a"))
     list(made.run([SMALL], 1e9))
     assert made.todo(SMALL) == ()  # it was measured
     (point,) = kept(made.out, HERE).points
@@ -274,31 +259,7 @@ def test_what_failed_is_tried_once_more_by_every_run(session, entry):
     assert found.backends["tired"].gpu_us == pytest.approx(2000.0)
 
 
-def test_what_another_backend_took_stays_when_one_is_measured_later(session, entry):
-    made = session(entry("a", 1.0))
-    list(made.run([SMALL], 1e9))
-    more = session(entry("b", 2.0), points=dict(made.points))
-    list(more.run([SMALL], 1e9))
-    (found,) = kept(made.out, HERE).points
-    assert {name: one.gpu_us for name, one in found.backends.items()} == pytest.approx(
-        {"a": 1000.0, "b": 2000.0}
-    )
-
-
-def test_a_forward_that_goes_astray_at_the_size_spoils_no_other_backends_backward(clock, entry):
-    def change(kernels):
-        def forward(*arguments):
-            out, lse = kernels.forward(*arguments)
-            return (out * float("nan") if out.shape[1] > 400 else out), lse
-
-        return kernels._replace(forward=forward)
-
-    long = dataclasses.replace(asked(500, batch=1), needs_backward=True)
-    _, found = run(long, clock, entry("bad", change=change), entry("good"))
-    assert found.backends["good"].gpu_us
-
-
-def test_what_fronts_take_is_saved_with_the_points_and_measured_anew_for_a_new_backend_only(session, entry):
+def test_what_fronts_take_is_saved_with_the_points(session, entry):
     made = session(entry("a"))
     made.add_fronts([Front("a", True, "forward", 20.0)])
     list(made.run([BOTH], 1e9))
@@ -335,37 +296,35 @@ def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry,
 def test_a_call_that_no_backend_can_run_is_skipped_with_the_reasons_of_each(session, entry):
     made = session(entry("a", dtypes=("float32",)), entry("b", dtypes=("float16",)))
     assert list(made.run([SMALL], 1e9)) == [SMALL]
-    ((spec, reason),) = made.skipped
-    assert spec == SMALL
-    assert reason == "a: dtype must be float32, got bfloat16; b: dtype must be float16, got bfloat16"
+    reasons = "a: dtype must be float32, got bfloat16; b: dtype must be float16, got bfloat16"
+    assert made.skipped == [(SMALL, reasons)]
 
 
-def test_what_cannot_be_measured_is_skipped_with_the_reason(session, entry, monkeypatch):
-    made = session(entry("a"))
-    list(made.run([asked(16, dropout=0.5)], 1e9))
-    assert made.skipped[0][1] == "dropout can't be measured: the default order decides"
-
-    def full(*arguments):
-        raise torch.cuda.OutOfMemoryError("no 80 GiB")
-
-    monkeypatch.setattr(measuring, "copies", full)
-    list(made.run([asked(16)], 1e9))
-    assert made.skipped[1][1] == "its inputs need more memory than there is: no 80 GiB"
+def no_gpu_memory():
+    raise torch.cuda.OutOfMemoryError("no 80 GiB")
 
 
-def test_what_a_cpu_has_no_memory_for_is_skipped_and_the_rest_measured(session, entry, monkeypatch):
+@pytest.mark.parametrize(
+    ("allocate", "reason"),
+    [(no_gpu_memory, "no 80 GiB"), (lambda: torch.empty(2**60), ".*can't allocate memory")],
+    ids=["gpu", "cpu"],
+)
+def test_what_cannot_be_measured_is_skipped_with_the_reason_and_the_rest_measured(
+    session, entry, monkeypatch, allocate, reason
+):
     made, real = session(entry("a")), measuring.copies
 
-    def full(spec, *arguments, **options):
+    def full(spec, *arguments):
         if spec.max_q == 16:
-            torch.empty(2**60)
-        return real(spec, *arguments, **options)
+            allocate()
+        return real(spec, *arguments)
 
     monkeypatch.setattr(measuring, "copies", full)
-    assert list(made.run([asked(16), SMALL], 1e9)) == [asked(16), SMALL]
-    ((spec, reason),) = made.skipped
-    assert spec == asked(16)
-    assert re.match("its inputs need more memory than there is: .*can't allocate memory", reason)
+    specs = [asked(16, dropout=0.5), asked(16), SMALL]
+    assert list(made.run(specs, 1e9)) == specs
+    assert [spec for spec, _ in made.skipped] == specs[:2]
+    assert made.skipped[0][1] == "dropout can't be measured: the default order decides"
+    assert re.match(f"its inputs need more memory than there is: {reason}", made.skipped[1][1])
     assert [point.size for point in made.fresh] == [size_of(SMALL)]
 
 

@@ -19,7 +19,6 @@ from attnreg.dispatch import planning
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
-from attnreg.selection.decision import Policy, select
 from attnreg.tuning import tables
 from attnreg.tuning.machine import environment, file_name
 from attnreg.tuning.points import Measured
@@ -46,16 +45,34 @@ def known(monkeypatch, fake):
 def here(tmp_path, known):
     """Save a table of this machine and return the settings file that names it."""
 
-    def make(*points, device=CPU, changes=None, settings="", **times):
+    def make(*points, device=CPU, changes=None, settings="", name="here", file="attnreg.toml", **times):
         spec = dataclasses.replace(asked(), device=device)
         found = points or (point(spec, **times), point(spec, "backward", **times))
         measured = dataclasses.replace(environment(device, known), **(changes or {}))
-        dataclasses.replace(table(*found), environment=measured).save(tmp_path / "here.json")
-        file = tmp_path / "attnreg.toml"
-        file.write_text(f'tuned = "here.json"\n{settings}')
-        return file
+        dataclasses.replace(table(*found), environment=measured).save(tmp_path / f"{name}.json")
+        (tmp_path / file).write_text(f'tuned = "{name}.json"\n{settings}')
+        return tmp_path / file
 
     return make
+
+
+@pytest.fixture
+def other(here, monkeypatch):
+    """Have the environment name another table in `other.toml`, a stronger one."""
+
+    def make(**options):
+        monkeypatch.setenv("ATTNREG_CONFIG", str(here(name="other", file="other.toml", **options)))
+        attnreg.reload()
+
+    return make
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """Take this folder for that of the tables that ship with attnreg."""
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
+    yield tmp_path
+    tables._shipped.cache_clear()
 
 
 def decided(**changes):
@@ -68,24 +85,11 @@ TABLE = "measured table here.json (attnreg.toml:1)"
 # Who is stronger
 
 
-def test_without_a_preference_the_table_decides_and_is_named(here, routers):
-    assert decided() == ("first", "default order for cpu")
-    attnreg.configure(here(first=30.0, second=10.0))
-    assert decided() == ("second", TABLE)
-
-
-def test_what_really_runs_is_what_the_table_says(here, routers, ran):
-    attnreg.configure(here(cpu=90.0, first=30.0, second=10.0))  # "cpu" is torch's own kernel here
-    query = torch.randn(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
-    F.scaled_dot_product_attention(query, query, query).sum().backward()
-    assert ran() == {"second": (1, 1)}
-
-
-def test_forward_and_backward_are_chosen_separately(here, routers, ran):
+def test_what_really_runs_is_what_the_table_says_of_each_direction(here, routers, ran):
     spec = asked()
     attnreg.configure(
         here(
-            point(spec, cpu=90.0, first=30.0, second=10.0),
+            point(spec, cpu=90.0, first=30.0, second=10.0),  # "cpu" is torch's own kernel here
             point(spec, "backward", cpu=90.0, first=10.0, third=5.0),
         )
     )
@@ -96,6 +100,9 @@ def test_forward_and_backward_are_chosen_separately(here, routers, ran):
 
 def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
     times = {"first": 30.0, "second": 10.0, "third": 20.0}
+    assert decided() == ("first", "default order for cpu")
+    attnreg.configure(here(**times))
+    assert decided() == ("second", TABLE)
     attnreg.configure(here(**times, settings='[devices.cpu]\norder = ["third"]\n'))
     assert decided() == ("third", "attnreg.toml:3")
     with attnreg.register_backend("first"):
@@ -129,56 +136,49 @@ def test_policy_order_leaves_the_table_out_wherever_it_is_said(here, routers, mo
     monkeypatch.setenv("ATTNREG_POLICY", "order")
     attnreg.reload()
     assert decided()[0] == "first"
-
-
-def test_a_policy_that_there_is_not_is_refused(monkeypatch):
     monkeypatch.setenv("ATTNREG_POLICY", "measurd")
-    with pytest.raises(
-        ConfigError, match="ATTNREG_POLICY: got 'measurd', expected measured or order; did you"
-    ):
+    refused = "ATTNREG_POLICY: got 'measurd', expected measured or order; did you"
+    with pytest.raises(ConfigError, match=refused):
         attnreg.reload()
 
 
-def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known, routers):
-    attnreg.configure(here(first=30.0, second=10.0, third=12.0))
-    now = state()
-    native = Native("third")
-    decision = planning.decide(
-        asked(), "forward", planning.entries_with_native(native, known), now.policy, native.name
-    )
-    assert (decision.backend, decision.source) == ("second", TABLE)
-    near = here(first=30.0, second=11.9, third=12.0)
-    attnreg.configure(near)
-    decision = planning.decide(
-        asked(), "forward", planning.entries_with_native(native, known), state().policy, native.name
-    )
-    assert decision.backend == "third"
+@pytest.mark.parametrize(("second", "backend"), [(10.0, "second"), (11.9, "third")])
+def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known, routers, second, backend):
+    attnreg.configure(here(first=30.0, second=second, third=12.0))
+    entries = planning.entries_with_native(Native("third"), known)
+    decision = planning.decide(asked(), "forward", entries, state().policy, "third")
+    assert (decision.backend, decision.source) == (backend, TABLE)
 
 
 # Which table
 
 
-def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(here, routers, caplog):
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"cuda": "1.0"}, "measured with CUDA 1.0, here it is none"),
+        ({"backends": {"second": "0.9"}}, "measured with second 0.9, here it is 1.0"),
+    ],
+    ids=["CUDA", "a backend"],
+)
+def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(
+    here, routers, caplog, changes, difference
+):
     caplog.set_level(logging.WARNING, "attnreg")
-    attnreg.configure(here(first=30.0, second=10.0, changes={"cuda": "1.0"}))
-    found = attnreg.explain(asked())
-    assert (found.backend, found.source) == ("first", "default order for cpu")
-    assert found.forward.predicted is None
-    reason = f"{TABLE} is refused: measured with CUDA 1.0, here it is none"
-    assert reason in found.notes
-    attnreg.explain(asked())
-    assert [record.message for record in caplog.records] == [
-        f"{reason}; the default order decides until `attnreg tune` has run here"
-    ]
+    attnreg.configure(here(first=30.0, second=10.0, changes=changes))
+    reason = f"{TABLE} is refused: {difference}"
+    for _ in range(2):
+        found = attnreg.explain(asked())
+        assert (found.backend, found.source) == ("first", "default order for cpu")
+        assert found.forward.predicted is None
+        assert reason in found.notes
+    logged = [record.message for record in caplog.records]
+    assert logged == [f"{reason}; the default order decides until `attnreg tune` has run here"]
 
 
-def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_path, monkeypatch):
+def test_the_warning_says_what_decides_in_its_place(here, other, routers, caplog):
     caplog.set_level(logging.WARNING, "attnreg")
-    here(first=30.0, second=10.0, changes={"cuda": "1.0"})
-    (tmp_path / "here.json").rename(tmp_path / "other.json")
-    (tmp_path / "other.toml").write_text('tuned = "other.json"')
-    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "other.toml"))
-    attnreg.reload()
+    other(first=30.0, second=10.0, changes={"cuda": "1.0"})
     attnreg.configure(here(first=30.0, second=10.0))
     assert attnreg.explain(asked()).backend == "second"
     (message,) = [record.message for record in caplog.records]
@@ -186,13 +186,10 @@ def test_the_warning_says_what_decides_in_its_place(here, routers, caplog, tmp_p
     assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
 
 
-def test_a_version_of_a_backend_that_differs_refuses_it(here, known):
-    attnreg.configure(here(first=30.0, second=10.0, changes={"backends": {"second": "0.9"}}))
-    assert "measured with second 0.9, here it is 1.0" in " ".join(attnreg.explain(asked()).notes)
-    assert decided()[0] == "first"
-
-
-def test_a_table_for_a_gpu_says_nothing_on_a_cpu_and_that_is_no_fault(here, caplog):
+def test_a_table_for_another_kind_of_device_says_nothing_and_that_is_no_fault(here, caplog):
+    attnreg.configure(here(first=30.0))
+    found = attnreg.explain(asked(device=Device("xpu")))
+    assert (found.forward.predicted, found.notes) == (None, ())
     attnreg.configure(here(device=GPU, first=30.0, second=10.0))
     found = attnreg.explain(asked())
     assert (found.backend, caplog.records) == ("first", [])
@@ -211,12 +208,8 @@ def test_explain_notes_that_a_table_lacks_a_kind(here):
     assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
 
 
-def test_a_table_for_a_gpu_is_not_mentioned_where_a_cpus_is_in_force(here, tmp_path, monkeypatch):
-    here(device=GPU, first=30.0, second=10.0)
-    (tmp_path / "here.json").rename(tmp_path / "gpu.json")
-    (tmp_path / "gpu.toml").write_text('tuned = "gpu.json"')
-    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "gpu.toml"))
-    attnreg.reload()
+def test_a_table_for_a_gpu_is_not_mentioned_where_a_cpus_is_in_force(here, other):
+    other(device=GPU, first=30.0, second=10.0)
     attnreg.configure(here(first=30.0, second=10.0))
     found = attnreg.explain(asked())
     assert found.backend == "second"
@@ -243,42 +236,27 @@ def test_a_table_that_cannot_be_read_is_an_error_that_changes_nothing(here, tmp_
     assert decided()[0] == "second"
 
 
-def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(monkeypatch, tmp_path, known):
+def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(shipped, known):
     spec = dataclasses.replace(asked(), device=GPU)
-    found = dataclasses.replace(
-        table(point(spec, first=9.0, second=4.0)), environment=environment(GPU, known)
-    )
-    found.save(tmp_path / "nvidia-test-9000.json")
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
-    tables._shipped.cache_clear()
-    _registry.changed()
+    found = table(point(spec, first=9.0, second=4.0))
+    found = dataclasses.replace(found, environment=environment(GPU, known))
+    found.save(shipped / "nvidia-test-9000.json")
     decision = planning.decide(spec, "forward", known, state().policy)
     assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
     assert not state().active  # without settings it serves no call
     assert attnreg.explain(asked()).source == "default order for cpu"
-    tables._shipped.cache_clear()
 
 
-def test_a_shipped_table_that_is_broken_is_no_error_of_a_call(monkeypatch, tmp_path, known, caplog):
-    (tmp_path / "nvidia-test-9000.json").write_text("{}")
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
-    tables._shipped.cache_clear()
-    _registry.changed()
+def test_a_shipped_table_that_is_broken_is_no_error_of_a_call(shipped, known, caplog):
+    (shipped / "nvidia-test-9000.json").write_text("{}")
     decision = planning.decide(asked(device=GPU), "forward", known, state().policy)
     assert decision.backend == "first"
     assert "format: got None" in caplog.text
-    tables._shipped.cache_clear()
 
 
 def test_the_file_of_a_device_is_named_after_it():
     assert file_name("NVIDIA H200") == "nvidia-h200.json"
     assert file_name("NVIDIA RTX PRO 6000 (Blackwell)") == "nvidia-rtx-pro-6000-blackwell.json"
-
-
-def test_every_shipped_table_can_be_read():
-    for file in tables.SHIPPED.glob("*.json"):
-        found = tables.load(file)
-        assert file.name == file_name(found.environment.device)
 
 
 # What explain and info say
@@ -320,17 +298,18 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
     assert "    second  10.0 µs (first call 0 s); it can't run this call" in lines
 
 
-def test_explain_calls_no_other_call_the_same(here):
-    attnreg.configure(here(point(first=30.0)))
-    text = str(attnreg.explain(asked(batch=4, heads_q=2, heads_k=2)))
-    assert "from B 2, 256 x 256, H 4, 0.00 powers of two away" in text
-
-
-def test_explain_says_from_how_far_away_a_prediction_comes(here):
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"batch": 4, "heads_q": 2, "heads_k": 2}, "from B 2, 256 x 256, H 4, 0.00 powers of two away"),
+        ({"max_q": 512, "max_k": 512}, "from B 2, 256 x 256, H 4, 1.41 powers of two away"),
+        ({"max_q": 512}, "outside the measured range, its edge decides: max_q 512 is above 256"),
+    ],
+    ids=["another call at the same place", "a distance", "outside"],
+)
+def test_explain_says_from_how_far_away_a_prediction_comes(here, changes, line):
     attnreg.configure(here(first=30.0, second=10.0))
-    text = str(attnreg.explain(asked(512)))
-    assert "    from B 2, 256 x 256, H 4, 1.41 powers of two away" in text
-    assert "    outside the measured range, its edge decides: max_q 512 is above 256" in text
+    assert f"    {line}" in str(attnreg.explain(asked(**changes))).splitlines()
 
 
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):
@@ -350,31 +329,21 @@ def test_a_call_that_nothing_can_run_is_refused_without_times(here, known):
     assert "predicted by" not in str(attnreg.explain(asked(), backend="none"))
 
 
-def test_a_table_of_a_cpu_says_nothing_of_other_kinds_of_devices(here):
-    attnreg.configure(here(first=30.0))
-    found = attnreg.explain(asked(device=Device("xpu")))
-    assert (found.forward.predicted, found.notes) == (None, ())
-
-
-def test_a_decision_without_a_table_has_no_prediction():
-    assert select(asked(), "forward", _registry.entries(), Policy()).predicted is None
-
-
 def test_info_shows_the_table_in_force_or_why_there_is_none(here):
     def shown(*options):
         return CliRunner().invoke(cli.app, ["info", *options], obj=[]).stdout
 
-    assert json.loads(shown("--json"))["tables"][0] == {
-        "device": "cpu", "in_force": None, "points": 0, "notes": [], "refused": [],
-    }  # fmt: skip
+    def of_cpu():
+        return json.loads(shown("--json"))["tables"][0]
+
+    nothing = {"device": "cpu", "in_force": None, "points": 0, "notes": [], "refused": []}
+    assert of_cpu() == nothing
     attnreg.configure(here(first=30.0, changes={"driver": "1.2"}))
-    (found, *_) = json.loads(shown("--json"))["tables"]
+    found = of_cpu()
     assert (found["in_force"], found["points"]) == (TABLE, 2)
     assert found["notes"][0] == f"{TABLE}: measured with driver 1.2, here it is none"
     assert f"{TABLE}, 2 points" in " ".join(shown().split())
     attnreg.configure(here(first=30.0, changes={"device": "abacus"}))
-    (found, *_) = json.loads(shown("--json"))["tables"]
-    assert (found["in_force"], found["refused"][0].partition(", here")[0]) == (
-        None,
-        f"{TABLE} is refused: measured with device abacus",
-    )
+    found = of_cpu()
+    assert found["in_force"] is None
+    assert found["refused"][0].startswith(f"{TABLE} is refused: measured with device abacus, here")

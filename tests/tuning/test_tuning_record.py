@@ -88,17 +88,15 @@ def test_recording_adds_one_addition_to_a_repeated_call(tmp_path):
     assert {len(plan.counters) for plan in state().plans.values()} == plans
 
 
-def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path):
+def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise ConfigError("trace.jsonl: can't be written")
+
     with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
         sdpa(8)
         raise ZeroDivisionError
     assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
-
-
-def test_the_programs_own_exception_is_not_hidden_by_one_of_the_file(tmp_path, monkeypatch, caplog):
-    def fail(*args):
-        raise ConfigError("trace.jsonl: can't be written")
-
+    # The program's own exception isn't hidden by one of the file.
     with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
         sdpa()
         monkeypatch.setattr(trace, "merge", fail)
@@ -131,13 +129,8 @@ def test_a_program_that_is_killed_leaves_what_ran_until_shortly_before(tmp_path,
                     break
                 time.sleep(0.01)
             assert counts(file) == expected
-    assert counts(file) == {8: (1, 0), 24: (1, 0)}
-
-
-def test_a_recording_that_has_ended_leaves_no_thread(tmp_path):
-    with attnreg.record(tmp_path / "trace.jsonl"):
-        sdpa(8)
         (thread,) = [one for one in threading.enumerate() if one.name == "attnreg recording"]
+    assert counts(file) == {8: (1, 0), 24: (1, 0)}
     thread.join(5.0)
     assert not thread.is_alive()
 
@@ -151,14 +144,9 @@ def test_a_file_with_something_else_in_it_is_refused_before_anything_runs(tmp_pa
     assert file.read_text() == text
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path):
+def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="can't be written"), attnreg.record(tmp_path / "no" / "x.jsonl"):
         pytest.fail("the block must not run")
-
-
-def test_a_file_of_the_environment_that_cannot_be_written_is_an_error_that_names_the_variable(
-    tmp_path, monkeypatch
-):
     monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "no" / "x.jsonl"))
     with pytest.raises(ConfigError, match=r"ATTNREG_RECORD: .*can't be written"):
         attnreg.reload()
@@ -176,6 +164,7 @@ def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, m
 
 
 SCRIPT = """
+import attnreg
 import torch
 import torch.nn.functional as F
 query = torch.randn(1, 2, 8, 16)
@@ -187,9 +176,7 @@ for _ in range(3):
 def test_an_unchanged_program_is_recorded_by_the_variable_and_processes_add_up(tmp_path):
     file = tmp_path / "trace.jsonl"
     environ = os.environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([sys.executable, "-c", "import attnreg\n" + SCRIPT], env=environ) for _ in "ab"
-    ]
+    running = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=environ) for _ in "ab"]
     assert [process.wait() for process in running] == [0, 0]
     assert counts(file) == {8: (6, 0)}
     assert len(file.read_text().splitlines()) == 1

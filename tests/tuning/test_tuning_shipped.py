@@ -15,10 +15,6 @@ FILES = sorted(tables.SHIPPED.glob("*.json"))
 H200 = tables.SHIPPED / "nvidia-h200.json"
 
 
-def test_there_is_one_for_the_h200():
-    assert H200 in FILES
-
-
 def test_the_folder_of_configs_shows_what_ships():
     configs = Path(__file__).parents[2] / "configs"
     assert (configs / "tuned" / H200.name).samefile(H200)
@@ -34,33 +30,39 @@ def test_a_table_is_whole_and_named_by_its_gpu(file):
     assert len({point.place for point in found.points}) == len(found.points)
 
 
-def chosen(direction="forward", **changes):
+def call(device="sm_90", **changes):
     given = {
-        "device": Device.parse("sm_90"), "dtype": "bfloat16", "batch": 8, "max_q": 2048, "max_k": 2048,
+        "device": Device.parse(device), "dtype": "bfloat16", "batch": 8, "max_q": 2048, "max_k": 2048,
         "heads_q": 16, "heads_k": 16, "head_dim": 64, "head_dim_v": 64, "varlen": True,
     }  # fmt: skip
-    spec = AttentionSpec(**{**given, **changes})
+    return AttentionSpec(**{**given, **changes})
+
+
+TINY = {"batch": 2, "max_q": 128, "max_k": 128}
+
+
+def chosen(direction="forward", **changes):
+    spec = call(needs_backward=direction == "backward", **changes)
     return predict(Kinds(table.load(H200).points), spec, direction, "table").candidates[0]
 
 
 @pytest.mark.parametrize(
-    ("changes", "backend"),
+    ("direction", "changes", "backend"),
     [
-        ({}, "FA4"),
-        ({"direction": "backward", "needs_backward": True}, "FA4"),
-        ({"batch": 2, "max_q": 128, "max_k": 128}, "FA2"),
-        ({"batch": 2, "max_q": 128, "max_k": 128, "direction": "backward", "needs_backward": True}, "FA2"),
-        ({"batch": 1, "max_q": 1, "max_k": 8192, "varlen": False}, "FA2"),
+        ("forward", {}, "FA4"),
+        ("backward", {}, "FA4"),
+        ("forward", TINY, "FA2"),
+        ("backward", TINY, "FA2"),
+        ("forward", {"batch": 1, "max_q": 1, "max_k": 8192, "varlen": False}, "FA2"),
     ],
     ids=["long", "its backward", "tiny", "tiny backward", "decode"],
 )
-def test_the_h200s_choices(changes, backend):
-    assert chosen(**changes).backend == backend
+def test_the_h200s_choices(direction, changes, backend):
+    assert chosen(direction, **changes).backend == backend
 
 
 def test_in_a_graph_the_host_does_not_count():
-    tiny = {"batch": 2, "max_q": 128, "max_k": 128}
-    assert chosen(**tiny, capturing=True).cost_us < chosen(**tiny).cost_us
+    assert chosen(**TINY, capturing=True).cost_us < chosen(**TINY).cost_us
 
 
 @pytest.fixture
@@ -70,22 +72,13 @@ def as_installed(monkeypatch):
     attnreg.reload()
 
 
-def explained(device):
-    return attnreg.explain(
-        AttentionSpec(
-            device=Device.parse(device), dtype="bfloat16", batch=8, max_q=2048, max_k=2048, heads_q=16,
-            heads_k=16, head_dim=64, head_dim_v=64, varlen=True,
-        )
-    )  # fmt: skip
-
-
 def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so(as_installed):
-    found = explained("sm_90")
+    found = attnreg.explain(call())
     assert (found.backend, found.source) == ("FA4", "measured table nvidia-h200.json")
     assert any("takes for granted that the device is NVIDIA H200" in note for note in found.notes)
 
 
 def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order(as_installed):
-    found = explained("sm_100")
+    found = attnreg.explain(call("sm_100"))
     assert found.source.startswith("default order for")
     assert not any("table" in note for note in found.notes)
