@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.contract.discovery import Entry, discover
@@ -16,8 +17,6 @@ from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from attnreg.contract.backend import Backend
 
 log = logging.getLogger("attnreg")

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
 from attnreg import _registry, aten
 from attnreg.contract.backend import Backend
+from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.dispatch import scope, trace
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.selection import policy
 from attnreg.selection.decision import Preference
+from attnreg.settings.config import Settings
 from attnreg.tuning.traces import check_writable
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import Self
-
-    from attnreg.contract.discovery import Entry
-    from attnreg.settings.config import Settings
 
 __all__ = [
     "Handle", "configure", "install", "list_backends", "record", "register_backend", "reload",

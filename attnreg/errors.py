@@ -17,10 +17,7 @@ PyTorch's own errors keeps working. All of them can be pickled.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",

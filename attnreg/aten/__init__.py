@@ -12,23 +12,19 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry
 from attnreg.aten import cpu, cudnn, flash
-from attnreg.aten.routing import TORCH_VERSION, Route, router
+from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attnreg.aten.routing import Layout, Served
 
 log = logging.getLogger("attnreg")
 

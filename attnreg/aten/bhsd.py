@@ -6,22 +6,18 @@ passed on unchanged; only another backend's call is brought into the contract's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from attnreg.aten.routing import kept_dense
+from attnreg.aten.routing import RoutedCall, kept_dense
 from attnreg.contract.backend import Call
+from attnreg.contract.spec import Direction
+from attnreg.dispatch.call_cache import Kept
 from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.aten.routing import RoutedCall
-    from attnreg.contract.spec import Direction
-    from attnreg.dispatch.call_cache import Kept
-    from attnreg.dispatch.scope import ScopedChoice
-    from attnreg.dispatch.state import Plan
+from attnreg.dispatch.scope import ScopedChoice
+from attnreg.dispatch.state import Plan
 
 
 def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:

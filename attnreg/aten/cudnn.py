@@ -6,9 +6,10 @@ dense one. A causal mask of these ops is aligned top-left.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.aten.bhsd import call_of, dense_plan, run_backward
 from attnreg.aten.routing import (
@@ -16,6 +17,7 @@ from attnreg.aten.routing import (
     Layout,
     Route,
     RoutedCall,
+    Served,
     backward_choice,
     forward_choice,
     kept_dense,
@@ -27,12 +29,7 @@ from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
 from attnreg.dispatch.planning import Native
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.aten.routing import Served
-    from attnreg.dispatch.scope import ScopedChoice
+from attnreg.dispatch.scope import ScopedChoice
 
 CUDNN = Native("cuDNN")
 OP = "_cudnn_attention"

@@ -7,14 +7,14 @@ works there, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from attnreg.aten.routing import (
     Layout,
     Route,
     RoutedCall,
+    Served,
     backward_choice,
     forward_choice,
     kept_dense,
@@ -36,11 +36,6 @@ from attnreg.dispatch.calls import (
 )
 from attnreg.dispatch.planning import Native
 from attnreg.torchlib.layout import stream_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.aten.routing import Served
 
 # Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2")

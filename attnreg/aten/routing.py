@@ -8,26 +8,21 @@ is dropped.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Call
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import every_dense_row_sees_a_key
-from attnreg.dispatch.state import DeclinedError, retry_on_decline, state
+from attnreg.dispatch.planning import Native
+from attnreg.dispatch.scope import ScopedChoice
+from attnreg.dispatch.state import DeclinedError, Plan, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Preference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.dispatch.planning import Native
-    from attnreg.dispatch.scope import ScopedChoice
-    from attnreg.dispatch.state import Plan
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 

@@ -8,25 +8,21 @@ offset are never written, and NaN in rows that no query may see spreads.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.layout import readable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attnreg.contract.spec import AttentionSpec
 
 PACKAGE = "flash_attn_3"
 

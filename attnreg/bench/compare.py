@@ -6,28 +6,21 @@ import functools
 import inspect
 import statistics
 import textwrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from attnreg.bench.report import Table
-from attnreg.bench.shapes import FORWARD
+from attnreg.bench.report import Job, Table
+from attnreg.bench.shapes import FORWARD, Shape
 from attnreg.bench.sides import STEPS, Side, Tensors, in_words, ran, wrong_backend
 from attnreg.dispatch.counters import reset_stats
-from attnreg.measure import Sample, copies, copies_beyond_the_cache
+from attnreg.measure import Inputs, Sample, copies, copies_beyond_the_cache
+from attnreg.measure.sample import Verdict
 from attnreg.measure.timing import interleaved, median_ratio
 from attnreg.varlen import front
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from attnreg.bench.report import Job
-    from attnreg.bench.shapes import Shape
-    from attnreg.measure import Inputs
-    from attnreg.measure.sample import Verdict
 
 # A model has some layers, and autograd's thread, once awake, goes through them all.
 LAYERS, LAYERS_BYTES = 8, 2**30

@@ -10,6 +10,7 @@ and with all backends alike, as the machine had slowed down.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from attnreg import api
@@ -25,8 +26,6 @@ from attnreg.tuning.checks import check_alive
 from attnreg.tuning.points import Front
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
     from torch import Tensor
 

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg import _registry, api
 from attnreg.bench import overhead_cpu
 from attnreg.bench.compare import Batch, checked
 from attnreg.bench.fronts import SHAPES
-from attnreg.bench.report import Report, Table
+from attnreg.bench.report import Job, Report, Table
 from attnreg.bench.shapes import BOTH, dense, packed
 from attnreg.bench.sides import (
+    Front,
     Side,
+    Tensors,
     by_default,
     called_directly,
     forward,
@@ -35,14 +39,6 @@ from attnreg.bench.sides import (
     torch_alone,
 )
 from attnreg.measure.timing import calls_for, interleaved
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from attnreg.bench.report import Job
-    from attnreg.bench.sides import Front, Tensors
 
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
 CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4

@@ -8,11 +8,12 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,9 +22,6 @@ from rich.text import Text
 
 from attnreg.errors import ConfigError
 from attnreg.tuning.table import write_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 

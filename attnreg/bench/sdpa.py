@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import functools
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attnreg import api
 from attnreg.bench.compare import batch_beyond_the_cache, checked, timed
-from attnreg.bench.report import Report, Table
-from attnreg.bench.shapes import sdpa_grid
+from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.shapes import Shape, sdpa_grid
 from attnreg.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import matmul_rate
-
-if TYPE_CHECKING:
-    from attnreg.bench.report import Job
-    from attnreg.bench.shapes import Shape
 
 TORCH, CHOSEN, LED = "torch SDPA", "attnreg, measured", "attnreg, "
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,6 @@ from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import calls_for, interleaved, timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import torch
 
     from attnreg.bench.report import Job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from attnreg.measure import Case
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from attnreg.contract.spec import AttentionSpec, Device
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"

@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnreg import _registry, api
 from attnreg.bench.compare import Batch, checked, named, table, timed
-from attnreg.bench.report import Report
+from attnreg.bench.report import Job, Report
 from attnreg.bench.shapes import BOTH, FORWARD, pull_request
-from attnreg.bench.sides import STEPS, Side, by_default, torch_alone
+from attnreg.bench.sides import STEPS, Side, Tensors, by_default, torch_alone
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure import Inputs, Sample
+from attnreg.measure.sample import Verdict
 from attnreg.measure.timing import matmul_rate
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.bench.report import Job
-    from attnreg.bench.sides import Tensors
-    from attnreg.measure.sample import Verdict
 
 TORCH, UNMASKED, MASKED = "torch varlen_attn", "SDPA, padded", "SDPA, padded, mask"
 DEFAULT, LED = "attnreg, default", "attnreg, "

@@ -12,7 +12,8 @@ import contextlib
 import importlib
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.main import get_command
@@ -20,9 +21,6 @@ from typer.main import get_command
 from attnreg import __version__
 from attnreg.cli.output import report_errors
 from attnreg.errors import AttnregError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 COMMANDS = (
     "info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo", "bench",

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from attnreg.cli import backends
-from attnreg.cli.options import AsJson  # noqa: TC001 - typer reads it
+from attnreg.cli.options import AsJson
 from attnreg.cli.output import counted, import_torch, print_json, stdout_to_stderr, table
 from attnreg.errors import AttnregError
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,9 +17,6 @@ import typer
 from attnreg.errors import ConfigError, InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     import torch
 
     from attnreg.contract.spec import AttentionSpec

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,8 +16,6 @@ import typer
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from rich.console import Console
 
 FAILED = 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -13,9 +14,6 @@ from torch.nn.attention import _registry as torch_registry
 
 from attnreg import __version__
 from attnreg.cli.output import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 

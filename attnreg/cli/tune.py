@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +17,6 @@ from attnreg.cli.backends import measurable
 from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
 
     from attnreg.contract.spec import AttentionSpec, Device

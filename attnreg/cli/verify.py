@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,6 @@ from attnreg.cli.options import AsJson, Backends, DeviceHere, dtype_name, names,
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
     from attnreg.contract.discovery import Entry

@@ -19,22 +19,19 @@ both to one backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.launchers import Launcher
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import RegistrationError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attnreg.contract.launchers import Launcher
-    from attnreg.contract.spec import AttentionSpec, Direction
-
-    Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
+Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
 

@@ -6,14 +6,13 @@ the same form: lower case, no full stop, subject first, what was expected and wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line"]

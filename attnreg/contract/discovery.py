@@ -10,6 +10,7 @@ import functools
 import importlib
 import pkgutil
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from attnreg.contract.spec import AttentionSpec, Direction
 
 GROUP = "attnreg.backends"

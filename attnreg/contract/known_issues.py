@@ -12,15 +12,13 @@ import logging
 import operator
 import re
 import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 FILE = Path(__file__).with_name("known_issues.toml")
 

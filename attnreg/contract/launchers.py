@@ -23,16 +23,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import stream_of, uninitialized, with_strides
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Launcher = Callable[..., "tuple[Tensor, ...] | None"]
 

@@ -13,19 +13,15 @@ import operator
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Call
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.readback import AsyncReadback
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
 
 # Entries for the offsets in use: those of a model's self and cross attention, in a few micro-batches, times
 # the number of purposes.

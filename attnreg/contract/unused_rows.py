@@ -7,17 +7,12 @@ the caller has left there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Call
 from attnreg.contract.offsets import derived
 from attnreg.torchlib.layout import stream_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
 
 
 def find_unused(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import Direction
 from attnreg.errors import InvalidInputError, RegistrationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import Direction
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -10,8 +11,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from attnreg.demo.train import LAYOUTS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
 
     from attnreg.demo.train import Result

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import attnreg
-from attnreg.demo.batches import packed, padded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-
-    from attnreg import Explanation, Stats
-    from attnreg.demo.batches import Layout
+from attnreg import Explanation, Stats
+from attnreg.demo.batches import Layout, packed, padded
 
 LAYOUTS = {"packed": packed, "padded": padded}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +24,6 @@ from attnreg.settings import environment
 from attnreg.torchlib import building, captured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from torch import Tensor
 
     from attnreg.contract.backend import Call

@@ -6,21 +6,16 @@ spec and decided about. No host sync, no query of a device, no environment varia
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import Direction
 from attnreg.contract.validation import check, check_scale, check_values
 from attnreg.dispatch.planning import Native, make_plan, spec_of
+from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import Direction
-    from attnreg.dispatch.scope import ScopedChoice
 
 
 def plan_for(

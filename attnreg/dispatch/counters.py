@@ -7,14 +7,13 @@ decision is made.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attnreg.contract.spec import Direction
 
 __all__ = ["Fallback", "Stats", "reset_stats", "stats"]

@@ -5,29 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from attnreg.contract.backend import Backend, Call
 from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import Plan, declined_by
+from attnreg.dispatch.state import Plan, State, declined_by
 from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
 from attnreg.torchlib import building
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Backend, Call
-    from attnreg.contract.spec import Direction
-    from attnreg.dispatch.state import State
 
 log = logging.getLogger("attnreg")
 

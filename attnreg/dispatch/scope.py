@@ -11,20 +11,16 @@ backward is decided without the choice).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnreg import _registry
 from attnreg.selection.decision import Preference
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -8,6 +8,7 @@ whose reason is what the kernel said.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,8 +20,6 @@ from attnreg.selection import policy
 from attnreg.selection.decision import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch import Tensor
 
     from attnreg.contract.backend import Call

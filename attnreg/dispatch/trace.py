@@ -13,6 +13,7 @@ import multiprocessing.util
 import os
 import threading
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnreg import _registry
@@ -22,8 +23,6 @@ from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.traces import merge
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attnreg.contract.spec import AttentionSpec, Direction
 
 log = logging.getLogger("attnreg")

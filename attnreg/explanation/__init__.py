@@ -7,6 +7,7 @@ fronts and all below them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,8 +24,6 @@ from attnreg.selection.render import decision_table
 from attnreg.tuning.kinds import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torch import Tensor
 
     from attnreg.contract.discovery import Entry

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.bhsd import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
+from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.validation import check, check_scale, check_values
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
 from attnreg.varlen.arguments import autocast, call_of, check_heads, window
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attnreg.contract.spec import AttentionSpec
 
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.contract.backend import Call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
-    from attnreg.measure.cases import Case
+from attnreg.measure.cases import Case
 
 # A processor's last cache; a GPU tells the size of its own.
 CPU_CACHE = 32 * 2**20

@@ -7,19 +7,14 @@ which says how wrong a kernel may be.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from attnreg.measure.inputs import key_rows, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attnreg.measure.cases import Case
-    from attnreg.measure.inputs import Inputs
+from attnreg.measure.cases import Case
+from attnreg.measure.inputs import Inputs, key_rows, rows_of
 
 
 class Results(NamedTuple):

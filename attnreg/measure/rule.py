@@ -6,26 +6,20 @@ operations in the inputs' own dtype, plus the rounding of the result itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.contract import known_issues
+from attnreg.contract.backend import Backend, Call, Kernels, Specialize
 from attnreg.contract.launchers import AddressLauncher
-from attnreg.contract.spec import Device
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure.inputs import inputs
+from attnreg.measure.cases import Case
+from attnreg.measure.inputs import Inputs, inputs
 from attnreg.measure.reference import Results, attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Backend, Call, Kernels, Specialize
-    from attnreg.contract.spec import AttentionSpec
-    from attnreg.measure.cases import Case
-    from attnreg.measure.inputs import Inputs
 
 FACTOR = 2.0
 

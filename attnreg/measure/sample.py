@@ -6,21 +6,17 @@ only where sequences are long, batches wide, or offsets large.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from attnreg.measure.cases import Case
+from attnreg.measure.inputs import Inputs
 from attnreg.measure.reference import attend
 from attnreg.measure.rule import Error, compare
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from attnreg.measure.cases import Case
-    from attnreg.measure.inputs import Inputs
 
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26

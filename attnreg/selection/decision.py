@@ -6,6 +6,7 @@ that it can't run goes to the next one that can, and the decision keeps every re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from attnreg.errors import UnsupportedInputError
 from attnreg.tuning.lookup import with_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Device, Direction
     from attnreg.selection.lockfile import Lock

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.spec import AttentionSpec, Device
@@ -19,9 +21,6 @@ from attnreg.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_key
 from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Direction
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,6 @@ from attnreg.torchlib import building, captured
 from attnreg.tuning.tables import Tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from attnreg.settings.config import Settings
 
 log = logging.getLogger("attnreg")

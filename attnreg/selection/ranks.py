@@ -25,6 +25,7 @@ import sys
 import threading
 import uuid
 import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.errors import RanksDifferError
@@ -32,8 +33,6 @@ from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.machine import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
     from attnreg.selection.decision import Policy

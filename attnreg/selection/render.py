@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from attnreg.contract.capabilities import one_line
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnreg.contract.spec import AttentionSpec
     from attnreg.selection.decision import Decision
     from attnreg.tuning.lookup import Prediction

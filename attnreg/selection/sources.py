@@ -5,6 +5,7 @@ Reading puts nothing in force; `policy` keeps what is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,6 @@ from attnreg.tuning.tables import Named
 from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnreg.settings.config import LoadedSettings
 
 UNSET = Environment()

@@ -6,11 +6,12 @@ and column, and keeps them: a decision can name the line that it comes from.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -29,10 +30,6 @@ from attnreg.settings import toml_file
 from attnreg.settings.toml_file import Origin
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator
-    from typing import Self
-
     from pydantic_core import ErrorDetails
 
     from attnreg.settings.toml_file import KeyPath

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import bisect
 import json
+import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnreg.errors import ConfigError
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
 
 KeyPath = tuple[str | int, ...]
 Position = tuple[int, int]  # line and column, which count from 1

@@ -17,16 +17,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
 from attnreg.torchlib import caches, libraries, locks
 from attnreg.torchlib.libraries import LIBRARIES, Library, existing, target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger("attnreg")
 

@@ -10,16 +10,13 @@ import functools
 import importlib.machinery
 import importlib.util
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import ModuleType
 
 from attnreg.errors import BuildError
 from attnreg.torchlib import caches
 from attnreg.torchlib.background import Status, build, ensure_built, is_left_out, status, wait_built
 from attnreg.torchlib.libraries import CALL_CACHE, CPU_KERNEL, LIBRARIES, existing, target
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import ModuleType
 
 __all__ = [
     "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_cpu_kernel",

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
 call_cache_in_use: bool | None = None

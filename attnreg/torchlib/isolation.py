@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)

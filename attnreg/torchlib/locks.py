@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from _thread import RLock
-    from pathlib import Path
-    from threading import Lock
+from _thread import RLock
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 # What the host reads while the copy is under way; no result has it among its numbers.
 PENDING = 2

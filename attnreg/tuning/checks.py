@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnreg.contract.backend import Kernels
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import AttnregError
-from attnreg.measure import measure_taken
+from attnreg.measure import Case, Error, measure_taken
 from attnreg.measure.sample import Verdict
 from attnreg.tuning.kinds import kind_of
 from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec, Direction
-    from attnreg.measure import Case, Error
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 

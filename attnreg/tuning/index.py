@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import dist
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from attnreg.tuning.kinds import RATIO, Kind, coordinates, distance_between, family_of, work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from attnreg.tuning.kinds import Size
     from attnreg.tuning.points import Front, Measured, Point
 

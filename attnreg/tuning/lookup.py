@@ -8,6 +8,7 @@ through its front (SDPA or `varlen_attn`), where that was measured.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import dist, exp, log
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +17,6 @@ from attnreg.tuning.index import EXACT
 from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from attnreg.contract.spec import AttentionSpec, Direction
     from attnreg.tuning.index import Index, Kinds, Near
     from attnreg.tuning.kinds import Kind

@@ -10,14 +10,13 @@ import functools
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnreg.tuning.table import Environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import Device
 

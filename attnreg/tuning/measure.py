@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import AttnregError
 from attnreg.measure import Sample
-from attnreg.measure.timing import calls_for, shuffled
-from attnreg.tuning.checks import TENSORS, TimeIsUpError, failed
+from attnreg.measure.timing import Taken, Timer, calls_for, shuffled
+from attnreg.tuning.checks import TENSORS, Checks, TimeIsUpError, failed
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec, Direction
-    from attnreg.measure.timing import Taken, Timer
-    from attnreg.tuning.checks import Checks
 
 ROUNDS = 7
 

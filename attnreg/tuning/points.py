@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from attnreg.tuning.kinds import MASKS, Kind, Size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError

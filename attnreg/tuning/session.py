@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from pathlib import Path
+from typing import get_args
 
 import torch
 
 from attnreg.contract.capabilities import one_line
-from attnreg.contract.spec import Direction
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import ConfigError
-from attnreg.tuning.checks import TimeIsUpError, no_memory
-from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.measure.timing import Timer
+from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory
+from attnreg.tuning.kinds import Kind, Size, kind_of, size_of
 from attnreg.tuning.machine import matched
 from attnreg.tuning.measure import Measurement
-from attnreg.tuning.table import Table, load
+from attnreg.tuning.points import Front, Point
+from attnreg.tuning.table import Environment, Table, load
 from attnreg.tuning.workload import unmeasurable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec
-    from attnreg.measure.timing import Timer
-    from attnreg.tuning.checks import Checks
-    from attnreg.tuning.kinds import Kind, Size
-    from attnreg.tuning.points import Front, Point
-    from attnreg.tuning.table import Environment
 
 # The least time that a call is expected to take; with less left, the session ends.
 LEAST_S = 0.05

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +18,6 @@ from attnreg.tuning.machine import environment, file_name, matched, matched_simu
 from attnreg.tuning.table import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec, Device, Direction
     from attnreg.tuning.lookup import Prediction

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from attnreg.contract.spec import AttentionSpec, Device
@@ -14,9 +16,6 @@ from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from attnreg.contract.spec import Direction
 
 log = logging.getLogger("attnreg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product, zip_longest
 from typing import TYPE_CHECKING, TypeVar
@@ -11,8 +12,6 @@ from attnreg.contract.spec import AttentionSpec
 from attnreg.measure import Case, copies_beyond_the_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     import torch
 
     from attnreg.contract.spec import Device

@@ -12,7 +12,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,7 @@ from attnreg.backends.cudnn.adapter import backward, forward, specialize
 from attnreg.backends.cudnn.plans import Plans
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec
 
 PACKAGE = "nvidia-cudnn-frontend"
 

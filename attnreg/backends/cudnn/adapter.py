@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from attnreg.backends.cudnn.plans import lengths_of
-from attnreg.backends.cudnn.problem import describe, is_empty, lse_layout
-from attnreg.contract.launchers import AddressLauncher
+from attnreg.backends.cudnn.graph import Plan
+from attnreg.backends.cudnn.plans import Plans, lengths_of
+from attnreg.backends.cudnn.problem import Problem, describe, is_empty, lse_layout
+from attnreg.contract.backend import Call
+from attnreg.contract.launchers import AddressLauncher, Allocation, Launcher
 from attnreg.contract.offsets import facts
+from attnreg.contract.spec import Direction
 from attnreg.contract.unused_rows import empty_results
 from attnreg.torchlib.layout import (
     aligned,
@@ -20,16 +24,6 @@ from attnreg.torchlib.layout import (
     uninitialized,
     with_strides,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.backends.cudnn.graph import Plan
-    from attnreg.backends.cudnn.plans import Plans
-    from attnreg.backends.cudnn.problem import Problem
-    from attnreg.contract.backend import Call
-    from attnreg.contract.launchers import Allocation, Launcher
-    from attnreg.contract.spec import Direction
 
 
 def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from attnreg.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot, Strides
 from attnreg.errors import UnsupportedInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from attnreg.backends.cudnn.problem import Problem, Strides
 
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
 _OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value

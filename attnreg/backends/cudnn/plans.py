@@ -8,27 +8,21 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
-from attnreg.backends.cudnn.graph import build
-from attnreg.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.backends.cudnn.graph import Plan, build
+from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot
 from attnreg.contract.offsets import derived_from
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.isolation import run_in_thread
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from torch import Tensor
-
-    from attnreg.backends.cudnn.graph import Plan
-    from attnreg.backends.cudnn.problem import Problem
 
 # More than a training run needs, as packed problems are rounded, and few enough to stay small: a plan
 # holds some hundred kilobytes of host memory.

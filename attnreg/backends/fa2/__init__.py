@@ -7,22 +7,18 @@ reasons.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
 from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.unused_rows import empty_results
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attnreg.contract.spec import AttentionSpec
 
 
 class _Forward(Capabilities):

@@ -10,19 +10,16 @@ import functools
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.fa2.native import kernel_lengths, kernel_mask
+from attnreg.contract.backend import Call
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
 
 NAME = "flash-attn"
 INSTALL = "pip install 'attnreg[fa2]'"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnreg.contract.launchers import OpLauncher
+from attnreg.contract.backend import Call
+from attnreg.contract.launchers import Launcher, OpLauncher
 from attnreg.contract.offsets import facts, needs_graph_memory
+from attnreg.contract.spec import Direction
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import aligned, readable, stream_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.launchers import Launcher
-    from attnreg.contract.spec import Direction
 
 OP = "_flash_attention_{}"
 

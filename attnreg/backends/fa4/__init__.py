@@ -7,6 +7,7 @@ reasons are in README.md. The package is imported when the backend loads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from attnreg.backends.fa4 import compiled_kinds
@@ -16,8 +17,6 @@ from attnreg.contract.backend import Backend
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnreg.contract.spec import AttentionSpec
 
 # Unequal head dims of query and value whose backward the package can compile for Hopper.

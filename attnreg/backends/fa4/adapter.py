@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.fa4 import compiled_kinds
 from attnreg.backends.fa4.package import PackageCall, functions, launches_are_proven, quiet, release
-from attnreg.backends.fa4.recording import describe
+from attnreg.backends.fa4.recording import Description, describe
 from attnreg.backends.fa4.replay import Replays
 from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.launchers import Launcher
 from attnreg.contract.offsets import facts
+from attnreg.contract.spec import Direction
 from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attnreg.backends.fa4.recording import Description
-    from attnreg.contract.launchers import Launcher
-    from attnreg.contract.spec import Direction
 
 # The package's compiler crashes when two threads use it at once. Held around every call of the package,
 # whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will

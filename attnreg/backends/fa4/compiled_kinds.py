@@ -7,15 +7,13 @@ may share what was compiled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import AttentionSpec
 
 Kind = tuple[Any, ...]
 

@@ -9,22 +9,19 @@ import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.errors import BackendUnavailableError
 from attnreg.torchlib import caches
 from attnreg.torchlib.layout import readable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 # The releases whose signatures the adapter has been written for.

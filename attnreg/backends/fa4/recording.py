@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnreg.backends.fa4.package import functions_with_caches
+from attnreg.backends.fa4.package import PackageCall, functions_with_caches
+from attnreg.contract.backend import Call
 from attnreg.torchlib.layout import uninitialized
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.fa4.package import PackageCall
-    from attnreg.contract.backend import Call
 
 EMPTY = {f"aten::{name}" for name in ("empty_like", "new_empty", "empty_strided", "new_empty_strided")}
 EMPTY |= {"aten::empty.memory_format"}

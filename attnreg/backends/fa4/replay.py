@@ -10,22 +10,17 @@ a CUDA graph's capture.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from attnreg.backends.fa4.recording import Recipe, distinguishable, record
+from attnreg.backends.fa4.package import PackageCall
+from attnreg.backends.fa4.recording import Description, Recipe, distinguishable, record
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.readback import AsyncReadback
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.fa4.package import PackageCall
-    from attnreg.backends.fa4.recording import Description
 
 # Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
 MOST = 4096
