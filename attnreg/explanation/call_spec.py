@@ -15,7 +15,7 @@ from attnreg.contract.validation import check, check_scale, check_values
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
-from attnreg.varlen.arguments import autocast, call_of, check_heads, window
+from attnreg.varlen.plans import autocast, call_of, check_heads, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,11 +101,12 @@ def packed(
     Raises:
         InvalidInputError: they contradict each other.
     """
+    lengths = (*offsets, *longest)
     if not enable_gqa:
-        check_heads(query, key, value, *offsets, *longest)
+        check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    call = call_of(query, key, value, *offsets, *longest, scale, bound, seqused_k, block_table, num_splits)
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:
