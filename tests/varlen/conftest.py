@@ -2,6 +2,7 @@
 
 import pytest
 
+import attnreg
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.varlen import front as varlen_front
 
@@ -31,3 +32,10 @@ def kernel_of_cpu(request, monkeypatch):
             monkeypatch.setattr(torch_path, direction, lambda *call: pytest.fail("torch's kernel was called"))
     monkeypatch.setattr(compiled, "load", lambda: found)
     monkeypatch.setattr(compiled, "is_there", lambda: found is not None)
+
+
+@pytest.fixture
+def mine(fake):
+    """Register a backend "mine", and math, which comes first."""
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        yield
