@@ -107,8 +107,12 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
 @ON_EACH_KERNEL
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
+    """Torch's kernel multiplies the -inf of its causal mask by the scale."""
     for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30), (1, 1), (600,))):
         assert_accurate(kernels, ragged(lengths, scale=scale, window=window, dtype=dtype))
+    options = {"heads": (4, 2), "scale": scale, "dtype": dtype}
+    assert_accurate(kernels, dense(2, 300, window=CAUSAL, **options))
+    assert_accurate(kernels, dense(2, 40, 24, window=(-1, 16), **options))  # causal, aligned top-left
 
 
 @ON_EACH_KERNEL

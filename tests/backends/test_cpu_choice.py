@@ -187,17 +187,6 @@ def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel,
         assert not replaces(direction, spec(40, window=CAUSAL, dtype="float64"))
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_they_are_those_of_float64_then(cpu_kernel, monkeypatch, scale, dtype, is_built):
-    monkeypatch.setattr(compiled, "load", lambda: cpu_kernel if is_built else None)
-    kernels = cpu.BACKEND.load()
-    for len_q, len_k, window in ((20, 20, CAUSAL), (300, 300, CAUSAL), (40, 24, (-1, 16))):
-        case = dense(2, len_q, len_k, heads=(4, 2), window=window, scale=scale, dtype=dtype)
-        assert_accurate(kernels, case)
-
-
 # ---- whether it can be loaded
 
 

@@ -39,6 +39,8 @@ OPTIONS = {
     "scale": ({"scale": 0.7}, {"scale": 0.7}),
     "scale 0": ({"scale": 0.0}, {"scale": 0.0}),
     "negative scale": ({"scale": -0.4}, {"scale": -0.4}),
+    "causal, scale 0": ({"is_causal": True, "scale": 0.0}, {"window": CAUSAL, "scale": 0.0}),
+    "causal, negative scale": ({"is_causal": True, "scale": -0.4}, {"window": CAUSAL, "scale": -0.4}),
     "num_splits": ({"num_splits": 2}, {}),
 }
 
@@ -64,17 +66,6 @@ def test_several_query_heads_share_a_key_head(front, packed, heads):
 def test_the_values_may_have_another_head_dim(front, packed):
     query, key, value, *rest = packed(LENGTHS_Q, LENGTHS_K)
     run_and_compare((query, key, value.detach()[..., :5].requires_grad_(), *rest))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.0, -0.4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_causal_attention_with_a_scale_of_0_or_less_is_right_on_each_kernel_of_a_cpu(
-    kernel_of_cpu, front, packed, ran, scale, dtype
-):
-    """Torch's `is_causal` multiplies -inf by the scale."""
-    given = packed(LENGTHS_Q, LENGTHS_K, dtype=dtype)
-    run_and_compare(given, {"window": CAUSAL, "scale": scale}, is_causal=True, scale=scale, backend="cpu")
-    assert ran() == {"cpu": (1, 1)}
 
 
 @pytest.mark.parametrize("window", [UNBOUNDED, CAUSAL, (2, 1)])

@@ -47,7 +47,7 @@ def forward(
         out, lse = flash.forward(q, k, v, scale, blocks[0].ranges[0].band, bias)
         return out.transpose(1, 2), lse.transpose(1, 2)
     done = [_block_forward(flash, q, k, v, scale, block) for block in blocks]
-    if unseeing := blocks[0].row if blocks else q.size(2):
+    if unseeing := blocks[0].row:
         shape = (q.size(0), unseeing, q.size(1))
         done.insert(0, (q.new_zeros(*shape, v.size(3)), q.new_full(shape, -inf, dtype=lse_dtype(q))))
     if len(done) == 1:
@@ -160,8 +160,7 @@ class RowBlock(NamedTuple):
 def _row_blocks(len_q: int, len_k: int, window: Window) -> tuple[RowBlock, ...]:
     """Return the blocks of a sequence, in the order of their rows; rows in none see no key."""
     seen = visible(len_q, len_k, window)
-    if seen is None:
-        return ()
+    assert seen is not None  # neither side is empty
     row, key, (left, right) = seen
     rows, keys = len_q - row, len_k - key
     if (left, right) == OPEN:
