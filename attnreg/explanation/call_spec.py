@@ -17,7 +17,7 @@ from attnreg.contract.validation import check, check_scale, check_values
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
-from attnreg.varlen.arguments import autocast, call_of, check_heads, window
+from attnreg.varlen.plans import autocast, call_of, check_heads, window
 
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {
@@ -82,11 +82,12 @@ def packed(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
+    lengths = (*offsets, *longest)
     if not enable_gqa:
-        check_heads(query, key, value, *offsets, *longest)
+        check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    call = call_of(query, key, value, *offsets, *longest, scale, bound, seqused_k, block_table, num_splits)
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

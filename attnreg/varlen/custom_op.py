@@ -17,8 +17,7 @@ from attnreg.contract.backend import Call
 from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
 from attnreg.dispatch import scope
-from attnreg.varlen.arguments import call_of
-from attnreg.varlen.plans import run_backward, run_forward
+from attnreg.varlen.plans import call_of, run
 
 
 @torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
@@ -39,33 +38,18 @@ def forward(
     needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
+    lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), (window_size[0], window_size[1])
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
+    choice = scope.exclusive(backend) if backend else scope.current()
+    (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token.
-    scoped = None if backend else scope.current()
-    bound = (window_size[0], window_size[1])
-    numbers = max_q, max_k, scale, bound
-    call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, num_splits)
-    choice = scope.exclusive(backend) if backend else scoped
-    (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward)
-    return out.contiguous(), lse.float().contiguous(), scope.choice_token(scoped, query).zero_()
+    token = scope.choice_token(None if backend else choice, query).zero_()
+    return out.contiguous(), lse.float().contiguous(), token
 
 
 @forward.register_fake
-def _forward_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    window_size: list[int],
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    backend: str,
-    needs_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k, block_table = rest[:8]
     check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
     tokens, heads, _ = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
@@ -96,37 +80,35 @@ def backward(
 
     The choice that the forward ran by is `backend`, or comes by its number, or with the forward's token.
     """
-    numbers = max_q, max_k, scale, (window_size[0], window_size[1])
-    call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, None)
+    lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), (window_size[0], window_size[1])
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table)
     scoped = scope.by_number(choice) if token is None else scope.read_token(token)
     chosen = scope.exclusive(backend) if backend else scoped
-    grads, _ = run_backward((grad_out, query, key, value, out, lse), call, chosen)
+    grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
 @backward.register_fake
 def _backward_fake(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table = inputs[:11]
-    ctx.backend = inputs[12]
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
-    ctx.numbers = numbers
+    ctx.numbers, ctx.backend = numbers, inputs[12]
     ctx.mark_non_differentiable(output[1], output[2])
 
 
-def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(op: Any, ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
     offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
-    grads = backward(grad_out, *tensors, *offsets, ctx.backend)
-    return (*grads, *(None,) * 11)
+    return (*op(grad_out, *tensors, *offsets, ctx.backend), *(None,) * 11)
 
 
-forward.register_autograd(_gradient, setup_context=_save)
+forward.register_autograd(lambda ctx, grad_out, *_: _gradients(backward, ctx, grad_out), setup_context=_save)
 
 
 class Transformable(torch.autograd.Function):
@@ -136,6 +118,7 @@ class Transformable(torch.autograd.Function):
     """
 
     generate_vmap_rule = True
+    setup_context = staticmethod(_save)
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,17 +126,9 @@ class Transformable(torch.autograd.Function):
         return forward(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Save what the backward needs."""
-        _save(ctx, inputs, output)
-
-    @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients."""
-        *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
-        offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
-        grads = _TransformableBackward.apply(grad_out, *tensors, *offsets, ctx.backend)  # type: ignore[no-untyped-call]
-        return (*grads, *(None,) * 11)
+        return _gradients(_TransformableBackward.apply, ctx, grad_out)
 
 
 class _TransformableBackward(torch.autograd.Function):
@@ -173,31 +148,20 @@ class _TransformableBackward(torch.autograd.Function):
 
 
 @register_flop_formula(torch.ops.attnreg._varlen_attn, get_raw=True)
-def _forward_flops(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any, **_: Any
-) -> int:
-    max_q, max_k, _scale, _window, seqused_k = rest[:5]
-    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
-    return 2 * scores * (query.shape[-1] + value.shape[-1])
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    return 2 * _scores(query, *rest) * (query.shape[-1] + value.shape[-1])
 
 
 @register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    _out, _lse, _token, cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k = rest[:10]
-    scores = _scores(query, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k)
+    _out, _lse, _token, *arguments = rest
     # The scores once more and the gradients of query and key; that of the weights and of the value.
-    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return 2 * _scores(query, *arguments) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _scores(
-    query: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    seqused_k: Tensor | None,
-) -> int:
+def _scores(query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any) -> int:
     """Count the scores of all heads; like torch's own formulas it doesn't take off what a mask hides."""
+    max_q, max_k, _scale, _window, seqused_k = rest[:5]
     known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
     batch = len(cu_seq_q) - 1
     lengths_q, lengths_k = [max_q] * batch, [max_k] * batch

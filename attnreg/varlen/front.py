@@ -21,8 +21,7 @@ from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.errors import InvalidInputError
 from attnreg.varlen import custom_op
-from attnreg.varlen.arguments import autocast, call_of, check_heads, window
-from attnreg.varlen.plans import run_backward, run_forward
+from attnreg.varlen.plans import autocast, call_of, check_heads, run, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,25 +115,25 @@ def varlen_attn(
                 return _returned(results[0], results[1], return_aux)
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
     if not enable_gqa:
-        check_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+        check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
     out: Tensor
     lse: Tensor
-    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
     if compiling or not _is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
-        run: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
-        out, lse, _ = run(
-            *arguments, list(bound), seqused_k, block_table, num_splits, backend or "",
-            wants_gradient(query, key, value),
+        op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
+        out, lse, _ = op(
+            query, key, value, *lengths, scale, list(bound), seqused_k, block_table, num_splits,
+            backend or "", wants_gradient(query, key, value),
         )  # fmt: skip
     elif wants_gradient(query, key, value):
-        rest = bound, seqused_k, block_table, num_splits, choice
-        out, lse = _VarlenAttention.apply(*arguments, *rest)  # type: ignore[no-untyped-call]
+        rest = lengths, scale, bound, seqused_k, block_table, num_splits
+        out, lse = _VarlenAttention.apply(query, key, value, choice, *rest)  # type: ignore[no-untyped-call]
     else:
-        call = call_of(query, key, value, *arguments[3:], bound, seqused_k, block_table, num_splits)
-        (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward=False)
+        call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
+        (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
     return _returned(out, lse, return_aux)
 
 
@@ -182,30 +181,16 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """The autograd of eager calls where there is no compiled part."""
+    """The autograd of eager calls where there is no compiled part; takes the arguments of `call_of`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        scale: float | None,
-        bound: tuple[int, int],
-        seqused_k: Tensor | None,
-        block_table: Tensor | None,
-        num_splits: int | None,
-        choice: ScopedChoice | None,
-    ) -> tuple[Tensor, Tensor]:
-        numbers = max_q, max_k, scale, bound
-        call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table, num_splits)
-        (out, lse), _ = run_forward(query, key, value, call, choice, needs_backward=True)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, choice: ScopedChoice | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        (out, lse), _ = run("forward", (query, key, value), call_of(query, *arguments), choice)
+        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _ = arguments
         ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table)
-        ctx.numbers, ctx.choice = numbers, choice
+        ctx.numbers, ctx.choice = (longest, scale, bound), choice
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -214,20 +199,17 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
-            return (None,) * 13
+            return (None,) * 10
         query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
-        max_q, max_k, scale, bound = ctx.numbers
+        longest, scale, bound = ctx.numbers
         if torch.compiler.is_compiling():  # by compiled autograd
             tensors = grad_out, query, key, value, out, lse, None, cu_seq_q, cu_seq_k
             number = 0 if ctx.choice is None else ctx.choice.number
-            grads = custom_op.backward(
-                *tensors, max_q, max_k, scale, list(bound), seqused_k, block_table, "", number
-            )
-            return (*grads, *(None,) * 10)
-        numbers = max_q, max_k, scale, bound
-        call = call_of(query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table)
+            rest = *longest, scale, list(bound), seqused_k, block_table, "", number
+            return (*custom_op.backward(*tensors, *rest), *(None,) * 7)
+        call = call_of(query, (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table)
         # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them
         # memory that kernels can read, but it isn't asked here.
         grad_out = out.new_zeros(out.shape) if grad_out._is_zerotensor() else grad_out.resolve_neg()
-        grads, _ = run_backward((grad_out, query, key, value, out, lse), call, ctx.choice)
-        return (*grads, *(None,) * 10)
+        grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, ctx.choice)
+        return (*grads, *(None,) * 7)

@@ -1,51 +1,135 @@
-"""Planning and running the calls of `varlen_attn`: for its custom op, autograd and the call cache."""
+"""What the arguments of `varlen_attn` mean, and its plans: for its custom op, autograd and the call cache."""
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of, needs_graph_memory
+from attnreg.contract.spec import UNBOUNDED
+from attnreg.contract.validation import check
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
-from attnreg.dispatch.calls import plan_for
+from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_deterministic
 from attnreg.dispatch.state import retry_on_decline
+from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import stream_of
-from attnreg.varlen.arguments import call_of, check_heads, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from attnreg.contract.backend import Call
+    from attnreg.contract.spec import Direction
     from attnreg.dispatch.scope import ScopedChoice
 
+    # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
+    Lengths = tuple[Tensor, Tensor | None, int, int]
 
-def run_forward(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None, needs_backward: bool
-) -> tuple[tuple[Tensor, Tensor], Kept | None]:
-    """Plan and run a forward; returns output and LSE, and how the call cache is to run further ones."""
-
-    def run() -> tuple[tuple[Tensor, Tensor], Kept | None]:
-        plan = plan_for("forward", query, key, value, call, choice, needs_backward=needs_backward)
-        results = plan.run(query, key, value, call)
-        return results, _kept(plan, (query, key, value), query, key, call)
-
-    return retry_on_decline(run)
+# Asked here, once: the torch.compile of torch 2.11 can't trace the question.
+_AUTOCASTS = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
+)
 
 
-def run_backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], call: Call, choice: ScopedChoice | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Kept | None]:
-    """Plan and run a backward on the gradient, query, key, value, output and LSE; returns likewise."""
-    _, query, key, value, _, _ = tensors
+def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
+    """Check that there are as many key as query heads, for calls without `enable_gqa`.
 
-    def run() -> tuple[tuple[Tensor, Tensor, Tensor], Kept | None]:
-        plan = plan_for("backward", query, key, value, call, choice)
+    Raises:
+        InvalidInputError: there aren't, or something else is wrong with the call.
+    """
+    if query.shape[1:2] != key.shape[-2:-1]:
+        # What is wrong otherwise is the better message: a key of other dimensions has no heads to compare.
+        cu_seq_q, cu_seq_k, max_q, max_k = lengths
+        check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
+        raise InvalidInputError(
+            f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
+            "expected as many (or enable_gqa=True)"
+        )
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
+    device = query.device.type
+    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    return query, key, value
+
+
+def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
+    """Return (left, right) from the two arguments that say it.
+
+    Raises:
+        InvalidInputError: it isn't two numbers, or one is below -1.
+    """
+    if window_size is None:
+        window_size = UNBOUNDED
+    elif len(window_size) != 2 or min(window_size) < -1:
+        raise InvalidInputError(
+            f"window_size: got {tuple(window_size)}, expected (left, right), each -1 or more"
+        )
+    return window_size[0], 0 if is_causal else window_size[1]
+
+
+def call_of(
+    query: Tensor,
+    lengths: Lengths,
+    scale: float | None,
+    bound: tuple[int, int],
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Call:
+    """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
+
+    Raises:
+        InvalidInputError: a length or the window isn't of integers.
+    """
+    cu_seq_q, cu_seq_k, max_q, max_k = lengths
+    left, right = bound
+    if not type(max_q) is type(max_k) is type(left) is type(right) is int:
+        # Those of NumPy are taken as well, as torch's own ops do; specs and kernels get Python's.
+        max_q, max_k = _integer("max_q", max_q), _integer("max_k", max_k)
+        bound = _integer("window_size", left), _integer("window_size", right)
+    return Call(
+        scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
+        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
+        wants_deterministic(),
+    )  # fmt: skip
+
+
+def _integer(name: str, number: int) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {number!r}, expected an integer") from None
+
+
+def run(
+    direction: Direction,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    choice: ScopedChoice | None,
+    needs_backward: bool = True,
+) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """Plan and run a call; returns its results, and how the call cache is to run further ones like it.
+
+    `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
+    the gradient and the output with its LSE.
+    """
+    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
+
+    def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
+        plan = plan_for(direction, query, key, value, call, choice, needs_backward=needs_backward)
         results = plan.run(*tensors, call)
         return results, _kept(plan, tensors, query, key, call)
 
-    return retry_on_decline(run)
+    return retry_on_decline(plan_and_run)
 
 
 def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, call: Call) -> Kept | None:
@@ -65,50 +149,22 @@ def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, ca
     return kept_for(plan, tensors, call, offsets=(cu_seqlens_q, cu_seqlens_k, *tokens))
 
 
-def _plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    window_size: Sequence[int] | None,
-    scale: float | None,
-    enable_gqa: bool,
-    choice: int,
-    needs_backward: bool,
-) -> tuple[Tensor, Tensor, Any]:
-    """Plan and run a forward for the call cache, below its autograd node; what is to be kept comes last."""
+# The call cache calls these two for what it doesn't keep, below its autograd node. `described` says what it
+# is to keep.
+def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
+    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward) = rest[:4], rest[4:]
     if not enable_gqa:
-        check_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    bound = window(window_size, is_causal)
-    call = call_of(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, bound)
-    (out, lse), kept = run_forward(query, key, value, call, scope.by_number(choice), needs_backward)
-    return out, lse, call_cache.described(kept)
+        check_heads(query, key, value, lengths)
+    call = call_of(query, lengths, scale, window(window_size, is_causal))
+    results, kept = run("forward", (query, key, value), call, scope.by_number(choice), needs_backward)
+    return *results, call_cache.described(kept)
 
 
-def _plan_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    window_size: Sequence[int] | None,
-    scale: float | None,
-    choice: int,
-) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Plan and run a backward likewise."""
-    bound = window(window_size, is_causal)
-    call = call_of(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, bound)
-    grads, kept = run_backward((grad_out, query, key, value, out, lse), call, scope.by_number(choice))
+def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
+    tensors, lengths = arguments[:6], arguments[6:10]
+    is_causal, window_size, scale, choice = arguments[10:]
+    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal))
+    grads, kept = run("backward", tensors, call, scope.by_number(choice))
     return *grads, call_cache.described(kept)
 
 

@@ -1,33 +1,29 @@
 """Every backend that runs on a CPU, held to the whole input matrix, and tests of the accuracy rule."""
 
-import functools
-import importlib
 import math
 
 import pytest
 import torch
 
-from attnreg.contract.backend import Kernels
+from attnreg.backends import cpu as cpu_backend
+from attnreg.backends import math as math_backend
+from attnreg.contract.backend import Backend, Kernels
+from attnreg.contract.capabilities import Capabilities
 from attnreg.measure import CASES, QUICK, measure, verify
-
-BACKENDS_UNDER_TEST = ("math", "cpu")
 
 MATRIX = [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * case.heavy) for case in CASES]
 BY_NAME = {str(case): case for case in QUICK}
 
-
-@functools.cache
-def backend(name):
-    return importlib.import_module(f"attnreg.backends.{name}").BACKEND
-
+BACKENDS = {"math": math_backend.BACKEND, "cpu": cpu_backend.BACKEND}
+MATH = math_backend.BACKEND.load()
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", BACKENDS_UNDER_TEST)
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", MATRIX)
 def test_a_backend_is_at_most_twice_as_wrong_as_plain_pytorch(name, case):
-    (outcome,) = verify(backend(name), "cpu", [case])
+    (outcome,) = verify(BACKENDS[name], "cpu", [case])
     assert not outcome.failure
     assert {tensor: str(error) for tensor, error in outcome.errors.items() if not error.passed} == {}
     if name == "math":
@@ -37,42 +33,42 @@ def test_a_backend_is_at_most_twice_as_wrong_as_plain_pytorch(name, case):
         pytest.skip("; ".join(outcome.reasons))
 
 
-@pytest.mark.parametrize("forward", BACKENDS_UNDER_TEST)
-@pytest.mark.parametrize("backward", BACKENDS_UNDER_TEST)
+@pytest.mark.parametrize("forward", BACKENDS)
+@pytest.mark.parametrize("backward", BACKENDS)
 @pytest.mark.parametrize(
     "name", ["length 127 float32", "heads 6:3 bfloat16", "causal lengths 64 and 1 float32"]
 )
 def test_any_forward_pairs_with_any_backward(forward, backward, name):
-    pair = Kernels(backend(forward).load().forward, backend(backward).load().backward)
+    pair = Kernels(BACKENDS[forward].load().forward, BACKENDS[backward].load().backward)
     assert all(error.passed for error in measure(pair, BY_NAME[name]).values())
 
 
 def log2_lse(q, k, v, call):
-    out, lse = backend("math").load().forward(q, k, v, call)
+    out, lse = MATH.forward(q, k, v, call)
     return out, lse / math.log(2)
 
 
 def top_left(q, k, v, call):
     ahead = call.max_q - call.max_k
-    return backend("math").load().forward(q, k, v, call._replace(window=(-1, ahead)))
+    return MATH.forward(q, k, v, call._replace(window=(-1, ahead)))
 
 
 def off_by_one(q, k, v, call):
-    return backend("math").load().forward(q, k, v, call._replace(window=(call.window[0] + 1, 0)))
+    return MATH.forward(q, k, v, call._replace(window=(call.window[0] + 1, 0)))
 
 
 def without_bias(q, k, v, call):
-    return backend("math").load().forward(q, k, v, call._replace(attn_bias=None))
+    return MATH.forward(q, k, v, call._replace(attn_bias=None))
 
 
 def half_the_heads_wrong(q, k, v, call):
-    out, lse = backend("math").load().forward(q, k, v, call)
+    out, lse = MATH.forward(q, k, v, call)
     out[..., ::2, :] *= 1.02
     return out, lse
 
 
 def nan_for_unseeing_rows(q, k, v, call):
-    out, lse = backend("math").load().forward(q, k, v, call)
+    out, lse = MATH.forward(q, k, v, call)
     unseeing = (lse == -torch.inf).transpose(-1, -2)[..., None]
     return out.masked_fill(unseeing, torch.nan), lse
 
@@ -98,12 +94,12 @@ class Specializing:
     """A `specialize` for `math`, whose launchers multiply their results by what a test wants to be found."""
 
     def __init__(self, forward=1.0, backward=1.0):
-        self.factors, self.directions, self.kernels = (forward, backward), [], backend("math").load()
+        self.factors, self.directions = (forward, backward), []
 
     def __call__(self, direction, tensors, call):
         self.directions.append(direction)
         factor = self.factors[direction == "backward"]
-        kernel = self.kernels.forward if direction == "forward" else self.kernels.backward
+        kernel = MATH.forward if direction == "forward" else MATH.backward
 
         def launch(*given):
             assert len(given) == len(tensors) + 2 * call.varlen
@@ -115,10 +111,8 @@ class Specializing:
 
 @pytest.mark.parametrize("name", ["length 127 bfloat16", "varlen heads 6:3 float32"])
 def test_the_rule_holds_launchers_as_well(name):
-    math_kernels = backend("math").load()
-
     def wrong(specialize):
-        errors = measure(math_kernels._replace(specialize=specialize), BY_NAME[name])
+        errors = measure(MATH._replace(specialize=specialize), BY_NAME[name])
         assert specialize.directions == ["forward", "backward"]
         return {name for name, error in errors.items() if not error.passed}
 
@@ -133,14 +127,14 @@ def test_the_rule_holds_launchers_as_well(name):
 def test_no_launcher_is_asked_for_where_rows_see_no_key_or_belong_to_no_sequence(start):
     case = next(case for case in QUICK if str(case).startswith(start))
     specialize = Specializing(2.0, 2.0)
-    errors = measure(backend("math").load()._replace(specialize=specialize), case)
+    errors = measure(MATH._replace(specialize=specialize), case)
     assert specialize.directions == []
     assert all(error.passed for error in errors.values())
 
 
 def test_a_kernel_that_returns_another_shape_is_wrong():
     def transposed(q, k, v, call):
-        out, lse = backend("math").load().forward(q, k, v, call)
+        out, lse = MATH.forward(q, k, v, call)
         return out.transpose(1, 2), lse
 
     error = measure(Kernels(transposed), BY_NAME["length 127 float32"])["out"]
@@ -152,9 +146,8 @@ def test_what_a_backend_refuses_is_reported_and_not_run():
     def never(q, k, v, call):
         raise AssertionError("refused, yet run")
 
-    full = backend("math")
-    narrow = full.forward.__class__(devices=("cpu",), dtypes=("float16",))
-    refusing = full.__class__(name="narrow", forward=narrow, load=lambda: Kernels(never))
+    narrow = Capabilities(devices=("cpu",), dtypes=("float16",))
+    refusing = Backend(name="narrow", forward=narrow, load=lambda: Kernels(never))
     (outcome,) = verify(refusing, "cpu", [BY_NAME["varlen heads 6:3 float32"]])
     assert outcome.errors == {}
     assert "dtype must be float16, got float32" in outcome.reasons
@@ -165,8 +158,7 @@ def test_a_kernel_that_raises_does_not_end_the_run():
     def raising(q, k, v, call):
         raise RuntimeError("no such kernel")
 
-    full = backend("math")
-    broken = full.__class__(name="broken", forward=full.forward, load=lambda: Kernels(raising))
+    broken = Backend(name="broken", forward=math_backend.EVERYTHING, load=lambda: Kernels(raising))
     outcomes = list(verify(broken, "cpu", QUICK[:2]))
     assert [outcome.failure for outcome in outcomes] == ["RuntimeError: no such kernel"] * 2
     assert not any(outcome.passed for outcome in outcomes)

@@ -1,18 +1,28 @@
-"""The cpu backend beyond the matrix: how it groups sequences, what it computes, and what it allocates."""
+"""Both kernels of the cpu backend: accuracy, and how torch's is called, which is what its calls cost."""
 
+import functools
 import itertools
 import random
 
 import pytest
 import torch
-from support.cpu_calls import CAUSAL, OPEN, assert_accurate, contiguous, ragged, solved
+from support.cpu_calls import (
+    CAUSAL,
+    OPEN,
+    assert_accurate,
+    assert_same,
+    contiguous,
+    dense,
+    ragged,
+    refuse,
+    solved,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnreg.backends import cpu
-from attnreg.backends.cpu import bfloat16, blocks, padding, torch_path
+from attnreg.backends.cpu import bfloat16, choice, padding, torch_path
 from attnreg.backends.cpu.flash import Flash
 from attnreg.backends.cpu.sequences import sequences_of
-from attnreg.contract.backend import Call
+from attnreg.contract.backend import Call, Kernels
 from attnreg.measure.inputs import inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,10 +34,25 @@ def multiplies_bfloat16(monkeypatch):
     monkeypatch.setattr(bfloat16, "_is_fast", lambda: True)
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return cpu.BACKEND.load()
+@pytest.fixture
+def kernels(request, monkeypatch):
+    """Return the functions of one kernel, torch's or the compiled one."""
+    if request.param == "compiled":
+        monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
+        return request.getfixturevalue("cpu_kernel").before(Kernels(refuse, refuse))
+    directions = torch_path.forward, torch_path.backward
+    return Kernels(*(functools.partial(direction, Flash.captured()) for direction in directions))
 
+
+ON_EACH_KERNEL = pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        *(("torch", dtype) for dtype in ("bfloat16", "float16", "float32", "float64")),
+        *(("compiled", dtype) for dtype in ("bfloat16", "float32")),
+        pytest.param("compiled", "float16", marks=pytest.mark.slow),
+    ],
+    indirect=["kernels"],
+)
 
 GROUPINGS = {
     "neighbours of equal length": (48,) * 5,
@@ -42,71 +67,89 @@ GROUPINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@ON_EACH_KERNEL
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
 @pytest.mark.parametrize("grouping", GROUPINGS)
-def test_grouped_sequences_are_accurate(kernels, grouping, window, dtype):
+def test_packed_sequences_are_accurate(kernels, grouping, window, dtype):
     assert_accurate(kernels, ragged(GROUPINGS[grouping], window=window, dtype=dtype, tail=3, poison=True))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("seed", range(12))
-def test_random_ragged_batches_are_accurate(kernels, seed, dtype):
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("window", [(0, 0), (-1, 40), (130, -1)])
+def test_windows_with_one_bound_or_one_key_are_accurate(kernels, window, dtype):
+    for lengths in ((127, 0, 129, 1), (200, 641), (3, 5, 700, 2)):
+        assert_accurate(kernels, ragged(lengths, window=window, dtype=dtype, tail=3, poison=True))
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_random_batches_are_accurate(kernels, seed, dtype, threads):
+    torch.set_num_threads(threads)
     draw = random.Random(seed)
-    lengths, lengths_k = ([draw.randint(0, 260) for _ in range(9)] for _ in "qk")
-    heads = draw.choice([(2, 2), (4, 2), (6, 1)])
+    lengths, lengths_k = ([draw.randint(0, 300) for _ in range(8)] for _ in "qk")
+    heads = draw.choice([(2, 2), (4, 2), (6, 1), (9, 3), (40, 1)])
     options = {"heads": heads, "dtype": dtype, "magnitude": draw.choice([0.1, 1.0, 5.0])}
     assert_accurate(kernels, ragged(lengths, window=draw.choice([OPEN, CAUSAL]), **options), seed)
-    assert_accurate(
-        kernels, ragged(lengths, lengths_k, window=draw.choice([OPEN, CAUSAL, (40, 9)]), **options), seed
-    )
+    windows = [OPEN, CAUSAL, (40, 9), (draw.randint(0, 99), draw.randint(0, 99))]
+    assert_accurate(kernels, ragged(lengths, lengths_k, window=draw.choice(windows), **options), seed)
 
 
-@pytest.mark.parametrize("length", [100, 700, 900, 981])
-def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, length):
+@ON_EACH_KERNEL
+def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype):
     """All exponents are the same then, and so is what rounding them loses: nothing averages out."""
-    *tensors, call = inputs(ragged((length,), magnitude=0.01, grad_layout="expanded"))
-    grad_value = solved(kernels, *tensors, call)[-1]
-    torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
+    for length in (100, 700, 900, 981):
+        case = ragged((length,), magnitude=0.01, grad_layout="expanded", dtype=dtype)
+        grad_value = solved(kernels, *inputs(case))[-1]
+        torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
+@ON_EACH_KERNEL
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
-def test_any_scale_is_accurate(kernels, scale, window, dtype):
-    for lengths in ((1, 16, 30), (1, 1), (600,)):
+def test_any_scale_is_accurate(kernels, scale, dtype):
+    """Torch's kernel multiplies the -inf of its causal mask by the scale."""
+    for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30), (1, 1), (600,))):
         assert_accurate(kernels, ragged(lengths, scale=scale, window=window, dtype=dtype))
+    options = {"heads": (4, 2), "scale": scale, "dtype": dtype}
+    assert_accurate(kernels, dense(2, 300, window=CAUSAL, **options))
+    assert_accurate(kernels, dense(2, 40, 24, window=(-1, 16), **options))  # causal, aligned top-left
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@ON_EACH_KERNEL
 @pytest.mark.parametrize(
-    "layout", ["bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
+    "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 )
-def test_strided_and_unaligned_tensors_give_the_numbers_of_contiguous_ones(kernels, layout, dtype):
-    case = ragged((30, 1, 64, 64, 200), dtype=dtype, layout=layout, window=CAUSAL)
-    *tensors, call = inputs(case)
-    assert any(not x.is_contiguous() or x.data_ptr() % 64 for x in tensors)
-    for strided, plain in zip(
-        solved(kernels, *tensors, call), solved(kernels, *contiguous(tensors), call), strict=True
-    ):
-        torch.testing.assert_close(strided, plain, rtol=1e-5, atol=1e-5)
+def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, dtype):
+    options = {"dtype": dtype, "layout": layout, "window": CAUSAL}
+    for case in (ragged((70,) * 3, **options), dense(3, 70, **options), ragged((30, 1, 64, 200), **options)):
+        *tensors, call = inputs(case)
+        assert layout == "plain" or any(not x.is_contiguous() or x.data_ptr() % 64 for x in tensors)
+        found, plain = solved(kernels, *tensors, call), solved(kernels, *contiguous(tensors), call)
+        # Torch's kernel multiplies by MKL, which sums in another order.
+        assert_same(found, plain, tolerance=1e-5 if kernels.specialize is None else 0.0)
+        assert_accurate(kernels, case)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_expanded_gradient_is_accurate(kernels, dtype):
-    case = ragged((30, 1, 64, 64, 200), dtype=dtype, grad_layout="expanded")
-    assert set(inputs(case).grad_out.stride()) == {0}
-    assert_accurate(kernels, case)
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 4)])
+def test_counted_keys_are_accurate_in_packed_and_dense_tensors(kernels, window, dtype):
+    options = {"window": window, "dtype": dtype, "poison": True}
+    assert_accurate(kernels, ragged((9, 60, 5), (40, 90, 7), seqused_k=(13, 90, 0), **options))
+    assert_accurate(kernels, dense(3, 50, 80, seqused_k=(80, 31, 0), **options))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@ON_EACH_KERNEL
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_are_bitwise_repeatable(kernels, dtype, threads):
     torch.set_num_threads(threads)
-    given = inputs(ragged((200, 3, 64, 64, 1, 700), dtype=dtype, heads=(4, 2), window=CAUSAL))
-    first = solved(kernels, *given)
-    for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(first, solved(kernels, *given), strict=True))
+    for lengths in ((200, 3, 64, 64, 1, 700), (1500,)):
+        given = inputs(ragged(lengths, dtype=dtype, heads=(4, 2), window=CAUSAL))
+        first = solved(kernels, *given)
+        for _ in range(3):
+            assert_same(solved(kernels, *given), first)
+
+
+# ---- what torch's kernel is called with
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -187,7 +230,7 @@ def test_blocks_of_keys_hold_each_visible_score_once(band, rows, groups, keys):
     if band is not None:
         visible = ((distance >= band[0]) & (distance <= band[1])).int()
     held = torch.zeros_like(visible)
-    for block in blocks.key_blocks(rows, groups, keys, band):
+    for block in bfloat16.key_blocks(rows, groups, keys, band):
         here = torch.arange(block.keys) - torch.arange(block.rows)[:, None]
         seen = (
             torch.ones_like(here) if block.band is None else (here >= block.band[0]) & (here <= block.band[1])

@@ -1,8 +1,8 @@
-"""Fixtures of the tests of `varlen_attn`: its three ways to autograd, and the kernels of a CPU."""
+"""Fixtures of the tests of `varlen_attn`: its three ways to autograd, and two backends."""
 
 import pytest
 
-from attnreg.backends.cpu import choice, compiled, torch_path
+import attnreg
 from attnreg.varlen import front as varlen_front
 
 
@@ -20,14 +20,8 @@ def front(request, monkeypatch, no_graph_trees):
     return request.param
 
 
-@pytest.fixture(params=["torch's kernel", "compiled kernel"])
-def kernel_of_cpu(request, monkeypatch):
-    """Have the cpu backend run calls by one of its two kernels alone."""
-    found = None
-    if request.param == "compiled kernel":
-        found = request.getfixturevalue("cpu_kernel")
-        monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-        for direction in ("forward", "backward"):
-            monkeypatch.setattr(torch_path, direction, lambda *call: pytest.fail("torch's kernel was called"))
-    monkeypatch.setattr(compiled, "load", lambda: found)
-    monkeypatch.setattr(compiled, "is_there", lambda: found is not None)
+@pytest.fixture
+def mine(fake):
+    """Register a backend "mine", and math, which comes first."""
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        yield

@@ -7,12 +7,10 @@ from support.packed_calls import (
     CAUSAL,
     LENGTHS_K,
     LENGTHS_Q,
-    assert_same,
     integers,
     offsets,
     run_and_compare,
     total,
-    with_gradients,
 )
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -56,24 +54,18 @@ def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, opti
     assert total(ran()) == (1, 1)
 
 
-def test_the_backend_that_explain_names_is_the_one_that_runs(packed, ran):
+def test_the_backend_that_explain_names_runs_both_directions(packed, fake, ran):
     inputs = packed(LENGTHS_Q, LENGTHS_K)
     varlen_attn(*inputs).sum().backward()
     assert ran() == {attnreg.explain(*inputs).backend: (1, 1)}
-
-
-def test_a_registered_backend_runs_both_directions(packed, fake, ran):
     recorder = fake("mine")
-    inputs = packed(LENGTHS_Q, LENGTHS_K)
     with attnreg.register_backend(recorder.backend):
         varlen_attn(*inputs, window_size=(2, 0), scale=0.5).sum().backward()
     assert ran() == {"mine": (1, 1)}
-    *_, call = recorder.forwards[0]
-    assert (call.window, call.scale, call.max_q, call.max_k) == ((2, 0), 0.5, 8, 8)
-    assert torch.equal(call.cu_seqlens_q, inputs[3])
-    assert torch.equal(call.cu_seqlens_k, inputs[4])
-    *_, backward_call = recorder.backwards[0]
-    assert (backward_call.window, backward_call.scale) == (call.window, call.scale)
+    ((*_, forward),), ((*_, backward),) = recorder.forwards, recorder.backwards
+    assert (forward.window, forward.scale, forward.max_q, forward.max_k) == ((2, 0), 0.5, 8, 8)
+    assert (backward.window, backward.scale) == (forward.window, forward.scale)
+    assert torch.equal(forward.cu_seqlens_q, inputs[3]) and torch.equal(forward.cu_seqlens_k, inputs[4])
 
 
 def test_several_query_heads_share_a_key_head(packed):
@@ -81,10 +73,13 @@ def test_several_query_heads_share_a_key_head(packed):
     run_and_compare(given, attend=varlen_attn, return_aux=LSE, enable_gqa=True)
 
 
-def test_seqused_k_serves_inference(packed):
-    given, used = packed(LENGTHS_Q, LENGTHS_K, grad=False), integers(3, 0, 8, 1)
-    out = varlen_attn(*given, seqused_k=used)
+def test_seqused_k_serves_inference_and_torch_itself_refuses_gradients(packed):
+    given, used = packed(LENGTHS_Q, LENGTHS_K), integers(3, 0, 8, 1)
+    with torch.no_grad():
+        out = varlen_attn(*given, seqused_k=used)
     truth.assert_near(out, truth.varlen(*given[:5], used=used.tolist())[0])
+    with pytest.raises(RuntimeError, match="seqused_k is an inference-only parameter"):
+        varlen_attn(*given, seqused_k=used)
 
 
 def test_a_block_table_serves_inference(packed):
@@ -96,28 +91,27 @@ def test_a_block_table_serves_inference(packed):
     truth.assert_near(out, truth.varlen(query, *flat, cu_q, offsets(*used))[0])
 
 
-def test_torch_itself_refuses_gradients_with_seqused_k(packed):
-    inputs = packed((3, 4))
-    with pytest.raises(RuntimeError, match="seqused_k is an inference-only parameter"):
-        varlen_attn(*inputs, seqused_k=integers(3, 4))
-
-
 # What aten's op is given, its backward isn't.
+USED, PAGES = integers(2, 4), integers(0, 1, 2, 3).view(2, 2)
 FORWARD_ONLY = {
-    "seqused_k": ({"seqused_k": integers(2, 4)}, "seqused_k"),
-    "alibi_slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
-    "both": (
-        {"seqused_k": integers(2, 4), "alibi_slopes": torch.ones(4)},
-        "seqused_k and alibi_slopes",
-    ),
+    "seqused_k": {"seqused_k": USED},
+    "alibi_slopes": {"alibi_slopes": torch.ones(4)},
+    "seqused_k and alibi_slopes": {"seqused_k": USED, "alibi_slopes": torch.ones(4)},
+    "seqused_k and block_table": {"seqused_k": USED, "block_table": PAGES},
 }
 
 
-@pytest.mark.parametrize(("options", "named"), FORWARD_ONLY.values(), ids=FORWARD_ONLY)
-def test_the_backward_of_atens_op_refuses_what_it_is_not_given(packed, ran, options, named):
+@pytest.mark.parametrize("named", FORWARD_ONLY)
+def test_the_backward_of_atens_op_refuses_what_it_is_not_given(packed, ran, named):
     *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4))
-    op = torch.ops.aten._flash_attention_forward
-    out, *_ = op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)
+    if "block_table" in named:
+        inputs[1:], cu_k, max_k = torch.randn(2, 4, 4, 4, 16), None, 8
+
+    def attend():
+        lengths, options = (cu_q, cu_k, max_q, max_k), FORWARD_ONLY[named]
+        return torch.ops.aten._flash_attention_forward(*inputs, *lengths, 0.0, False, False, **options)[0]
+
+    out = attend()
     with pytest.raises(UnsupportedInputError) as error:
         out.sum().backward()
     assert str(error.value) == (
@@ -126,18 +120,7 @@ def test_the_backward_of_atens_op_refuses_what_it_is_not_given(packed, ran, opti
     )
     assert total(ran()) == (1, 0)
     with torch.no_grad():  # nothing is refused where no gradient is wanted
-        assert torch.equal(op(*inputs, cu_q, cu_k, max_q, max_k, 0.0, False, False, **options)[0], out)
-
-
-def test_the_backward_of_atens_op_refuses_pages_and_says_why(packed):
-    query, _, _, cu_q, _, max_q, _ = packed((3, 4))
-    pool = torch.randn(4, 4, 4, 16)
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        query, pool, pool, cu_q, None, max_q, 8, 0.0, False, False,
-        seqused_k=integers(5, 7), block_table=integers(0, 1, 2, 3).view(2, 2),
-    )  # fmt: skip
-    with pytest.raises(UnsupportedInputError, match="seqused_k and block_table: aten::_flash_attention"):
-        out.sum().backward()
+        assert torch.equal(attend(), out)
 
 
 def test_varlen_attn_out_writes_into_the_given_tensor(packed, ran):
@@ -180,39 +163,3 @@ def test_a_dense_call_of_two_batch_sizes_is_an_error(ran):
     with pytest.raises(InvalidInputError, match="batch: got 2 for query and 3 for key, expected equal ones"):
         torch.ops.aten._flash_attention_forward(query, key, key, None, None, 5, 5, 0.0, False, False)
     assert ran() == {}
-
-
-# ---- compiled
-
-
-@pytest.fixture
-def compiled():
-    """Compile a function in one graph, without generating code for it; start and leave no cache."""
-    torch._dynamo.reset()
-    yield lambda f, **options: torch.compile(f, fullgraph=True, backend="aot_eager", **options)
-    torch._dynamo.reset()
-
-
-def test_compiled_in_one_graph_it_is_served_forward_and_backward(packed, compiled, fake, ran):
-    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
-
-    def attend(query, key, value):
-        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, window_size=CAUSAL).relu()
-
-    expected = with_gradients(attend, inputs)
-    function = compiled(attend)
-    ran()
-    with attnreg.register_backend(fake("mine").backend):
-        assert_same(with_gradients(function, inputs), expected)
-        assert ran() == {"mine": (1, 1)}
-    with attnreg.register_backend("math"):  # the choice isn't in the graph
-        with_gradients(function, inputs)
-        assert ran() == {"math": (1, 1)}
-
-
-def test_compiled_for_any_length_it_serves_every_batch_without_another_compilation(packed, compiled):
-    function = compiled(varlen_attn, dynamic=True)
-    for lengths in ((5, 1, 8, 3), (2, 9), (4, 4, 4)):
-        run_and_compare(packed(lengths), attend=function, return_aux=LSE)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        run_and_compare(packed((6, 2, 3, 11, 7)), attend=function, return_aux=LSE)

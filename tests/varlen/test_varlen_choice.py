@@ -17,14 +17,6 @@ def in_thread(function, *arguments):
     thread.join()
 
 
-@pytest.fixture
-def mine(fake):
-    """Register a backend "mine", and math, which comes first."""
-    recorder = fake("mine")
-    with attnreg.register_backend(recorder.backend), attnreg.register_backend("math"):
-        yield recorder
-
-
 # ---- a backend of the call
 
 

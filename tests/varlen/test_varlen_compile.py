@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.nn.attention.varlen as torch_varlen
 from functorch.compile import make_boxed_func
 from support import truth
 from support.packed_calls import (
@@ -62,13 +63,6 @@ def compiled(function, backend="aot_eager", **options):
 def boxed(compiler):
     """Return a compiler as AOTAutograd wants it."""
     return lambda module, inputs: make_boxed_func(compiler(module, inputs))
-
-
-@pytest.fixture
-def mine(fake):
-    """Register a backend "mine", and math, which comes first."""
-    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
-        yield
 
 
 # ---- in graphs
@@ -170,18 +164,22 @@ def test_compiled_code_checks_what_it_is_given_when_it_runs(packed):
         attend(*inputs, integers(0, 4, 3), cu_k, max_q, max_k)
 
 
-# ---- dynamic shapes
+# ---- dynamic shapes, and which backend runs
 
+EACH_FRONT = pytest.mark.parametrize(
+    "attend", [attnreg.varlen_attn, torch_varlen.varlen_attn], ids=["attnreg", "torch"]
+)
 BATCHES = ((5, 1, 8, 3), (2, 9), (4, 4, 4), (6, 2, 3, 11, 7))
 
 
-def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran):
-    graphs = Graphs()
-    attend = compiled(attnreg.varlen_attn, graphs, dynamic=True)
-    for lengths in BATCHES:
+@EACH_FRONT
+def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran, attend):
+    attnreg.install()
+    attend = compiled(attend, dynamic=True)
+    for number, lengths in enumerate(BATCHES):
         *inputs, cu, _, longest, _ = packed(lengths)
-        run_and_compare((*inputs, cu, cu, longest, longest), attend=attend)
-    assert len(graphs.targets) == 1
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            run_and_compare((*inputs, cu, cu, longest, longest), attend=attend)
     assert total(ran()) == (len(BATCHES), len(BATCHES))
 
 
@@ -196,9 +194,6 @@ def test_marked_dimensions_are_compiled_once(packed):
             torch._dynamo.mark_dynamic(tensor, 0)
         truth.assert_near(attend(*inputs, cu), truth.varlen(*inputs, cu, cu, window=CAUSAL)[0])
     assert len(graphs.targets) == 1
-
-
-# ---- which backend runs
 
 
 def test_a_scope_around_a_compiled_call_holds_for_it_and_its_backward(packed, mine, ran, inductor):
@@ -216,9 +211,11 @@ def test_a_scope_around_a_compiled_call_holds_for_it_and_its_backward(packed, mi
         assert ran() == {"math": (1, 1)}
 
 
-def test_a_registration_after_compiling_is_honoured_without_compiling_again(packed, fake, ran):
+@EACH_FRONT
+def test_a_registration_after_compiling_is_honoured_without_compiling_again(packed, fake, ran, attend):
+    attnreg.install()
     given = packed(LENGTHS_Q, LENGTHS_K)
-    attend = compiled(attnreg.varlen_attn)
+    attend = compiled(attend)
     attend(*given).sum().backward()
     ran()
     with torch._dynamo.config.patch(error_on_recompile=True):

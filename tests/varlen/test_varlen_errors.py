@@ -21,8 +21,18 @@ PAGED = {
     "key": POOL, "value": POOL, "cu_seq_k": None, "max_k": 8, "block_table": TABLE, "seqused_k": USED,
 }  # fmt: skip
 
+
+def keys(x, **options):
+    return {"key": x, "value": x, **options}
+
+
+def cast(dtype):
+    return {"query": Q.to(dtype), **keys(K.to(dtype))}
+
+
 RANK = "3 dimensions (tokens, heads, head_dim)"
 ROWS = "as cu_seq_q has 3 offsets"
+TOKENS = "expected at most 7, the tokens there are"
 HERE = "expected cpu, where the query is"
 WINDOW = "(left, right), each -1 or more"
 # What is wrong, and what is said about it.
@@ -35,30 +45,15 @@ BAD = [
     ({"key": K[..., :8]}, "head_dim: got 16 for query and 8 for key, expected equal ones"),
     ({"value": K[:5]}, "key and value: got shapes (7, 4, 16) and (5, 4, 16), expected equal lengths"),
     ({"value": K[:, :2]}, "key and value: got shapes (7, 4, 16) and (7, 2, 16), expected equal lengths"),
-    (
-        {"key": K[:, :2], "value": K[:, :2]},
-        "heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)",
-    ),
-    (
-        {"key": K[:, :3], "value": K[:, :3], "enable_gqa": True},
-        "heads: got 4 for query and 3 for key, expected a multiple",
-    ),
-    (
-        {"key": K[:, :0], "value": K[:, :0], "enable_gqa": True},
-        "heads: got 4 for query and 0 for key, expected a multiple",
-    ),
+    (keys(K[:, :2]), "heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)"),
+    (keys(K[:, :3], enable_gqa=True), "heads: got 4 for query and 3 for key, expected a multiple"),
+    (keys(K[:, :0], enable_gqa=True), "heads: got 4 for query and 0 for key, expected a multiple"),
     (
         {"key": K.half()},
         "dtype: got query torch.float32, key torch.float16, value torch.float32, expected one dtype",
     ),
-    (
-        {"query": Q.int(), "key": K.int(), "value": K.int()},
-        "dtype: got torch.int32, expected a floating-point dtype",
-    ),
-    (
-        {"query": Q.cfloat(), "key": K.cfloat(), "value": K.cfloat()},
-        "dtype: got torch.complex64, expected a floating-point dtype",
-    ),
+    (cast(torch.int32), "dtype: got torch.int32, expected a floating-point dtype"),
+    (cast(torch.complex64), "dtype: got torch.complex64, expected a floating-point dtype"),
     ({"key": meta(K)}, "device: got query cpu, key meta, value cpu, expected one device"),
     ({"value": meta(K)}, "device: got query cpu, key cpu, value meta, expected one device"),
     ({"cu_seq_q": meta(CU)}, f"cu_seq_q: got a tensor on meta, {HERE}"),
@@ -83,14 +78,8 @@ BAD = [
     ({"cu_seq_k": integers(-1, 3, 7)}, "cu_seq_k: got first offset -1, expected 0"),
     ({"cu_seq_q": integers(0, 4, 3)}, "cu_seq_q: got 3 after 4 at index 2, expected no decrease"),
     ({"cu_seq_k": integers(0, 8, 7), "max_k": 8}, "cu_seq_k: got 7 after 8 at index 2, expected no decrease"),
-    (
-        {"cu_seq_q": integers(0, 4, 8)},
-        "cu_seq_q: got last offset 8, expected at most 7, the tokens there are",
-    ),
-    (
-        {"cu_seq_k": integers(0, 4, 8)},
-        "cu_seq_k: got last offset 8, expected at most 7, the tokens there are",
-    ),
+    ({"cu_seq_q": integers(0, 4, 8)}, f"cu_seq_q: got last offset 8, {TOKENS}"),
+    ({"cu_seq_k": integers(0, 4, 8)}, f"cu_seq_k: got last offset 8, {TOKENS}"),
     ({"scale": float("nan")}, "scale: got nan, expected a finite number"),
     ({"scale": float("inf")}, "scale: got inf, expected a finite number"),
     ({"window_size": (-2, 0)}, f"window_size: got (-2, 0), expected {WINDOW}"),

@@ -150,12 +150,14 @@ def test_operations_are_counted_by_the_lengths(front, packed, heads_k):
 
 
 def test_operations_of_counted_keys_pages_and_narrow_values_are_counted(arguments):
-    given = arguments(LENGTHS_Q, LENGTHS_K, seqused_k=integers(3, 0, 8, 1))
-    assert counted(lambda: OP(*given)[0]) == operations(LENGTHS_Q, (3, 0, 8, 1))
-    given = arguments(LENGTHS_Q, LENGTHS_K, dim_v=8)
-    assert counted(lambda: OP(*given)[0]) == operations(LENGTHS_Q, LENGTHS_K, dim_v=8)
-    given = arguments((5, 1), (5, 1), **PAGES)
-    assert counted(lambda: OP(*given)[0]) == operations((5, 1), (7, 4))
+    both, used, pages = (LENGTHS_Q, LENGTHS_K), (3, 0, 8, 1), ((5, 1), (5, 1))
+    for lengths, options, meant in (
+        (both, {"seqused_k": integers(*used)}, operations(LENGTHS_Q, used)),
+        (both, {"dim_v": 8}, operations(*both, dim_v=8)),
+        (pages, PAGES, operations(pages[0], (7, 4))),
+    ):
+        given = arguments(*lengths, **options)
+        assert counted(lambda: OP(*given)[0]) == meant  # noqa: B023
 
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends.cpu.blocks import key_blocks
 from attnreg.backends.cpu.padding import padded_batches, powers_of_two, zeros
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backends.cpu.blocks import KeyBlock
+    from attnreg.backends.cpu.flash import Band
     from attnreg.backends.cpu.sequences import UniformBatch
     from attnreg.contract.backend import Call
 
@@ -31,27 +30,17 @@ if TYPE_CHECKING:
 _LOG2 = log(2)
 # Scores, and rows, computed at a time: as many as stay in the cache.
 _SCORES, _ROWS = 2**21, 2**13
+# Scores of a block of keys of one head: two heads at a time stay in the cache.
+_AREA = 2**20
+# Keys of a block: at least as many as make a product worth its call, and under a band, whose corners are
+# computed for nothing, at most as many as make a fast one.
+_LEAST_KEYS, _NARROW, _WIDE = 32, 64, 256
 # As many bfloat16 numbers add up to a float32.
 _COLUMNS = 3
 _MINUS_ONE = (-1.0,) * _COLUMNS
 # The exponent of padding; it stays finite over the smallest scale.
 _FAR = 1e30
 _SMALLEST = 1e-6
-
-
-class Factors(NamedTuple):
-    """The rows and keys of some sequences, (sequences * key heads, rows or keys, size)."""
-
-    q: Tensor
-    grad_out: Tensor
-    k: Tensor
-    v: Tensor
-
-    def within(self, block: KeyBlock, groups: int) -> Factors:
-        """Return the factors of a block."""
-        rows = slice(block.row * groups, (block.row + block.rows) * groups)
-        keys = slice(block.key, block.key + block.keys)
-        return Factors(self.q[:, rows], self.grad_out[:, rows], self.k[:, keys], self.v[:, keys])
 
 
 def takes(q: Tensor, call: Call) -> bool:
@@ -68,17 +57,11 @@ def _is_fast() -> bool:
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    uniform: Iterable[UniformBatch],
+    tensors: Sequence[Tensor], scale: float, uniform: Iterable[UniformBatch]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of packed tensors (T, H, D), from an LSE (T, H)."""
-    grad_out, q, k, v = (x.contiguous() for x in (grad_out, q, k, v))
+    *_, out, lse = tensors
+    grad_out, q, k, v = (x.contiguous() for x in tensors[:4])
     grads, to = zip(*(zeros(x) for x in (q, k, v)), strict=True)
     flat_lse, flat_delta = lse.flatten(), _delta(grad_out, out).flatten()
     for batch in padded_batches(uniform, q.shape[:2], k.shape[:2]):
@@ -89,39 +72,46 @@ def backward(
             rows, keys = batch.rows.of(part), batch.keys.of(part)
             split_lse = _split(rows.padded(flat_lse, _FAR) / scale)
             split_delta = _split(rows.padded(flat_delta, 0.0))
-            ones = [copysign(1.0, scale)]
-            factors = Factors(
-                rows.taken(q, [*split_lse, *ones]),
+            found = _solve(
+                rows.taken(q, [*split_lse, copysign(1.0, scale)]),
                 rows.taken(grad_out, split_delta),
                 keys.taken(k, [*_MINUS_ONE, keys.padded(None, -_FAR)]),
                 keys.taken(v, _MINUS_ONE),
+                blocks,
+                batch.groups,
+                scale,
             )
-            found = _solve(factors, q.size(2), blocks, batch.groups, scale)
             for flat, places, grad in zip(to, (rows, keys, keys), found, strict=True):
                 places.write(flat, grad)
     return grads
 
 
 def _solve(
-    factors: Factors, size: int, blocks: Sequence[KeyBlock], groups: int, scale: float
+    q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], groups: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if len(blocks) == 1 and blocks[0].rows * groups == factors.q.size(1):
-        return _product(factors, size, blocks[0], groups, scale)
+    """Return the gradients of some sequences, (sequences * key heads, rows or keys, size).
+
+    The tensors lie likewise, and have the further columns.
+    """
+    if len(blocks) == 1 and blocks[0].rows * groups == q.size(1):
+        return _product(q, grad_out, k, v, blocks[0], groups, scale)
     # Each key belongs to one block, a row to several.
-    grad_q = torch.zeros(*factors.q.shape[:2], size, device="cpu")
-    grad_k, grad_v = (torch.zeros(*x.shape[:2], size, dtype=x.dtype, device="cpu") for x in factors[2:])
+    size = v.size(2) - _COLUMNS
+    grad_q = torch.zeros(*q.shape[:2], size, device="cpu")
+    grad_k, grad_v = (x.new_zeros(*x.shape[:2], size) for x in (k, v))
     for block in blocks:
-        found = _product(factors.within(block, groups), size, block, groups, scale)
-        grad_q[:, block.row * groups : (block.row + block.rows) * groups].add_(found[0])
-        for grad, share in zip((grad_k, grad_v), found[1:], strict=True):
-            grad[:, block.key : block.key + block.keys] = share
+        rows = slice(block.row * groups, (block.row + block.rows) * groups)
+        keys = slice(block.key, block.key + block.keys)
+        found = _product(q[:, rows], grad_out[:, rows], k[:, keys], v[:, keys], block, groups, scale)
+        grad_q[:, rows].add_(found[0])
+        grad_k[:, keys], grad_v[:, keys] = found[1:]
     return grad_q.bfloat16(), grad_k, grad_v
 
 
 def _product(
-    factors: Factors, size: int, block: KeyBlock, groups: int, scale: float
+    q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, block: KeyBlock, groups: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, grad_out, k, v = factors
+    size = v.size(2) - _COLUMNS
     # Keys first: of five products only one then has to read the scores transposed, which is slow.
     p = _scaled(k, q.mT, scale / _LOG2)
     # Where attention is even, all exponents of a row are rounded alike: their rest doesn't average out.
@@ -164,3 +154,32 @@ def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
     # Of few rows at a time: a float32 copy of all would be as large as the inputs.
     pairs = zip(torch.split(grad_out, 128), torch.split(out, 128), strict=True)
     return torch.cat([(grad.float() * o.float()).sum(-1) for grad, o in pairs])
+
+
+class KeyBlock(NamedTuple):
+    """A rectangle of scores: some keys, and the rows that see one of them."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    band: Band | None
+
+
+@functools.lru_cache(maxsize=256)
+def key_blocks(rows: int, group: int, keys: int, band: Band | None) -> tuple[KeyBlock, ...]:
+    """Return the blocks of a sequence, no two with a key in common; `group` query heads share a key head."""
+    low, high = (-rows, keys) if band is None else band
+    reach = min(rows, high - low + 1)
+    size = max(_LEAST_KEYS, _AREA // (reach * group) // 32 * 32)
+    if band is not None:
+        size = min(size, max(_NARROW, min(_WIDE, 1 << reach.bit_length() - 1)))
+    found = []
+    for key in range(0, keys, size):
+        width = min(size, keys - key)
+        first, last = max(0, key - high), min(rows, key + width - low)
+        if first < last:
+            here = (low + first - key, high + first - key)
+            hides = here[0] > 1 - (last - first) or here[1] < width - 1
+            found.append(KeyBlock(first, last - first, key, width, here if hides else None))
+    return tuple(found)

@@ -22,7 +22,7 @@ from attnreg.errors import BuildError
 from attnreg.torchlib import building
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -110,43 +110,31 @@ class Compiled(NamedTuple):
         is_forward = direction == "forward"
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         sequences = sequences_of(q, k, call)
-        read = tensors if is_forward else tensors[:-1]
+        read, lse = tensors[:5], tensors[5:]  # of a forward there is none
         if not (sequences.of_every_row and sequences.of_every_key and all(x.stride(-1) == 1 for x in read)):
             return None
-        if is_forward:
-            return _launcher(self.forward_entry, tensors, _forward_results(q, v), sequences, call.scale)
-        if tensors[-1].dtype != torch.float32:
+        if any(x.dtype != torch.float32 for x in lse):
             return None
-        return _launcher(self.backward_entry, tensors, _backward_results(q, k, v), sequences, call.scale)
+        entry = self.forward_entry if is_forward else self.backward_entry
+        made = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
+        return _launcher(entry, tensors, made, sequences, call.scale)
 
     def before(self, kernels: Kernels) -> Kernels:
         """Return kernels that use the library where it is the faster one, else those given."""
         rest = kernels.backward
         assert rest is not None
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-            if _takes(q, k, v, call) and not choice.leaves_to_torch(q, k, call):
-                return self.forward(q, k, v, call)
-            return kernels.forward(q, k, v, call)
+        def forward(*given: Any) -> tuple[Tensor, Tensor]:
+            return (self.forward if _takes_forward(*given) else kernels.forward)(*given)
 
-        def backward(
-            grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            if _takes(q, k, v, call) and _fit(grad_out, out, lse, q, v):
-                return self.backward(grad_out, q, k, v, out, lse, call)
-            return rest(grad_out, q, k, v, out, lse, call)
+        def backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return (self.backward if _takes_backward(*given) else rest)(*given)
 
         def specialize(
             direction: Direction, tensors: tuple[Tensor, ...], call: Call
         ) -> AddressLauncher | None:
-            q, k, v = tensors[:3] if direction == "forward" else tensors[1:4]
-            if not _takes(q, k, v, call):
-                return None
-            if direction == "forward" and choice.leaves_to_torch(q, k, call):
-                return None
-            if direction == "backward" and not _fit(tensors[0], tensors[4], tensors[5], q, v):
-                return None
-            return self.specialize(direction, tensors, call)
+            takes: Callable[..., bool] = _takes_forward if direction == "forward" else _takes_backward
+            return self.specialize(direction, tensors, call) if takes(*tensors, call) else None
 
         return Kernels(forward, backward, specialize, choice.replaces_torch)
 
@@ -172,18 +160,20 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     return q.dtype in _DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
 
 
-def _fit(grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> bool:
-    """Return whether a backward is given what a forward returns: the library trusts shapes and dtypes."""
-    shape = (*q.shape[:-1], v.size(-1))
+def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    return _takes(q, k, v, call) and not choice.leaves_to_torch(q, k, call)
+
+
+def _takes_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> bool:
+    """Return whether it is given what a forward returns, too: the library trusts shapes and dtypes."""
     return (
-        grad_out.shape == out.shape == shape
-        and lse.shape == _lse_shape(q)
+        _takes(q, k, v, call)
+        and grad_out.shape == out.shape == (*q.shape[:-1], v.size(-1))
+        and lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
         and grad_out.dtype == out.dtype == q.dtype
     )
-
-
-def _lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (*q.shape[:-3], q.size(-2), q.size(-3))
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -218,11 +208,7 @@ def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, scale: fl
 
 
 def _launcher(
-    entry: Any,
-    tensors: Sequence[Tensor],
-    made: Sequence[Tensor],
-    sequences: Sequences,
-    scale: float,
+    entry: Any, tensors: tuple[Tensor, ...], made: tuple[Tensor, ...], sequences: Sequences, scale: float
 ) -> AddressLauncher:
     """Return a launcher for calls with tensors like these; `made` are results like those to allocate."""
     order = _FORWARD if len(made) == 2 else _BACKWARD
@@ -236,10 +222,7 @@ def _launcher(
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         made = tuple(
-            [
-                torch.empty_strided(size, strides, dtype=dtype, device="cpu")
-                for size, strides, dtype in results
-            ]
+            [torch.empty_strided(size, step, dtype=dtype, device="cpu") for size, step, dtype in results]
         )
         both = tensors + made
         _raise_for(entry(problem, _addresses([both[number] for number in order])))

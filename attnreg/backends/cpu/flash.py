@@ -1,16 +1,7 @@
 """torch's CPU flash kernel, called so that it keeps the contract of `attnreg.contract.backend`.
 
-What it does otherwise, found by running torch 2.13, and what is put right here:
-
-- A last dimension whose stride isn't 1 is read as if it were, with wrong numbers: it is copied.
-- A mask has to have the dtype of the query, and can't be boolean.
-- A row that sees no key gets LSE 0 from the forward; from an LSE of -inf the backward makes NaN.
-- Its causal mask is multiplied by the scale: from a scale of 0 it makes NaN, and from one below 0 it
-  turns -inf into +inf, so that rows see the keys that they mustn't. An additive mask isn't touched.
-- An empty query or key ends the process by a division by zero: callers pass none.
-- Its float16 products, and in the backward its bfloat16 ones of short sequences, are up to ten
-  times slower than float32, and its backward sums gradients in the dtype of the query: float16 is
-  computed in float32, bfloat16 in the backward.
+README.md has what it does otherwise, and what is put right here. An empty query or key would end the process:
+callers pass none.
 """
 
 from __future__ import annotations
@@ -23,11 +14,12 @@ import torch
 from attnreg.torchlib import captured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from attnreg.backends.cpu.blocks import Band
+    # In a band (low, high) row i sees key j if low <= j - i <= high.
+    Band = tuple[int, int]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -58,6 +50,7 @@ class Flash(NamedTuple):
         """Return output and LSE."""
         causal, mask = _mask(q, k, band, bias)
         if causal and scale <= 0.0:
+            # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or rows see all keys.
             q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         if bias is not None and mask is not None:
@@ -65,22 +58,14 @@ class Flash(NamedTuple):
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        band: Band | None = None,
-        bias: Tensor | None = None,
+        self, tensors: Sequence[Tensor], scale: float, band: Band | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value.
 
-        `out` and `lse` may be those of more keys than are passed: the gradients are then these
-        keys' share.
+        `tensors` are the gradient, query, key, value, output and LSE. The last two may be those of more keys
+        than are passed: the gradients are then these keys' share.
         """
+        grad_out, q, k, v, out, lse = tensors
         causal, mask = _mask(q, k, band, bias)
         if bias is not None:
             # exp(score - inf) is 0, and the row drops out of every sum.
@@ -101,7 +86,7 @@ def lse_dtype(x: Tensor) -> torch.dtype:
 
 
 def forward_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that the forward is computed in."""
+    """Return the dtype that the forward is computed in: float16 products are up to ten times slower."""
     return x.dtype if x.dtype == torch.bfloat16 else lse_dtype(x)
 
 

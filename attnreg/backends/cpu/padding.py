@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.backends.cpu.blocks import Band
+    from attnreg.backends.cpu.flash import Band
     from attnreg.backends.cpu.sequences import UniformBatch
 
 # Beyond every length.

@@ -85,26 +85,18 @@ class Sequences:
         return tuple(found)
 
 
-class Visible(NamedTuple):
-    """The first row that sees a key, the first key that is seen, and a window for what is left.
+def visible(len_q: int, len_k: int, window: Window) -> tuple[int, int, Window] | None:
+    """Return the first row that sees a key, the first key that is seen, and a window for what is left.
 
-    A bound of `window` that hides nothing is -1.
+    A bound that hides nothing is -1. None if nothing is visible.
     """
-
-    row: int
-    key: int
-    window: Window
-
-
-def visible(len_q: int, len_k: int, window: Window) -> Visible | None:
-    """Return what is visible of a sequence, or None if nothing is."""
     left, right = window
     row = max(0, len_q - len_k - right) if right >= 0 else 0
     if row >= len_q or len_k == 0:
         return None
     key = max(0, row + len_k - len_q - left) if left >= 0 else 0
     hides_left, hides_right = 0 <= left < len_k - key - 1, 0 <= right < len_q - row - 1
-    return Visible(row, key, (left if hides_left else -1, right if hides_right else -1))
+    return row, key, (left if hides_left else -1, right if hides_right else -1)
 
 
 def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
@@ -118,11 +110,15 @@ def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
 
 
 class _Lengths(NamedTuple):
-    """Where sequences begin and end: by offsets, or a number of equally long ones."""
+    """Where sequences begin and end: by offsets, or a number of equally long ones.
+
+    `tokens` are those of a packed tensor, or of one entry of a dense one; `all_tokens` those of the tensor.
+    """
 
     offsets: tuple[int, ...] | None
     tokens: int
     sequences: int
+    all_tokens: int
 
     def of(self, index: int) -> tuple[int, int]:
         """Return the first token of a sequence, in its batch entry, and how many there are."""
@@ -135,17 +131,12 @@ class _Lengths(NamedTuple):
             )
         return begin, end - begin
 
-    @property
-    def all_tokens(self) -> int:
-        """How many tokens the tensor has."""
-        return self.tokens if self.offsets is not None else self.tokens * self.sequences
-
 
 def _lengths(cu_seqlens: Tensor | None, x: Tensor) -> _Lengths:
     if cu_seqlens is None:
-        return _Lengths(None, x.size(1), x.size(0))
+        return _Lengths(None, x.size(1), x.size(0), x.size(0) * x.size(1))
     offsets = tuple(cu_seqlens.tolist())
-    return _Lengths(offsets, x.size(0), len(offsets) - 1)
+    return _Lengths(offsets, x.size(0), len(offsets) - 1, x.size(0))
 
 
 # Cached: a backward has the sequences of its forward, and a layer those of the one before. Checked, although
@@ -169,8 +160,9 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
                 )
             keys = used[index]
         if seen := visible(rows, keys, window):
-            first = index if is_dense else 0, row + seen.row, rows - seen.row
-            each.append(Sequence(*first, key + seen.key, keys - seen.key, *seen.window))
+            hidden_rows, hidden_keys, bounds = seen
+            first = index if is_dense else 0, row + hidden_rows, rows - hidden_rows
+            each.append(Sequence(*first, key + hidden_keys, keys - hidden_keys, *bounds))
     return Sequences(
         tuple(each),
         sum(one.rows for one in each) == of_q.all_tokens,

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
     if not (q.numel() and k.numel()):
-        return _no_key(q)
+        lse = q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q)).mT.contiguous()
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
     if _is_packed(call):
         batches = sequences_of(q, k, call).uniform_batches
         query, key, value = (_packed(x) for x in (q, k, v))
@@ -53,14 +54,13 @@ def backward(
         lse = forward(flash, q, k, v, call)[1]
     by_products = bfloat16.takes(q, call)
     if by_products or _is_packed(call):
-        g, query, key, value, o = (_packed(x) for x in (grad_out, q, k, v, out))
-        rows = lse.mT.reshape(-1, q.size(-2))
+        tensors = [*(_packed(x) for x in (grad_out, q, k, v, out)), lse.mT.reshape(-1, q.size(-2))]
         solve = bfloat16.backward if by_products else functools.partial(_packed_backward, flash)
-        grads = solve(g, query, key, value, o, rows, call.scale, sequences_of(q, k, call).uniform_batches)
+        grads = solve(tensors, call.scale, sequences_of(q, k, call).uniform_batches)
     else:
-        g, query, key, value, o = (readable(x, dtype) for x in (grad_out, q, k, v, out))
+        tensors = [*(readable(x, dtype) for x in (grad_out, q, k, v, out)), lse]
         bias = additive(call.attn_bias, dtype)
-        grads = dense.backward(flash, g, query, key, value, o, lse, call.scale, call.window, bias)
+        grads = dense.backward(flash, tensors, call.scale, call.window, bias)
     grad_q, grad_k, grad_v = (
         grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
     )
@@ -76,12 +76,6 @@ def _packed(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _no_key(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of rows without a key: output 0 and an LSE of -inf."""
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q)).mT.contiguous()
-
-
 def _packed_forward(
     flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, batches: Sequence[UniformBatch]
 ) -> tuple[Tensor, Tensor]:
@@ -94,32 +88,25 @@ def _packed_forward(
     tensors = zip(rows.batches(q, dtype), keys.batches(k, dtype), keys.batches(v, dtype), strict=True)
     for (batch, batch_out, batch_lse), (query, key, value) in zip(to, tensors, strict=True):
         found = dense.forward(flash, query, key, value, scale, batch.window)
-        _write(batch_out, found[0])
-        _write(batch_lse, found[1])
+        batch_out.view(found[0].shape).copy_(found[0])
+        batch_lse.view(found[1].shape).copy_(found[1])
     return out, lse
 
 
 def _packed_backward(
-    flash: Flash,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    batches: Sequence[UniformBatch],
+    flash: Flash, tensors: Sequence[Tensor], scale: float, batches: Sequence[UniformBatch]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of packed tensors."""
+    grad_out, q, k, v, out, lse = tensors
     rows, keys = _Spans(batches, "row"), _Spans(batches, "key")
     grads = rows.result(q.shape, q.dtype), keys.result(k.shape, k.dtype), keys.result(v.shape, v.dtype)
     to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
     sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
-    tensors = zip(*(side.batches(x, lse.dtype) for side, x in sides), strict=True)
-    for batch, views, (g, query, key, value, o, row_lse) in zip(batches, to, tensors, strict=True):
-        found = dense.backward(flash, g, query, key, value, o, row_lse[..., 0], scale, batch.window)
+    parts = zip(*(side.batches(x, lse.dtype) for side, x in sides), strict=True)
+    for batch, views, (*others, row_lse) in zip(batches, to, parts, strict=True):
+        found = dense.backward(flash, (*others, row_lse[..., 0]), scale, batch.window)
         for view, grad in zip(views, found, strict=True):
-            _write(view, grad)
+            view.view(grad.shape).copy_(grad)
     return grads
 
 
@@ -158,7 +145,3 @@ class _Spans:
             part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             for part, count in zip(parts, self._counts, strict=True)
         ]
-
-
-def _write(part: Tensor, batch: Tensor) -> None:
-    part.view(batch.shape).copy_(batch)

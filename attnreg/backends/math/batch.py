@@ -71,23 +71,22 @@ class Sequences(NamedTuple):
     bounds: list[int]
     exact: bool
     total: int
-    table: Tensor | None = None
-    page_size: int = 1
+    table: Tensor | None
+    page_size: int
 
     def span(self, batch: slice) -> Span:
         """Return the rows of some neighbouring sequences."""
         width = max(self.bounds[batch])
         padded = not self.exact or min(self.bounds[batch]) < width
-        missing = width - self.lengths[batch, None]
-        positions = torch.arange(width, device=self.lengths.device) - missing
-        rows = self._rows(batch, positions.clamp(min=0)).clamp(0, self.total - 1)
-        return Span(positions, rows.masked_fill(positions < 0, self.total), padded)
-
-    def _rows(self, batch: slice, positions: Tensor) -> Tensor:
+        positions = torch.arange(width, device=self.lengths.device) - (width - self.lengths[batch, None])
+        known = positions.clamp(min=0)
         if self.table is None:
-            return self.starts[batch, None] + positions
-        pages = self.table[batch].long().gather(1, positions // self.page_size)
-        return pages * self.page_size + positions % self.page_size
+            rows = self.starts[batch, None] + known
+        else:
+            pages = self.table[batch].long().gather(1, known // self.page_size)
+            rows = pages * self.page_size + known % self.page_size
+        rows = rows.clamp(0, self.total - 1).masked_fill(positions < 0, self.total)
+        return Span(positions, rows, padded)
 
 
 class Group(NamedTuple):
@@ -105,18 +104,12 @@ def as_rows(x: Tensor) -> Tensor:
 
 def query_sequences(q: Tensor, call: Call) -> Sequences:
     """Return the sequences of the queries."""
-    return _sequences(q, call.cu_seqlens_q, None, call.max_q)
+    return _sequences(q, call.cu_seqlens_q, None, None, call.max_q)
 
 
 def key_sequences(k: Tensor, call: Call) -> Sequences:
     """Return the sequences of the keys and values, without keys that `seqused_k` leaves out."""
-    if call.block_table is None:
-        return _sequences(k, call.cu_seqlens_k, call.seqused_k, call.max_k)
-    page_size = k.shape[1]
-    count, capacity = call.block_table.shape[0], call.block_table.shape[1] * page_size
-    lengths = torch.full((count,), capacity, device=k.device)
-    paged = Sequences(lengths, lengths, [capacity] * count, True, k.shape[0] * page_size)
-    return _shortened(paged, call.seqused_k, call.max_k)._replace(table=call.block_table, page_size=page_size)
+    return _sequences(k, call.cu_seqlens_k, call.block_table, call.seqused_k, call.max_k)
 
 
 def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
@@ -140,27 +133,25 @@ def _group(queries: Sequences, keys: Sequences, batch: slice) -> Iterator[Group]
         yield Group(batch, queries.span(batch), keys.span(batch))
 
 
-def _sequences(x: Tensor, offsets: Tensor | None, used: Tensor | None, longest: int) -> Sequences:
-    if offsets is None:
-        count, length = x.shape[:2]
+def _sequences(
+    x: Tensor, offsets: Tensor | None, table: Tensor | None, used: Tensor | None, longest: int
+) -> Sequences:
+    """Return the sequences of a tensor, of each only the first `used` tokens."""
+    total, page_size = x.shape[:-2].numel(), x.shape[1]
+    if offsets is None or table is not None:
+        count, length = x.shape[:2] if table is None else (len(table), table.shape[1] * page_size)
         starts = torch.arange(count, device=x.device) * length
         lengths = torch.full((count,), length, device=x.device)
-        return _shortened(Sequences(starts, lengths, [length] * count, True, count * length), used, longest)
-    total, lengths = x.shape[0], offsets.diff()
-    longest = min(longest, total)
-    bounds = lengths.tolist() if _on_host(lengths) else [longest] * len(lengths)
-    packed = Sequences(offsets[:-1], lengths, bounds, _on_host(lengths), total)
-    return _shortened(packed, used, longest)
-
-
-def _shortened(sequences: Sequences, used: Tensor | None, longest: int) -> Sequences:
-    """Return the sequences with only their first `used` tokens."""
-    if used is None:
-        return sequences
-    lengths = torch.minimum(sequences.lengths, used)
-    exact = _on_host(lengths)
-    bounds = lengths.tolist() if exact else [min(longest, bound) for bound in sequences.bounds]
-    return sequences._replace(lengths=lengths, bounds=bounds, exact=exact)
+        bounds, exact = [length] * count, True
+    else:
+        starts, lengths = offsets[:-1], offsets.diff()
+        exact = _on_host(lengths)
+        bounds = lengths.tolist() if exact else [min(longest, total)] * len(lengths)
+    if used is not None:
+        lengths = torch.minimum(lengths, used)
+        exact = _on_host(lengths)
+        bounds = lengths.tolist() if exact else [min(longest, bound) for bound in bounds]
+    return Sequences(starts, lengths, bounds, exact, total, table, page_size)
 
 
 def _on_host(lengths: Tensor) -> bool:

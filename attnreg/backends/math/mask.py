@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnreg.backends.math import dropout
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 TILE_QUERIES = 256
 TILE_KEYS = 512
+
+# The lower 32 bits of an int64.
+_WORD = 0xFFFFFFFF
 
 
 class Tile(NamedTuple):
@@ -43,8 +45,8 @@ class Mask:
         self.call = call
         self.group = group
         self.heads = heads
-        self.width_q = group.queries.width
-        self.width_k = group.keys.width
+        self.width_q, self.width_k = group.queries.width, group.keys.width
+        self.shift = self.width_k - self.width_q
         self.device = group.keys.rows.device
 
     def row_blocks(self) -> Iterator[slice]:
@@ -54,11 +56,11 @@ class Mask:
     def tiles(self, rows: slice) -> Iterator[Tile]:
         """Yield the tiles of some rows, without those that the window hides entirely."""
         left, right = self.call.window
-        shift = self.width_k - self.width_q
-        low = max(0, rows.start + shift - left) if left >= 0 else 0
-        high = min(self.width_k, rows.stop + shift + right) if right >= 0 else self.width_k
+        low = max(0, rows.start + self.shift - left) if left >= 0 else 0
+        high = min(self.width_k, rows.stop + self.shift + right) if right >= 0 else self.width_k
         for cols in _blocks(low, high, TILE_KEYS):
-            yield Tile(rows, cols, self._visible(rows, cols))
+            parts = [*self._conditions(rows, cols)]
+            yield Tile(rows, cols, functools.reduce(operator.and_, parts) if parts else None)
 
     def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to the scaled scores of a tile."""
@@ -79,7 +81,7 @@ class Mask:
         if rng_state is None:
             raise InvalidInputError(f"rng_state: got None with dropout_p {p}, expected a seed and an offset")
         # Counted from the end, a weight has the same number however its sequence is padded.
-        survives = dropout.survivors(
+        survives = _survivors(
             rng_state,
             p,
             self._numbers(self.group.batch),
@@ -89,25 +91,17 @@ class Mask:
         )
         return survives.to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
-    def _visible(self, rows: slice, cols: slice) -> Tensor | None:
-        parts = [*self._in_window(rows, cols), *self._in_sequence(rows, cols), *self._unmasked(rows, cols)]
-        return functools.reduce(operator.and_, parts) if parts else None
-
-    def _in_window(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+    def _conditions(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+        """Yield what has to hold for a score to count, where it doesn't for all of them."""
         left, right = self.call.window
-        shift = self.width_k - self.width_q
-        if left >= 0 and cols.start < rows.stop - 1 + shift - left:
+        if left >= 0 and cols.start < rows.stop - 1 + self.shift - left:
             yield (self._distance(rows, cols) <= left)[None, None]
-        if right >= 0 and cols.stop - 1 > rows.start + shift + right:
+        if right >= 0 and cols.stop - 1 > rows.start + self.shift + right:
             yield (self._distance(rows, cols) >= -right)[None, None]
-
-    def _in_sequence(self, rows: slice, cols: slice) -> Iterator[Tensor]:
         if self.group.queries.padded:
             yield (self.group.queries.positions[:, rows] >= 0)[:, None, :, None]
         if self.group.keys.padded:
             yield (self.group.keys.positions[:, cols] >= 0)[:, None, None, :]
-
-    def _unmasked(self, rows: slice, cols: slice) -> Iterator[Tensor]:
         bias = self._bias(rows, cols)
         if bias is not None:
             # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
@@ -129,8 +123,7 @@ class Mask:
 
     def _distance(self, rows: slice, cols: slice) -> Tensor:
         """Return how far before its query each key is."""
-        shift = self.width_k - self.width_q
-        return self._numbers(rows)[:, None] + shift - self._numbers(cols)
+        return self._numbers(rows)[:, None] + self.shift - self._numbers(cols)
 
     def _numbers(self, part: slice) -> Tensor:
         return torch.arange(part.start, part.stop, device=self.device)
@@ -138,3 +131,38 @@ class Mask:
 
 def _blocks(low: int, high: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, high)) for start in range(low, high, size))
+
+
+def _survivors(
+    rng_state: Tensor, p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor
+) -> Tensor:
+    """Return which weights (b, H, rows, cols) are kept; each is dropped with probability `p`.
+
+    A weight has its own random number, a hash of the random state and of the numbers of its batch, head, row
+    and column. So any part of the mask can be computed again on any device, and the backward needs nothing
+    from the forward but the random state, which is never read on the host.
+    """
+    places = (batch[:, None, None, None], heads[:, None, None], rows[:, None])
+    step, start = (_key(rng_state, lane, *places) for lane in (1, 2))
+    # An odd step visits every word once: no two columns of a row collide before the hash.
+    drawn = _hash((cols * (step | 1) + start) & _WORD)
+    return drawn >= round(p * 2**32)
+
+
+def _key(rng_state: Tensor, lane: int, *places: Tensor) -> Tensor:
+    """Return 32 random bits for each row of the mask, other ones for each lane."""
+    seed, offset = rng_state.view(torch.int64).unbind()
+    key = _hash((seed & _WORD) ^ lane)
+    for word in (seed >> 32, offset, offset >> 32, *places):
+        key = _hash(key ^ (word & _WORD))
+    return key
+
+
+def _hash(word: Tensor) -> Tensor:
+    """Mix 32 bits, held in an int64: both constants are below 2**31, so that nothing overflows.
+
+    They come from https://github.com/skeeto/hash-prospector/issues/19.
+    """
+    word = (word ^ (word >> 16)) * 0x21F0AAAD & _WORD
+    word = (word ^ (word >> 15)) * 0x735A2D97 & _WORD
+    return word ^ (word >> 15)
