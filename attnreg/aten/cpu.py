@@ -6,17 +6,12 @@ a scope travels in the LSE, and only where there is one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attnreg.aten.bhsd import call_of, dense_plan, run_backward
-from attnreg.aten.routing import Layout, Route, RoutedCall, kept_dense, with_strides_of
+from attnreg.aten.routing import Layout, Route, RoutedCall, Served, kept_dense, with_strides_of
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import to_bshd
 from attnreg.dispatch.planning import Native
-
-if TYPE_CHECKING:
-    from attnreg.aten.routing import Served
 
 CPU = Native("cpu")
 OP = "_scaled_dot_product_flash_attention_for_cpu"

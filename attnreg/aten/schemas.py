@@ -6,10 +6,9 @@ argument that a class lacks is passed to torch's own kernel, one that has moved 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 class FlashForward(NamedTuple):

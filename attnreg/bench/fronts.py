@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
+
+import torch
+from torch import Tensor
 
 from attnreg import api
 from attnreg.bench.compare import Batch
@@ -24,10 +27,6 @@ from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning.checks import check_alive
 from attnreg.tuning.points import Front
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))
 LAYERS, ROUNDS = 24, 21

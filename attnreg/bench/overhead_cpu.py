@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg import _registry, api
-from attnreg.bench.report import Table
+from attnreg.bench.report import Job, Report, Table
 from attnreg.bench.shapes import BOTH, FORWARD
 from attnreg.bench.sides import WARM_UP, by_default, called_directly, torch_alone
 from attnreg.contract.backend import Backend, Call, Kernels
@@ -26,14 +28,8 @@ from attnreg.contract.capabilities import Capabilities
 from attnreg.measure.timing import interleaved, median_ratio, per_call
 from attnreg.varlen.front import varlen_attn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from attnreg.bench.report import Job, Report
-
-    Context = Callable[[], AbstractContextManager[Any]]
-    Measures = dict[str, Callable[[], float]]
+Context = Callable[[], AbstractContextManager[Any]]
+Measures = dict[str, Callable[[], float]]
 
 CALLS, QUICK_CALLS = 1000, 20
 

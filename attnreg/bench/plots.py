@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -12,14 +15,8 @@ from attnreg.bench.report import machine
 from attnreg.bench.shapes import BACKWARD, FORWARD
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from matplotlib.axes import Axes
-
-    # By title: the cases, and for each strategy a ratio for each case.
-    Panels = dict[str, tuple[list[str], dict[str, list[float | None]]]]
+# By title: the cases, and for each strategy a ratio for each case.
+Panels = dict[str, tuple[list[str], dict[str, list[float | None]]]]
 
 TITLES = {
     "varlen": "Packed sequences through varlen_attn",

@@ -17,12 +17,14 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from attnreg import _registry, api
 from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
-from attnreg.bench.report import Report, Table
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
+from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.bench.sides import (
     WARM_UP,
     Side,
@@ -40,12 +42,6 @@ from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gai
 from attnreg.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import calls_for, interleaved, timer_for
-
-if TYPE_CHECKING:
-    import torch
-
-    from attnreg.bench.report import Job
-    from attnreg.bench.shapes import Shape
 
 QUICK = 6
 DIRECTLY = "called directly, "

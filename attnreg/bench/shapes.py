@@ -6,12 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import starmap, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.measure import Case
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec, Device
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 

@@ -8,9 +8,12 @@ called directly.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +27,9 @@ from attnreg.measure.timing import calls_for, timer_for
 from attnreg.selection import policy
 from attnreg.tuning.tables import Report
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    Front = Callable[[Tensor, Tensor, Tensor], Tensor]
-    Step = Callable[[Front, "Tensors"], object]
-    Clock = Literal["device", "eager", "host"]
+Front = Callable[[Tensor, Tensor, Tensor], Tensor]
+Step = Callable[[Front, "Tensors"], object]
+Clock = Literal["device", "eager", "host"]
 
 # A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
 # backend may prepare a launcher in the next.

@@ -22,16 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.contract.capabilities import Capabilities
-from attnreg.contract.launchers import Launcher
-from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import RegistrationError
 
-Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
+if TYPE_CHECKING:  # limits are looked up without torch
+    from torch import Tensor
+
+    from attnreg.contract.launchers import Launcher
+    from attnreg.contract.spec import AttentionSpec, Direction
+
+    Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
 

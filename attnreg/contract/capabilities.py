@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import RegistrationError
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec
 
 __all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line"]
 

@@ -13,16 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Kernels
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import BackendUnavailableError, RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec, Direction
 
 GROUP = "attnreg.backends"
 

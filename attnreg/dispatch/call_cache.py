@@ -13,23 +13,20 @@ import atexit
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from attnreg import _registry
-from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.contract.backend import Call
+from attnreg.contract.launchers import AddressLauncher, Launcher, OpLauncher
 from attnreg.contract.validation import check_values
 from attnreg.dispatch import counters, scope
+from attnreg.dispatch.counters import Counter
+from attnreg.dispatch.state import Plan
 from attnreg.errors import AttnregError, BuildError, UnsupportedInputError
 from attnreg.settings import environment
 from attnreg.torchlib import building, captured
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.launchers import Launcher
-    from attnreg.dispatch.counters import Counter
-    from attnreg.dispatch.state import Plan
 
 log = logging.getLogger("attnreg")
 

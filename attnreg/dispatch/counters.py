@@ -9,12 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from attnreg.contract.spec import Direction
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import Direction
 
 __all__ = ["Fallback", "Stats", "reset_stats", "stats"]
 

@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from attnreg import _registry
+from attnreg.contract.backend import Call
+from attnreg.contract.discovery import Entry
+from attnreg.contract.launchers import Launcher
 from attnreg.dispatch import counters, trace
 from attnreg.errors import AttnregError, UnsupportedInputError
 from attnreg.selection import policy
 from attnreg.selection.decision import Policy
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.launchers import Launcher
 
 T = TypeVar("T")
 

@@ -14,16 +14,13 @@ import os
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attnreg import _registry
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch.counters import Counter, collect
 from attnreg.errors import AttnregError
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.traces import merge
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec, Direction
 
 log = logging.getLogger("attnreg")
 

@@ -8,12 +8,9 @@ users reported.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from attnreg.contract.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import Device
+from attnreg.contract.spec import AttentionSpec, Device
 
 Layout = Literal["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 Bias = Literal["none", "key padding", "additive"]

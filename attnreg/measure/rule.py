@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract import known_issues
-from attnreg.contract.backend import Backend, Call, Kernels, Specialize
+from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import UnsupportedInputError
@@ -144,7 +144,7 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
 
 
 def _launched(
-    specialize: Specialize, given: Inputs, results: tuple[Tensor, ...]
+    specialize: Callable[..., Any], given: Inputs, results: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the results of every launcher, or a direction's kernel where it has none or that declines."""
     *inputs, grad_out, call = given

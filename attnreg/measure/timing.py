@@ -16,15 +16,13 @@ import math
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    Run = Callable[[], object]
+Run = Callable[[], object]
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from attnreg.contract.capabilities import one_line
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import UnsupportedInputError
-from attnreg.tuning.lookup import with_sources
-
-if TYPE_CHECKING:
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec, Device, Direction
-    from attnreg.selection.lockfile import Lock
-    from attnreg.tuning.lookup import Prediction
-    from attnreg.tuning.tables import Tables
+from attnreg.selection.lockfile import Lock
+from attnreg.tuning.lookup import Prediction, with_sources
+from attnreg.tuning.tables import Tables
 
 __all__ = ["Decision", "Policy", "Preference", "replayed", "select", "tied_to"]
 

@@ -11,18 +11,15 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from attnreg.tuning import table
 from attnreg.tuning.machine import environment, matched, matched_simulated
 from attnreg.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
 from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
-
-if TYPE_CHECKING:
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import Direction
 
 FORMAT = "attnreg lockfile"
 VERSION = 1

@@ -26,16 +26,14 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import Device
 from attnreg.errors import RanksDifferError
+from attnreg.selection.decision import Policy
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.machine import environment
-
-if TYPE_CHECKING:
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import Device
-    from attnreg.selection.decision import Policy
 
 log = logging.getLogger("attnreg")
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from attnreg.contract.capabilities import one_line
+from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import UnsupportedInputError
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec
-    from attnreg.selection.decision import Decision
-    from attnreg.tuning.lookup import Prediction
+from attnreg.selection.decision import Decision
+from attnreg.tuning.lookup import Prediction
 
 __all__ = ["decision_table", "fallback_line", "one_line", "refuse"]
 

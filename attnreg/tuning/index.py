@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import dist
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from attnreg.tuning.kinds import RATIO, Kind, coordinates, distance_between, family_of, work
-
-if TYPE_CHECKING:
-    from attnreg.tuning.kinds import Size
-    from attnreg.tuning.points import Front, Measured, Point
+from attnreg.tuning.kinds import RATIO, Kind, Size, coordinates, distance_between, family_of, work
+from attnreg.tuning.points import Front, Measured, Point
 
 # How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
 # weighted by the inverse square of their distance, chose best.

@@ -7,10 +7,9 @@ that differ only in the ratio of heads. Between other kinds they can't, except a
 from __future__ import annotations
 
 from math import log2
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.contract.spec import AttentionSpec, Direction
 
 MASKS = ("none", "causal", "window")
 

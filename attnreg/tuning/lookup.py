@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import dist, exp, log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from attnreg.tuning.index import EXACT
-from attnreg.tuning.kinds import coordinates, family_of, kind_of, size_of, work
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec, Direction
-    from attnreg.tuning.index import Index, Kinds, Near
-    from attnreg.tuning.kinds import Kind
-    from attnreg.tuning.points import Point
+from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.tuning.index import EXACT, Index, Kinds, Near
+from attnreg.tuning.kinds import Kind, coordinates, family_of, kind_of, size_of, work
+from attnreg.tuning.points import Point
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
 CALLS_PER_SHAPE = 100_000

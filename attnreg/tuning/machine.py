@@ -12,13 +12,11 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import Device
 from attnreg.tuning.table import Environment
-
-if TYPE_CHECKING:
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import Device
 
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:

@@ -9,19 +9,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
+from attnreg.tuning.lookup import Prediction, predict
 from attnreg.tuning.machine import environment, file_name, matched, matched_simulated
-from attnreg.tuning.table import load
-
-if TYPE_CHECKING:
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec, Device, Direction
-    from attnreg.tuning.lookup import Prediction
-    from attnreg.tuning.table import Table
+from attnreg.tuning.table import Table, load
 
 log = logging.getLogger("attnreg")
 

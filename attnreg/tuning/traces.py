@@ -9,14 +9,11 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import Direction
 
 log = logging.getLogger("attnreg")
 

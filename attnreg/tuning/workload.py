@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product, zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from attnreg import measure
-from attnreg.contract.spec import AttentionSpec
-from attnreg.measure import Case, copies_beyond_the_cache
-
-if TYPE_CHECKING:
-    import torch
-
-    from attnreg.contract.spec import Device
-    from attnreg.measure import Inputs
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.measure import Case, Inputs, copies_beyond_the_cache
 
 T = TypeVar("T")
 

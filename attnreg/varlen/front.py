@@ -9,7 +9,8 @@ function transforms are to see an op, the call is `attnreg::_varlen_attn` (`cust
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +20,10 @@ from torch.autograd.function import once_differentiable
 from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
+from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError
 from attnreg.varlen import custom_op
 from attnreg.varlen.plans import autocast, call_of, check_heads, run, window
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attnreg.dispatch.scope import ScopedChoice
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 

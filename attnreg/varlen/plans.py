@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of, needs_graph_memory
-from attnreg.contract.spec import UNBOUNDED
+from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_deterministic
+from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import stream_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attnreg.contract.spec import Direction
-    from attnreg.dispatch.scope import ScopedChoice
-
-    # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
-    Lengths = tuple[Tensor, Tensor | None, int, int]
+# `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
+Lengths = tuple[Tensor, Tensor | None, int, int]
 
 # Asked here, once: the torch.compile of torch 2.11 can't trace the question.
 _AUTOCASTS = frozenset(

@@ -10,21 +10,17 @@ second product that subtracts the first. Padding gets columns that make its weig
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from math import copysign, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from attnreg.backends.cpu.flash import Band
 from attnreg.backends.cpu.padding import padded_batches, powers_of_two, zeros
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.cpu.flash import Band
-    from attnreg.backends.cpu.sequences import UniformBatch
-    from attnreg.contract.backend import Call
+from attnreg.backends.cpu.sequences import UniformBatch
+from attnreg.contract.backend import Call
 
 # exp2 is faster than exp.
 _LOG2 = log(2)

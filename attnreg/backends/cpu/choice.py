@@ -8,17 +8,14 @@ tables.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.cpu.sequences import sequences_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import AttentionSpec, Direction
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPEN = (-1, -1)

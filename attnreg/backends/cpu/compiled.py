@@ -10,25 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.cpu import choice
-from attnreg.backends.cpu.sequences import sequences_of
-from attnreg.contract.backend import Kernels
+from attnreg.backends.cpu.sequences import Sequences, sequences_of
+from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import AddressLauncher
+from attnreg.contract.spec import Direction
 from attnreg.errors import BuildError
 from attnreg.torchlib import building
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.cpu.sequences import Sequences
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import Direction
 
 log = logging.getLogger("attnreg")
 

@@ -14,23 +14,17 @@ own share of the gradients.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from attnreg.backends.cpu.flash import lse_dtype
-from attnreg.backends.cpu.sequences import visible
+from attnreg.backends.cpu.flash import Band, Flash, lse_dtype
+from attnreg.backends.cpu.sequences import Window, visible
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.cpu.flash import Band, Flash
-    from attnreg.backends.cpu.sequences import Window
-
-    Partial = tuple[Tensor, Tensor]
+Partial = tuple[Tensor, Tensor]
 
 OPEN = (-1, -1)
 

@@ -6,20 +6,17 @@ callers pass none.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnreg.torchlib import captured
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    # In a band (low, high) row i sees key j if low <= j - i <= high.
-    Band = tuple[int, int]
+# In a band (low, high) row i sees key j if low <= j - i <= high.
+Band = tuple[int, int]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 

@@ -7,17 +7,14 @@ solved together, a power of two at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.cpu.flash import Band
-    from attnreg.backends.cpu.sequences import UniformBatch
+from attnreg.backends.cpu.flash import Band
+from attnreg.backends.cpu.sequences import UniformBatch
 
 # Beyond every length.
 _NO_BOUND = 2**40

@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from torch import Tensor
+
+from attnreg.contract.backend import Call
 from attnreg.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
 
 Window = tuple[int, int]
 

@@ -7,23 +7,16 @@ each batch of equally long neighbours is faster than sorting and padding sequenc
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnreg.backends.cpu import bfloat16, dense
-from attnreg.backends.cpu.flash import additive, forward_dtype, lse_dtype, readable
-from attnreg.backends.cpu.sequences import sequences_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attnreg.backends.cpu.flash import Flash
-    from attnreg.backends.cpu.sequences import UniformBatch
-    from attnreg.contract.backend import Call
+from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype, readable
+from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
+from attnreg.contract.backend import Call
 
 
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import Direction
 from attnreg.torchlib.layout import contiguous_strides
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
-    from attnreg.contract.spec import Direction
-
 
 # The tensors of a graph; the numbers, from 1 on, are their uids.
 Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")

@@ -7,12 +7,9 @@ used twice. README.md says what rounding up costs, how many plans that leaves, a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from attnreg.backends.cudnn.problem import Problem
 from attnreg.contract.capabilities import GRID
-
-if TYPE_CHECKING:
-    from attnreg.backends.cudnn.problem import Problem
 
 # The backward's workspace is a float32 gradient of the query. A shared plan has room for PER_SEQUENCE tokens
 # in each of its sequences, but not for more than 256 MB of numbers or for TOKENS, whichever is more. Beyond

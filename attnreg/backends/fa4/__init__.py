@@ -8,16 +8,14 @@ reasons are in README.md. The package is imported when the backend loads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnreg.backends.fa4 import compiled_kinds
 from attnreg.backends.fa4.adapter import load
 from attnreg.backends.fa4.package import installed, unavailable
 from attnreg.contract.backend import Backend
 from attnreg.contract.capabilities import GRID, Capabilities, Range
-
-if TYPE_CHECKING:
-    from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec
 
 # Unequal head dims of query and value whose backward the package can compile for Hopper.
 UNEQUAL = ((64, 128), (96, 128), (128, 64), (192, 128), (256, 128))

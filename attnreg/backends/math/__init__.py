@@ -9,23 +9,16 @@ packed and paged tensors to one form, `mask.py` says which scores count, `tiles.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from attnreg.backends.math.batch import as_rows, groups, key_sequences, query_sequences
+from attnreg.backends.math.batch import Group, as_rows, groups, key_sequences, query_sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask
 from attnreg.backends.math.tiles import attend, attend_backward
-from attnreg.contract.backend import Backend, Kernels
+from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attnreg.backends.math.batch import Group
-    from attnreg.contract.backend import Call
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22

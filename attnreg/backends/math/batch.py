@@ -8,16 +8,13 @@ where the lengths are not, as on a GPU, where reading them would wait for the de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attnreg.contract.backend import Call
+from attnreg.contract.backend import Call
 
 
 class Span(NamedTuple):

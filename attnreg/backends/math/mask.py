@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from attnreg.backends.math.batch import Group
+from attnreg.contract.backend import Call
 from attnreg.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attnreg.backends.math.batch import Group
-    from attnreg.contract.backend import Call
 
 TILE_QUERIES = 256
 TILE_KEYS = 512

@@ -8,14 +8,10 @@ al., https://arxiv.org/abs/2205.14135).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.backends.math.mask import Mask, Tile
+from attnreg.backends.math.mask import Mask, Tile
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
