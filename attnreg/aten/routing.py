@@ -127,6 +127,8 @@ def router(
             reason = f"argument {', '.join(further)} is of a newer torch than attnreg knows"
             return RoutedCall(op, original, args, kwargs, native, None).untouched(reason)
         given = arguments(*args, **kwargs)
+        if token and given.grad_out is None:  # nothing that came of the output has a gradient
+            return (None, None, None), None
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True

@@ -287,6 +287,27 @@ def test_a_double_backward_is_an_error_not_wrong_numbers(either_routers, ran):
 
 
 # Torch has no batching rule for the op, with or without attnreg, and says that its loop is slow.
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_an_output_without_a_gradient_gives_its_inputs_none(either_routers, name):
+    inputs = qkv(6, 6)
+    with attnreg.register_backend(name):
+        for _ in range(3):
+            out = F.scaled_dot_product_attention(*inputs)
+            grads = torch.autograd.grad(_WithoutGradient.apply(out).sum(), inputs, allow_unused=True)
+            assert grads == (None, None, None)
+            assert_right(results(inputs), inputs)  # and what is kept of the call before is right for this one
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
 def test_vmap_and_functional_gradients_give_what_a_loop_and_autograd_do(either_routers, ran):
     attnreg.uninstall()
