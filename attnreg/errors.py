@@ -17,7 +17,10 @@ PyTorch's own errors keeps working. All of them can be pickled.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",

@@ -157,7 +157,6 @@ def no_routers():
     yield
     attention.restore_flash_attention_impl(_raise_warn=False)
     aten.restore()
-    aten._kept_out = False
 
 
 def test_attnreg_is_a_name_that_torchs_registry_knows():

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Call, Kernels
+from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import AddressLauncher
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.spec import Device
 from attnreg.errors import UnsupportedInputError
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Inputs, inputs
@@ -173,13 +173,14 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         place = Device("cuda", capability, device.index, torch.cuda.get_device_name(device))
+    entry = Entry(backend.name, "verify", backend)
     for case in cases:
         spec = case.spec(place)
-        against = _reasons(backend, "forward", spec)
+        against = entry.reasons(spec, "forward")
         if against:
             yield Outcome(case, {}, against)
             continue
-        against = _reasons(backend, "backward", spec)
+        against = entry.reasons(spec, "backward")
         runnable = kernels._replace(backward=None) if against else kernels
         try:
             errors, declined = measure_taken(runnable, case, device)
@@ -187,17 +188,6 @@ def verify(backend: Backend, device: torch.device | str, cases: Iterable[Case]) 
             yield Outcome(case, {}, against, f"{type(error).__name__}: {error}")
         else:
             yield Outcome(case, errors, (declined,) if declined else against)
-
-
-def _reasons(backend: Backend, direction: str, spec: AttentionSpec) -> tuple[str, ...]:
-    offered = backend.forward if direction == "forward" else backend.backward
-    if offered is None:
-        return ("has no backward",)
-    try:
-        against = offered.unsupported(spec) or tuple(backend.refuses(spec) if backend.refuses else ())
-        return against or known_issues.against(backend.name, backend.version, spec, direction)
-    except Exception as error:  # noqa: BLE001 - a broken check is a reason like any other
-        return (f"check failed: {type(error).__name__}: {error}",)
 
 
 def _distance(got: Tensor, truth: Tensor) -> float:

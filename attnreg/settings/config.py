@@ -150,7 +150,7 @@ class Settings(_Table):
     strict: bool = Field(
         default=False,
         strict=True,
-        description="Whether it is an error when a preferred backend can't run a call.",
+        description="Whether it is an error if no backend of the strongest source can run a call.",
     )
     disabled: Names = Field(default=(), description="Backends that must not run.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
