@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.dispatch import counters, scope
+from attnreg.dispatch import call_cache, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import every_dense_row_sees_a_key
 from attnreg.dispatch.planning import Native
@@ -102,7 +102,8 @@ class RoutedCall(NamedTuple):
         """
         result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
         counters.count(plan.counters)
-        return result, Kept(None, plan.counters) if keeps and plan.is_checked else None
+        keeps = keeps and plan.is_checked and call_cache.load() is not None
+        return result, Kept(None, plan.counters) if keeps else None
 
     def untouched(self, why: str) -> Served:
         """Run torch's own kernel on a call that only it understands.
