@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -21,8 +21,10 @@ from attnreg.dispatch import scope, trace
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.selection import policy
 from attnreg.selection.decision import Preference
-from attnreg.settings.config import Settings
 from attnreg.tuning.traces import check_writable
+
+if TYPE_CHECKING:  # it takes 0.1 s to import, and most programs need no settings file
+    from attnreg.settings.config import Settings
 
 __all__ = [
     "Handle", "configure", "install", "list_backends", "record", "register_backend", "reload",
@@ -107,11 +109,14 @@ def register_backend(
         led = _devices(entry, devices)
         if not entry.unavailable():
             aten.ensure()  # before it loads: torch's own kernels are captured before anything covers them
-        entry.kernels()
-    except BaseException as error:
-        if isinstance(error, BackendUnavailableError) and not required:
+        try:
+            entry.kernels()
+        except BackendUnavailableError as error:
+            if required:
+                raise
             log.warning("%s; going on without it", error)
             return Handle(None, entry)
+    except BaseException:
         if entry not in known:
             _registry.discard(entry)
         raise

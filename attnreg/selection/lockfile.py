@@ -128,6 +128,7 @@ class Lock:
         self.file = file
         self._entries = entries
         self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
+        self._differences: dict[tuple[Device, str], str] = {}
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and its name for messages.
@@ -146,7 +147,15 @@ class Lock:
         return row, name
 
     def differences(self, device: Device, backend: str) -> str:
-        """Return how the environment of a backend on a device differs from the lock's."""
+        """Return how the environment of a backend on a device differs from the lock's, as it first was.
+
+        Each new plan asks: a program that then changes torch's threads goes on as it began.
+        """
+        if (device, backend) not in self._differences:
+            self._differences[device, backend] = self._compared(device, backend)
+        return self._differences[device, backend]
+
+    def _compared(self, device: Device, backend: str) -> str:
         if device.type != self.file.device:
             return f"locked on {self.file.device}, here it is {device.type}"
         there = self.file.environment

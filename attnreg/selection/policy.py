@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
 from attnreg.errors import AttnregError, BuildError
@@ -35,9 +35,11 @@ from attnreg.selection.sources import (
     without_implementation,
 )
 from attnreg.selection.sources import policy as decides_by
-from attnreg.settings.config import Settings
 from attnreg.torchlib import building, captured
 from attnreg.tuning.tables import Tables
+
+if TYPE_CHECKING:
+    from attnreg.settings.config import Settings
 
 log = logging.getLogger("attnreg")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
 from attnreg.errors import BuildError, ConfigError, UnknownBackendError
@@ -16,12 +16,14 @@ from attnreg.selection.lockfile import VARIABLE as LOCK
 from attnreg.selection.lockfile import Lockfile
 from attnreg.selection.lockfile import load as load_lock
 from attnreg.settings import environment
-from attnreg.settings.config import LoadedSettings
 from attnreg.settings.environment import Environment
 from attnreg.torchlib import building
 from attnreg.tuning.table import load as load_table
 from attnreg.tuning.tables import Named
 from attnreg.tuning.traces import check_writable
+
+if TYPE_CHECKING:
+    from attnreg.settings.config import LoadedSettings
 
 UNSET = Environment()
 REFERENCE = "math"
