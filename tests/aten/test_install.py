@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import subprocess
-import sys
 import types
 from collections import Counter
 
@@ -199,39 +197,3 @@ def test_an_install_that_fails_half_way_leaves_every_op_as_it_was(monkeypatch, f
     attnreg.install()
     attend(inputs)
     assert ran() == {"cpu": (1, 1)}
-
-
-# ---- processes
-
-BEGIN = """
-import os, sys, threading, torch, attnreg
-import torch.nn.functional as F
-torch.set_num_threads(1)
-q = torch.randn(1, 2, 3, 8, requires_grad=True)
-handle = attnreg.register_backend('math')
-out = F.scaled_dot_product_attention(q, q, q)
-"""
-IN_FORCE = """
-scope = attnreg.use_backend('math'); scope.__enter__()
-thread = threading.Thread(target=lambda: F.scaled_dot_product_attention(q, q, q)); thread.start()
-"""
-FORKED = """
-child = os.fork()
-attnreg.reset_stats()
-F.scaled_dot_product_attention(q, q, q).sum().backward()
-COUNTED
-if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-COUNTED = "assert attnreg.stats().calls == {'math': {'forward': 1, 'backward': 1}}"
-PROCESSES = {
-    "without torch's warning about overriding": ("out.sum().backward()\n" + COUNTED, ("-W", "error")),
-    "with a registration in force": (IN_FORCE, ()),
-    "after a fork, which inherits the registration": (FORKED.replace("COUNTED", COUNTED), ()),
-}
-
-
-@pytest.mark.parametrize(("code", "options"), PROCESSES.values(), ids=PROCESSES)
-def test_a_process_ends_in_silence(code, options):
-    command = [sys.executable, *options, "-c", BEGIN + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

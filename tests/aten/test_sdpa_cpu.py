@@ -125,16 +125,6 @@ def test_strides_are_torchs_own_however_inputs_and_a_backends_results_lie(
             assert lse.transpose(1, 2).is_contiguous()
 
 
-def test_the_op_returns_what_torchs_own_does():
-    inputs = [x.detach() for x in qkv(5, 7)]
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own = op(*inputs, 0.0, True, scale=0.5)
-    with attnreg.register_backend("math"):
-        got = op(*inputs, 0.0, True, scale=0.5)
-    for one, other in zip(got, own, strict=True):
-        torch.testing.assert_close(one, other, check_stride=True)
-
-
 @pytest.fixture(params=[False, True], ids=["torch's kernel", "compiled kernel"])
 def either_cpu_kernel(request, monkeypatch):
     """Have the cpu backend be without its compiled kernel, or with it."""
@@ -224,19 +214,6 @@ def test_a_scope_holds_for_its_calls_and_their_backward(fake, ran):
         other.sum().backward()
         assert ran() == {"math": (0, 1)}
     assert_right([out, *grads], inputs, window=CAUSAL)
-
-
-def test_a_scope_holds_for_the_backward_of_torchs_own_kernel(fake, ran):
-    inputs = qkv()
-    attnreg.install()
-    with attnreg.use_backend("math"):
-        F.scaled_dot_product_attention(*inputs).sum().backward()
-        with attnreg.register_backend(fake("mine").backend):
-            out = F.scaled_dot_product_attention(*inputs)
-    assert ran() == {"math": (2, 1)}
-    with attnreg.register_backend(fake("other").backend):
-        out.sum().backward()
-    assert ran() == {"math": (0, 1)}
 
 
 @pytest.mark.parametrize(
