@@ -217,13 +217,6 @@ def test_a_scope_serves_where_nothing_is_registered_and_ends_with_its_block(inst
 # ---- what is counted
 
 
-def test_a_reset_takes_what_the_call_cache_has_counted(installed):
-    attnreg.register_backend("cpu")
-    repeat(lambda: attend(qkv()))
-    attnreg.reset_stats()
-    assert attnreg.stats().calls == {}
-
-
 def test_repeated_calls_are_counted_for_a_recording_whose_counters_are_released_with_it(installed, tmp_path):
     attnreg.register_backend("cpu")
 

@@ -136,8 +136,7 @@ def test_strides_and_values_are_those_of_torchs_own_kernel(installed, planned, e
     for name in ("math", "cpu"):
         with enter(name):
             for _ in range(4):
-                for got, wanted in zip(attend(), plain, strict=True):
-                    torch.testing.assert_close(got, wanted, check_stride=True)
+                torch.testing.assert_close(attend(), plain, check_stride=True)
             assert planned(attend) == 0
 
 
@@ -224,19 +223,6 @@ def test_the_call_cache_and_python_read_each_others_tokens(op):
         op.planned_back(*given, one)
     assert [op.planned_back(*given, one)[0] for one in (token, none)] == [False, False]
     assert op.planned_back(*given, scope.choice_token(choice_of("cpu"), inputs[0]))[0]
-
-
-def test_an_exclusive_choice_refuses_instead_of_falling_back(installed, fake):
-    q, k, v = (x.detach() for x in qkv())
-    with attnreg.register_backend(fake("mine", dtypes=("bfloat16",)).backend):
-        for _ in range(3):
-            entered = scope.enter(scope.exclusive("mine"))
-            try:
-                with pytest.raises(attnreg.UnsupportedInputError, match="mine"):
-                    F.scaled_dot_product_attention(q, k, v)
-            finally:
-                scope.leave(entered)
-            F.scaled_dot_product_attention(q, k, v)
 
 
 @pytest.mark.parametrize("name", ["math", "cpu"])

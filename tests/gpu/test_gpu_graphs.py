@@ -44,6 +44,17 @@ def replay(graph, results):
     return [result.clone() for result in results]
 
 
+def training_step(named, given):
+    """Return a function that returns an output and gradients; the gradient that comes in is drawn before."""
+    grad = gpu.incoming(given.query)
+
+    def step():
+        out = gpu.on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
+
+    return step
+
+
 def allocated():
     """Return the bytes of tensors on the GPU; what cuBLAS keeps of the first matrix products isn't of any."""
     torch._C._cuda_clearCublasWorkspaces()
@@ -106,13 +117,7 @@ def deterministic(named, monkeypatch):
 
 def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
     given = gpu.packed()
-    grad = gpu.incoming(given.query)
-
-    def step():
-        out = gpu.on(named)(*given)
-        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
-
-    graph, results = capture(step)
+    graph, results = capture(training_step(named, given))
     first, second = replay(graph, results), replay(graph, results)
     assert torch.equal(first[0], second[0])
     if deterministic:
@@ -123,13 +128,7 @@ def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic
 
 def test_a_replay_follows_offsets_that_are_refilled(named):
     given = gpu.packed((5, 300, 0, 42))
-    grad = gpu.incoming(given.query)
-
-    def step():
-        out = gpu.on(named)(*given)
-        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
-
-    graph, results = capture(step)
+    graph, results = capture(training_step(named, given))
     for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
         given.offsets_q.copy_(gpu.offsets_of(lengths))
         gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
@@ -188,12 +187,11 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_host_sync_in_forward_or_backward(named):
-    given = gpu.packed()
-    grad = gpu.incoming(given.query)
-    torch.autograd.grad(gpu.on(named)(*given), given.qkv, grad)
+    step = training_step(named, gpu.packed())
+    step()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        torch.autograd.grad(gpu.on(named)(*given), given.qkv, grad)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -136,15 +136,11 @@ def test_reduced_overhead_below_sdpa_is_right_where_two_layers_are_alike(named, 
 # ---- autocast, checkpointing, determinism
 
 
-@pytest.mark.parametrize("entry_point", ["scaled_dot_product_attention", "varlen_attn"])
-def test_autocast_reaches_attention_and_its_gradients_are_float32(named, entry_point, ran):
+@pytest.mark.parametrize("front", [sdpa, attnreg.varlen_attn], ids=["SDPA", "varlen_attn"])
+def test_autocast_reaches_attention_and_its_gradients_are_float32(named, front, ran):
     given = gpu.packed((300,), dtype=torch.float32)
     with torch.autocast("cuda", gpu.BF16), attnreg.register_backend(named):
-        if entry_point == "varlen_attn":
-            out = attnreg.varlen_attn(*given)
-        else:
-            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in given.qkv))
-            out = out[0].transpose(0, 1)
+        out = front(*given)
         grads = torch.autograd.grad(out, given.qkv, gpu.incoming(out))
     assert ran() == {named: (1, 1)}
     assert [x.dtype for x in (out, *grads)] == [gpu.BF16, *[torch.float32] * 3]

@@ -192,6 +192,18 @@ CALLS = {
 }
 
 
+def expected_of(query, key, value, grad, call):
+    """Return output and gradients of a kernel in float64, and the LSE."""
+    leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
+    options = {"window": call.window, "scale": call.scale}
+    if call.cu_seqlens_q is None:
+        out, lse = truth.dense(*(x.transpose(1, 2) for x in leaves), **options)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = truth.varlen(*leaves, call.cu_seqlens_q.cpu(), call.cu_seqlens_k.cpu(), **options)
+    return (out, *torch.autograd.grad(out, leaves, grad.cpu().double())), lse
+
+
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
@@ -209,16 +221,8 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window
         given = (grad, query, key, value, out, lse, call)
         grads, backward = python_of("flash_attn", kernels.backward, *given)
         torch.cuda.synchronize()  # so that the device has reported on offsets and proofs
-        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-        if offsets is None:
-            inputs = [x.transpose(1, 2) for x in leaves]
-            right, right_lse = truth.dense(*inputs, window=window, scale=call.scale)
-            right = right.transpose(1, 2)
-        else:
-            pair = offsets.cpu(), offsets.cpu()
-            right, right_lse = truth.varlen(*leaves, *pair, window=window, scale=call.scale)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near((out, *grads), (right, *right_grads))
+        right, right_lse = expected_of(query, key, value, grad, call)
+        gpu.assert_near((out, *grads), right)
         truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
     assert (forward, backward) == ([], []), "the last calls went through the package's Python"
 
@@ -252,8 +256,4 @@ def test_they_do_so_while_a_graph_is_captured_and_on_another_stream(named, monke
             result.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-        right, _ = truth.dense(*(x.transpose(1, 2) for x in leaves), window=CAUSAL)
-        right = right.transpose(1, 2)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near(captured, (right, *right_grads))
+        gpu.assert_near(captured, expected_of(query, key, value, grad, call)[0])

@@ -54,10 +54,8 @@ def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, opti
     assert total(ran()) == (1, 1)
 
 
-def test_the_backend_that_explain_names_runs_both_directions(packed, fake, ran):
+def test_a_registered_backend_runs_both_directions_with_what_was_given(packed, fake, ran):
     inputs = packed(LENGTHS_Q, LENGTHS_K)
-    varlen_attn(*inputs).sum().backward()
-    assert ran() == {attnreg.explain(*inputs).backend: (1, 1)}
     recorder = fake("mine")
     with attnreg.register_backend(recorder.backend):
         varlen_attn(*inputs, window_size=(2, 0), scale=0.5).sum().backward()
