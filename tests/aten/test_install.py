@@ -15,7 +15,7 @@ from attnreg import aten
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 
-uninstalled = pytest.mark.usefixtures("uninstalled")
+pytestmark = pytest.mark.usefixtures("uninstalled")
 
 
 QUERY, CU = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
@@ -42,7 +42,6 @@ def varlen_attn_is_right():
 # ---- in and out
 
 
-@uninstalled
 def test_installing_covers_every_op_and_key_once_and_restoring_gives_each_back():
     before = tables()
     assert not any(map(is_ours, PLACES))
@@ -60,7 +59,6 @@ def test_installing_covers_every_op_and_key_once_and_restoring_gives_each_back()
         assert tables() == before
 
 
-@uninstalled
 def test_calls_prove_that_uninstalling_gives_torchs_kernels_back_and_installing_the_routers(ran):
     inputs = qkv()
     before = attend(inputs)
@@ -79,7 +77,6 @@ def test_calls_prove_that_uninstalling_gives_torchs_kernels_back_and_installing_
         attnreg.install()  # what was registered still is
 
 
-@uninstalled
 def test_uninstalled_routers_stay_out_until_somebody_registers():
     attnreg.uninstall()
     attnreg.list_backends()
@@ -90,7 +87,6 @@ def test_uninstalled_routers_stay_out_until_somebody_registers():
     assert aten.installed()
 
 
-@uninstalled
 def test_installing_many_times_grows_nothing_and_captures_torchs_kernels(ran):
     inputs = qkv()
     before = attend(inputs)
@@ -124,7 +120,6 @@ UNROUTED = (
 )
 
 
-@uninstalled
 def test_other_ops_overloads_and_keys_are_left_alone():
     assert {key for _, key in PLACES} == {"CPU", "CUDA"}  # nor where autograd or shapes are decided
     before = [torch._C._dispatch_dump_table(f"aten::{op}") for op in UNROUTED]
@@ -135,7 +130,6 @@ def test_other_ops_overloads_and_keys_are_left_alone():
 # ---- failures
 
 
-@uninstalled
 @pytest.mark.parametrize("failing", range(len(PLACES)))
 def test_an_install_that_fails_half_way_leaves_every_op_as_it_was(monkeypatch, failing, ran):
     inputs, before = qkv(), tables()

@@ -83,17 +83,12 @@ def test_modes_that_are_to_see_ops_are_left_to_python(packed_plan, pair):
     assert not is_left()
 
 
-def test_dispatch_modes_and_tracers_see_the_custom_op(front, packed):
+def test_dispatch_modes_see_the_custom_op(front, packed):
     inputs = packed(LENGTHS)
     attend(inputs)
     with Seen() as seen:
         attend(inputs).sum().backward()
     assert seen.names == ["attnreg::_varlen_attn", "attnreg::_varlen_attn_backward"]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-        out = attend(fake)
-    assert type(out) is type(fake[0])
-    assert out.shape == inputs[0].shape
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

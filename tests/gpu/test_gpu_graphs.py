@@ -35,15 +35,6 @@ def capture(step):
     return graph, results
 
 
-def replay(graph, results):
-    """Return what a replay has written, over results that were spoilt before it."""
-    for result in results:
-        result.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    return [result.clone() for result in results]
-
-
 def training_step(named, given):
     """Return a function that returns an output and gradients; the gradient that comes in is drawn before."""
     grad = gpu.incoming(given.query)
@@ -100,7 +91,7 @@ def test_a_read_back_may_be_released_while_its_stream_is_captured():
 def test_a_captured_forward_replays_bit_for_bit(named):
     given = gpu.packed().detached()
     graph, results = capture(lambda: (gpu.on(named)(*given),))
-    (first,), (second,) = replay(graph, results), replay(graph, results)
+    (first,), (second,) = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first, second)
     gpu.assert_near([first], gpu.expected(given)[0][:1])
 
@@ -118,7 +109,7 @@ def deterministic(named, monkeypatch):
 def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
     given = gpu.packed()
     graph, results = capture(training_step(named, given))
-    first, second = replay(graph, results), replay(graph, results)
+    first, second = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first[0], second[0])
     if deterministic:
         assert all(map(torch.equal, first, second))
@@ -131,7 +122,7 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
     graph, results = capture(training_step(named, given))
     for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
         given.offsets_q.copy_(gpu.offsets_of(lengths))
-        gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
+        gpu.assert_near(gpu.replay(graph, results), gpu.expected(given)[0])
 
 
 @pytest.mark.only_for("cuDNN")
@@ -180,7 +171,7 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     with torch.cuda.graph(graph):
         results = step()
     assert native._rng_states == {}
-    got, right = replay(graph, results), gpu.expected(given)[0]
+    got, right = gpu.replay(graph, results), gpu.expected(given)[0]
     gpu.assert_near(got[:4], right)
     gpu.assert_near(got[4:], right[1:])
 

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import dataclasses
 import pickle
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +15,7 @@ from support.processes import python
 import attnreg
 from attnreg import errors
 from attnreg.dispatch import scope
+from attnreg.dispatch.counters import Fallback
 from attnreg.selection.decision import Policy, Preference
 from attnreg.settings.config import LoadedSettings, Settings, load
 
@@ -23,15 +23,6 @@ SPEC = attnreg.AttentionSpec(
     device=attnreg.Device("cuda", (9, 0), 1, "NVIDIA H200"), dtype="bf16", batch=2, max_q=16, max_k=16,
     heads_q=4, heads_k=2, head_dim=64, head_dim_v=64, window=(-1, 0), needs_backward=True,
 )  # fmt: skip
-
-
-@pytest.fixture
-def hasty():
-    """Switch threads as often as can be, so that a race shows itself."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 # Threads
@@ -281,7 +272,7 @@ def values(tmp_path):
         ),
         "call": attnreg.Call(0.5, 4, 8, (3, 0), deterministic=True),
         "kernels": attnreg.Kernels(print, None),
-        "stats": attnreg.Stats({"math": {"forward": 1, "backward": 0}}, ()),
+        "stats": attnreg.Stats({"math": {"forward": 1, "backward": 0}}, (Fallback("FA2", "too new", 3),)),
         "aux": attnreg.AuxRequest(lse=True),
     }
 

@@ -44,10 +44,8 @@ def test_torchs_own_aux_request_is_as_good(packed):
     assert isinstance(attnreg.varlen_attn(*given, return_aux=attnreg.AuxRequest()), torch.Tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_lse_is_float32_of_shape_heads_tokens_and_not_differentiable(front, packed, dtype):
-    out, lse = attnreg.varlen_attn(*packed((3, 4), dtype=dtype), return_aux=LSE)
-    assert (lse.shape, lse.dtype) == ((4, 7), torch.float32)
+def test_the_lse_is_not_differentiable(front, packed):
+    out, lse = attnreg.varlen_attn(*packed((3, 4)), return_aux=LSE)
     assert (out.requires_grad, lse.requires_grad) == (True, False)
     with pytest.raises(RuntimeError, match="does not require grad"):
         lse.sum().backward()
