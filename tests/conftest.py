@@ -249,6 +249,15 @@ def one_thread():
 
 
 @pytest.fixture
+def hasty():
+    """Switch threads as often as can be, so that a race shows itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
 def routers():
     """Install the routers for a test, and restore torch's ops after it."""
     was_installed = aten.installed()

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 from unittest.mock import Mock
 
 import pytest
@@ -236,20 +235,6 @@ def other(monkeypatch):
     handle = Mock()
     monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA99", lambda: handle)
     return handle
-
-
-def test_what_was_activated_in_torch_before_is_restored_with_a_warning(no_routers, other, caplog):
-    attention.activate_flash_attention_impl("FA99")
-    with attnreg.register_backend("math"):
-        other.remove.assert_called_once_with()
-        assert attention.current_flash_attention_impl() is None
-        (record,) = caplog.records
-        assert record.levelno == logging.WARNING
-        assert record.message == (
-            "torch.nn.attention had 'FA99' active: attnreg has restored torch's own kernels, to which it "
-            "falls back, and chooses for each call from now on; it knows no backend 'FA99'"
-        )
-        assert sdpa() == "math"
 
 
 def test_activating_another_in_torch_ends_attnregs_activation(no_routers, other):

@@ -85,15 +85,20 @@ def test_an_override_above_the_routers_shadows_them_until_it_goes(ran, restored)
 
 @pytest.fixture
 def fa4(monkeypatch):
-    """Offer torch a flash attention implementation named FA4; ends with none active."""
-    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA4", lambda: Override(FLASH_OP, "CUDA"))
+    """Offer torch flash attention implementations named FA4 and FA99; ends with none active."""
+    for name in ("FA4", "FA99"):
+        monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, name, lambda: Override(FLASH_OP, "CUDA"))
     yield
     if torch_registry.current_flash_attention_impl() is not None:
         torch_registry.restore_flash_attention_impl()
 
 
-def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog):
-    torch_registry.activate_flash_attention_impl("FA4")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("FA4", "register_backend('FA4') asks for it"), ("FA99", "it knows no backend 'FA99'")],
+)
+def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog, name, advice):
+    torch_registry.activate_flash_attention_impl(name)
     theirs = table(FLASH_OP, "CUDA")
     assert theirs
     attnreg.install()
@@ -103,8 +108,8 @@ def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "WARNING",
-            "torch.nn.attention had 'FA4' active: attnreg has restored torch's own kernels, to which it "
-            "falls back, and chooses for each call from now on; register_backend('FA4') asks for it",
+            f"torch.nn.attention had '{name}' active: attnreg has restored torch's own kernels, to which it "
+            f"falls back, and chooses for each call from now on; {advice}",
         )
     ]
     assert aten.shadowed_by() == ""
@@ -174,21 +179,6 @@ def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran)
     assert aten.shadowed_by() == ""
     assert all(map(is_ours, PLACES))
     assert not [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
-
-
-def test_torchs_registry_activates_and_restores_attnreg_itself(ran):
-    inputs, before = qkv(), tables()
-    own = attend(inputs)
-    assert "attnreg" in torch_registry.list_flash_attention_impls()
-    torch_registry.activate_flash_attention_impl("attnreg")
-    assert torch_registry.current_flash_attention_impl() == "attnreg"
-    assert aten.shadowed_by() == ""
-    attend(inputs)
-    assert ran() == {"cpu": (1, 1)}
-    torch_registry.restore_flash_attention_impl()
-    assert tables() == before
-    assert same(attend(inputs), own)
-    assert ran() == {}
 
 
 # ---- other torches

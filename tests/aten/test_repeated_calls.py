@@ -19,6 +19,7 @@ from support.cuda_ops import (
     SDPA,
     assert_call_right,
     call,
+    described,
     native_kernels,
     random_state,
 )
@@ -258,12 +259,15 @@ def test_every_launcher_gives_the_same_whatever_the_strides(specializing, ran, o
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_values_of_another_head_dim_give_the_same_each_time(specializing, ran, order):
+def test_values_of_another_head_dim_are_right_and_the_same_each_time(specializing, ran, order):
     made, _ = specializing(None)
     query, key, value = qkv(3, 6, heads_k=2)
     inputs = in_order((query, key, value.repeat(1, 1, 1, 2)), order)
     with attnreg.register_backend(made.backend):
         first, *further = (everything_of("cudnn", inputs, scale=0.4) for _ in range(5))
+    on_meta = [x.detach().to("meta") for x in inputs]
+    assert described(first[:-3]) == described(call("cudnn", on_meta, scale=0.4))
+    assert_call_right("cudnn", first, inputs, first[-3:], scale=0.4)
     for results in further:
         assert_alike(first, results)
     assert ran() == {"mine": (5, 5)}

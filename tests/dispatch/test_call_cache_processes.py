@@ -1,8 +1,6 @@
 """Promises of the call cache in processes that fork, that end, and where a setting excludes it."""
 
-import os
-import subprocess
-import sys
+from support.processes import python
 
 BEGIN = """
 import os, sys, torch, attnreg
@@ -14,11 +12,11 @@ from attnreg.torchlib import building, captured
 from attnreg.varlen import plans
 building.built = lambda: Path(sys.argv[1])
 torch.set_num_threads(1)
-q = torch.randn(1, 2, 8, 16)
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
 packed, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
 
 def attend():
-    F.scaled_dot_product_attention(q, q, q)
+    F.scaled_dot_product_attention(q, q, q).sum().backward()
 
 def attend_packed():
     return attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 4, 4)
@@ -44,11 +42,11 @@ both(1)
 assert len(planned) == 0, "calls that are kept are planned"
 child = os.fork()
 both(2)
-assert len(planned) == (0 if child else 2), "the child takes over what another thread may have been changing"
-assert attnreg.stats().calls["cpu"]["forward"] == 12, attnreg.stats()
+assert len(planned) == (0 if child else 3), "the child takes over what another thread may have been changing"
+assert attnreg.stats().calls["cpu"] == {"forward": 12, "backward": 6}, attnreg.stats()
 with attnreg.register_backend("math"):
     both(2)
-assert attnreg.stats().calls["math"]["forward"] == 4, attnreg.stats()
+assert attnreg.stats().calls["math"] == {"forward": 4, "backward": 2}, attnreg.stats()
 with attnreg.use_backend("math"):
     both()
 if not child:
@@ -78,24 +76,12 @@ print(captured.call_cache_in_use)
 """
 
 
-def run(script, library):
-    kept = {"ATTNREG_BUILD", *(name for name in os.environ if not name.startswith("ATTNREG_"))}
-    environ = {name: value for name, value in os.environ.items() if name in kept}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", BEGIN + script, str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_a_forked_process_goes_on_with_it_and_both_count_their_own(built_routers):
-    result = run(FORKED, built_routers)
+    result = python("-W", "error", "-c", BEGIN + FORKED, str(built_routers))
     assert (result.stdout, result.returncode) == ("both\n", 0), result.stderr
 
 
 def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
-    result = run(LAST + AT_THE_END, built_routers)
+    result = python("-W", "error", "-c", BEGIN + LAST + AT_THE_END, str(built_routers))
     assert result.stdout.splitlines() == ["True", "tensor(24.) tensor(True)"], result.stderr
     assert (result.returncode, result.stderr) == (0, "")

@@ -10,6 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from support import truth
+from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
 from attnreg import aten
@@ -64,27 +66,15 @@ def reasons():
 
 
 def dense():
-    return [torch.randn(2, 3, 5, 8, requires_grad=True) for _ in "qkv"]
-
-
-def with_gradients(attend, inputs, **options):
-    out = attend(*inputs, **options)
-    return [out, *torch.autograd.grad(out.sum(), inputs[:3])]
-
-
-def right(inputs):
-    """Return output and gradients of dense attention by its formula, in float64."""
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    return with_gradients(lambda q, k, v: (q @ k.mT / 8**0.5).softmax(-1) @ v, exact)
-
-
-def assert_same(results, expected):
-    for one, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype))
+    return qkv(5, 5, heads=3)
 
 
 def assert_sdpa_right(inputs):
-    assert_same(with_gradients(F.scaled_dot_product_attention, inputs), right(inputs))
+    assert_right(with_gradients(F.scaled_dot_product_attention(*inputs), inputs), inputs)
+
+
+def varlen_results(inputs, **options):
+    return with_gradients(attnreg.varlen_attn(*inputs, **options), inputs[:3])
 
 
 @pytest.mark.usefixtures("router_kind")
@@ -112,11 +102,11 @@ def test_the_next_backend_runs_a_declined_call_of_sdpa_and_repeated_ones(declini
 def test_the_next_backend_runs_a_declined_call_of_varlen_attn_and_repeated_ones(used, packed, ran):
     choosy, inputs = Choosy("choosy", "forward"), packed([3, 4])
     options = {} if used is None else {"seqused_k": torch.tensor(used, dtype=torch.int32)}
-    expected = with_gradients(attnreg.varlen_attn, inputs, **options, backend="math")
+    expected = varlen_results(inputs, **options, backend="math")
     attnreg.reset_stats()
     with attnreg.register_backend(choosy.backend):
         for _ in range(3):
-            assert_same(with_gradients(attnreg.varlen_attn, inputs, **options), expected)
+            torch.testing.assert_close(varlen_results(inputs, **options), expected)
     what_ran = ran()
     assert what_ran["choosy"] == (0, 3)
     assert sum(forwards for forwards, _ in what_ran.values()) == 3
@@ -131,11 +121,11 @@ def test_a_repeated_call_may_be_declined(call, direction, packed, ran):
     choosy, inputs = Choosy(), packed([3, 4]) if call == "varlen" else dense()
     attend = attnreg.varlen_attn if call == "varlen" else F.scaled_dot_product_attention
     with attnreg.register_backend(choosy.backend):
-        expected = with_gradients(attend, inputs)
+        expected = with_gradients(attend(*inputs), inputs[:3])
         for repetition in range(1, 12):
             if repetition == 5:
                 choosy.declining.add(direction)
-            assert_same(with_gradients(attend, inputs), expected)
+            torch.testing.assert_close(with_gradients(attend(*inputs), inputs[:3]), expected)
     what_ran = ran()
     assert what_ran["choosy"] == ((5, 12) if direction == "forward" else (12, 5))
     assert sum(map(sum, what_ran.values())) == 24
@@ -226,7 +216,7 @@ def test_a_backend_that_declined_a_call_may_run_another_inside_of_it(ran):
     first, second = forward_only("first", one_at_a_time), forward_only("second", nesting)
     with attnreg.register_backend(second), attnreg.register_backend(first), torch.no_grad():
         out = F.scaled_dot_product_attention(*inputs)
-    assert_same([out], right(inputs)[:1])
+    truth.assert_near(out, truth.dense(*inputs)[0])
     assert ran() == {"first": (1, 0), "second": (1, 0)}
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from support import gpu, truth
+from support import gpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
@@ -20,113 +20,9 @@ import attnreg
 pytestmark = pytest.mark.gpu
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
 
 
-def torch_chooses(backend):
-    return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
-
-
-@pytest.mark.parametrize("chosen", [None, FLASH, CUDNN], ids=["plain", "flash", "cudnn"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_sdpa_runs_the_registered_backend_forward_and_backward(named, chosen, causal, ran):
-    inputs = gpu.bhsd()
-    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    with attnreg.register_backend(named), torch_chooses(chosen):
-        out = F.scaled_dot_product_attention(*inputs, is_causal=causal)
-        grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-    assert ran() == {named: (1, 1)}
-    right, _ = truth.dense(*leaves, window=(-1, 0) if causal else (-1, -1))
-    right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
-    gpu.assert_near((out, *grads), (right, *right_grads))
-
-
-PROGRAM = """
-import sys, torch, attnreg
-attnreg.register_backend(sys.argv[1])
-q = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
-packed = torch.randn(256, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-offsets = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
-attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 128, 128).sum().backward()
-print(attnreg.stats().calls[sys.argv[1]])
-"""
-
-
-def test_a_program_ends_in_silence(named):
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, named], capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "{'forward': 2, 'backward': 2}\n"
-
-
-def test_multihead_attention_runs_it_forward_and_backward(named, ran):
-    torch.manual_seed(0)
-    module = torch.nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=gpu.BF16)
-    x = torch.randn(2, 300, 256, device="cuda", dtype=gpu.BF16, requires_grad=True)
-
-    def results():
-        out, _ = module(x, x, x, need_weights=False)
-        return out, *torch.autograd.grad(out, x, gpu.incoming(out))
-
-    with attnreg.register_backend(named):
-        got = results()
-    assert ran() == {named: (1, 1)}
-    with sdpa_kernel(SDPBackend.MATH):
-        plain = results()
-    assert max(map(gpu.relative_error, got, plain)) < 3e-2
-
-
-@pytest.mark.parametrize("chosen", [None, FLASH], ids=["plain", "flash"])
-def test_the_fast_path_of_an_encoder_layer_runs_it(named, chosen, ran, monkeypatch):
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, device="cuda", dtype=gpu.BF16)
-    x = torch.randn(2, 300, 256, device="cuda", dtype=gpu.BF16)
-    fast, native = [], torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(
-        torch, "_transformer_encoder_layer_fwd", lambda *given: fast.append(given) or native(*given)
-    )
-    with attnreg.register_backend(named), torch_chooses(chosen), torch.no_grad():
-        got = layer.eval()(x)
-    assert len(fast) == 1, "the layer didn't take its fast path"
-    assert ran() == {named: (1, 0)}
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            plain = layer(x)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-    assert gpu.relative_error(got, plain) < 2e-2
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("causal", [False, True])
-def test_jagged_nested_tensors_run_it_forward_and_backward(named, causal, ran):
-    given = gpu.packed((5, 300, 1, 42))
-    offsets = given.offsets_q.long()
-    nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in given.qkv]
-    with attnreg.register_backend(named):
-        out = F.scaled_dot_product_attention(*nested, is_causal=causal).transpose(1, 2).values()
-        grads = torch.autograd.grad(out, given.qkv, gpu.incoming(out))
-    assert ran() == {named: (1, 1)}
-    gpu.assert_near((out, *grads), gpu.expected(given, window=(-1, 0) if causal else (-1, -1))[0])
-
-
-@FRONTS
-def test_both_varlen_fronts_run_it_forward_and_backward(named, front, ran):
-    given = gpu.packed()
-    with attnreg.register_backend(named):
-        got = gpu.run(front, given, window_size=(-1, 0))
-    assert ran() == {named: (1, 1)}
-    gpu.assert_near(got, gpu.expected(given, window=(-1, 0))[0])
-
-
-def test_a_name_on_the_call_runs_it_without_any_registration(named, ran):
-    given = gpu.packed()
-    got = gpu.run(attnreg.varlen_attn, given, backend=named)
-    assert ran() == {named: (1, 1)}
-    gpu.assert_near(got, gpu.expected(given)[0])
+# ---- entry points: the tensors that get gradients, and a function that returns the output
 
 
 def of_sdpa():
@@ -162,6 +58,109 @@ def of_torchs_varlen_attn():
 def of_varlen_attn():
     given = gpu.packed()
     return given.qkv, functools.partial(attnreg.varlen_attn, *given)
+
+
+# ---- what runs
+
+
+def torch_chooses(backend):
+    return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+
+
+@pytest.mark.parametrize("chosen", [None, FLASH, CUDNN], ids=["plain", "flash", "cudnn"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_runs_the_registered_backend_forward_and_backward(named, chosen, causal, ran):
+    inputs = gpu.bhsd()
+    with attnreg.register_backend(named), torch_chooses(chosen):
+        got = gpu.sdpa_and_back(inputs, is_causal=causal)
+    assert ran() == {named: (1, 1)}
+    gpu.assert_near(got, gpu.expected_of_sdpa(inputs, window=(-1, 0) if causal else (-1, -1)))
+
+
+PROGRAM = """
+import sys, torch, attnreg
+attnreg.register_backend(sys.argv[1])
+q = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+packed = torch.randn(256, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+offsets = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
+attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 128, 128).sum().backward()
+print(attnreg.stats().calls[sys.argv[1]])
+"""
+
+
+def test_a_program_ends_in_silence(named):
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, named], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "{'forward': 2, 'backward': 2}\n"
+
+
+def test_multihead_attention_runs_it_forward_and_backward(named, ran):
+    torch.manual_seed(0)
+    inputs, forward = of_multihead_attention()
+
+    def results():
+        out = forward()
+        return out, *torch.autograd.grad(out, inputs, gpu.incoming(out))
+
+    with attnreg.register_backend(named):
+        got = results()
+    assert ran() == {named: (1, 1)}
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = results()
+    assert max(map(gpu.relative_error, got, plain)) < 3e-2
+
+
+@pytest.mark.parametrize("chosen", [None, FLASH], ids=["plain", "flash"])
+def test_the_fast_path_of_an_encoder_layer_runs_it(named, chosen, ran, monkeypatch):
+    torch.manual_seed(0)
+    _, forward = of_an_encoder_layer()
+    fast, native = [], torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *given: fast.append(given) or native(*given)
+    )
+    with attnreg.register_backend(named), torch_chooses(chosen):
+        got = forward()
+    assert len(fast) == 1, "the layer didn't take its fast path"
+    assert ran() == {named: (1, 0)}
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            plain = forward()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert gpu.relative_error(got, plain) < 2e-2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged_nested_tensors_run_it_forward_and_backward(named, causal, ran):
+    given = gpu.packed((5, 300, 1, 42))
+    offsets = given.offsets_q.long()
+    nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in given.qkv]
+    with attnreg.register_backend(named):
+        out = F.scaled_dot_product_attention(*nested, is_causal=causal).transpose(1, 2).values()
+        grads = torch.autograd.grad(out, given.qkv, gpu.incoming(out))
+    assert ran() == {named: (1, 1)}
+    gpu.assert_near((out, *grads), gpu.expected(given, window=(-1, 0) if causal else (-1, -1))[0])
+
+
+@gpu.FRONTS
+def test_both_varlen_fronts_run_it_forward_and_backward(named, front, ran):
+    given = gpu.packed()
+    with attnreg.register_backend(named):
+        got = gpu.run(front, given, window_size=(-1, 0))
+    assert ran() == {named: (1, 1)}
+    gpu.assert_near(got, gpu.expected(given, window=(-1, 0))[0])
+
+
+def test_a_name_on_the_call_runs_it_without_any_registration(named, ran):
+    given = gpu.packed()
+    got = gpu.run(attnreg.varlen_attn, given, backend=named)
+    assert ran() == {named: (1, 1)}
+    gpu.assert_near(got, gpu.expected(given)[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*[Pp]rofiler")
@@ -201,7 +200,7 @@ def passed_over(reason):
     return {row.backend for row in attnreg.stats().fallbacks if row.count and reason in row.reason}
 
 
-@FRONTS
+@gpu.FRONTS
 @pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, front, options, reason, ran):
     given = gpu.packed(**options)
@@ -216,12 +215,11 @@ def test_what_no_kernel_takes_runs_on_math_with_the_reason_on_record(named, fron
 def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
     inputs = gpu.bhsd()
     with attnreg.register_backend(named), sdpa_kernel(FLASH):
-        out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25)
-        grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+        results = gpu.sdpa_and_back(inputs, dropout_p=0.25)
     refusing = passed_over("dropout_p must be 0, got 0.25")
     assert ran() == {"math" if named == "math" else "FA2": (1, 1)}
     assert refusing == {named}.intersection({"FA4", "cuDNN"})
-    assert all(x.isfinite().all() for x in (out, *grads))
+    assert all(x.isfinite().all() for x in results)
 
 
 @pytest.mark.parametrize("chosen", [FLASH, CUDNN], ids=["flash", "cudnn"])
@@ -231,9 +229,7 @@ def test_step_after_step_runs_the_same_backend(routers, chosen, dropout, ran):
     inputs = gpu.bhsd(length=256)
     with torch_chooses(chosen):
         for _ in range(4):
-            out = F.scaled_dot_product_attention(*inputs, dropout_p=dropout)
-            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
-            assert all(x.isfinite().all() for x in (out, *grads))
+            assert all(x.isfinite().all() for x in gpu.sdpa_and_back(inputs, dropout_p=dropout))
     assert ran() == {"FA2" if chosen is FLASH else "cuDNN": (4, 4)}
 
 
@@ -241,15 +237,11 @@ def test_a_mask_runs_on_one_that_takes_it_with_the_reason_on_record(named, ran):
     inputs = gpu.bhsd(length=256)
     mask = torch.randn(2, 4, 256, 256, device="cuda").to(gpu.BF16)
     with attnreg.register_backend(named), sdpa_kernel(CUDNN):
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
-        grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+        got = gpu.sdpa_and_back(inputs, attn_mask=mask)
     refusing = passed_over("attn_bias must be None, got a tensor")
     assert ran() == {"math" if named == "math" else "cuDNN": (1, 1)}
     assert (named in refusing) == (named in ("FA2", "FA4"))
-    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    right, _ = truth.dense(*leaves, bias=mask.cpu().double())
-    right_grads = torch.autograd.grad(right, leaves, gpu.incoming(out).cpu().double())
-    gpu.assert_near((out, *grads), (right, *right_grads))
+    gpu.assert_near(got, gpu.expected_of_sdpa(inputs, bias=mask.cpu().double()))
 
 
 def test_a_scope_holds_for_the_backward_that_runs_outside_it(named, ran):

@@ -81,13 +81,9 @@ def test_pages_are_read(fa2, heads):
     hold(fa2, [*matrix, decode], backward=False)
 
 
-def call_of(case):
-    return inputs(case, "cuda")
-
-
 @SHAPES
 def test_its_kernels_run_and_not_those_of_torch(fa2, lengths):
-    q, k, v, grad, call = call_of(with_alibi(**lengths))
+    q, k, v, grad, call = inputs(with_alibi(**lengths), "cuda")
     kernels = fa2.kernels()
 
     def step():
@@ -101,7 +97,7 @@ def test_its_kernels_run_and_not_those_of_torch(fa2, lengths):
 
 @SHAPES
 def test_deterministic_alibi_gradients_repeat_bit_for_bit(fa2, lengths):
-    q, k, v, grad, call = call_of(with_alibi(heads=(8, 2), **lengths))
+    q, k, v, grad, call = inputs(with_alibi(heads=(8, 2), **lengths), "cuda")
     call = call._replace(deterministic=True)
     kernels = fa2.kernels()
     out, lse = kernels.forward(q, k, v, call)
@@ -112,7 +108,7 @@ def test_deterministic_alibi_gradients_repeat_bit_for_bit(fa2, lengths):
 @pytest.mark.parametrize("alibi", [False, True])
 def test_dropout_drops_the_same_in_both_directions(fa2, alibi):
     case = Case(name="dropout", lens_q=(64, 64), lens_k=(64, 64), heads=(4, 4), alibi=alibi, dtype="float16")
-    q, k, v, grad, call = call_of(case)
+    q, k, v, grad, call = inputs(case, "cuda")
     v = torch.eye(64, device="cuda", dtype=v.dtype).expand(2, 4, 64, 64).transpose(1, 2).contiguous()
     state = torch.zeros(2, dtype=torch.uint64, device="cuda")
     call = call._replace(dropout=0.4, rng_state=state)
@@ -128,7 +124,7 @@ def test_dropout_drops_the_same_in_both_directions(fa2, alibi):
 
 
 def test_a_captured_call_replays(fa2):
-    q, k, v, grad, call = call_of(with_alibi(**RAGGED))
+    q, k, v, grad, call = inputs(with_alibi(**RAGGED), "cuda")
     kernels = fa2.kernels()
 
     def step():
@@ -140,13 +136,9 @@ def test_a_captured_call_replays(fa2):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    for result in results:
-        result.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
+    results = gpu.replay(graph, results)
     assert torch.equal(results[0], wanted[0])
-    for got, want in zip(results, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)  # its sums take no fixed order
+    torch.testing.assert_close(results, wanted, rtol=2e-2, atol=2e-2)  # its sums take no fixed order
 
 
 def test_through_the_aten_op_alibi_goes_to_it_with_a_count(ran):
@@ -158,7 +150,9 @@ def test_through_the_aten_op_alibi_goes_to_it_with_a_count(ran):
         out = op(*given, 0.0, False, False, alibi_slopes=slopes)[0]
     assert ran() == {"FA2": (3, 0)}
     assert any(map(OURS.search, names))
-    *_, call = call_of(with_alibi(heads=(8, 2), lens_q=(113, 64, 7), lens_k=(203, 64, 31), varlen=True))
+    *_, call = inputs(
+        with_alibi(heads=(8, 2), lens_q=(113, 64, 7), lens_k=(203, 64, 31), varlen=True), "cuda"
+    )
     call = call._replace(cu_seqlens_q=given.offsets_q, cu_seqlens_k=given.offsets_k, alibi_slopes=slopes)
     reference = _registry.find("math").kernels()
     wanted, _ = reference.forward(*(x.float() for x in given.qkv), call)

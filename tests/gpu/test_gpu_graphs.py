@@ -1,6 +1,5 @@
 """On a GPU: CUDA graphs, no wait for the GPU, no memory to speak of, few plans."""
 
-import functools
 import gc
 import random
 import time
@@ -9,7 +8,6 @@ import pytest
 import torch
 from support import gpu
 
-import attnreg
 from attnreg import _registry
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import rounding
@@ -37,17 +35,15 @@ def capture(step):
     return graph, results
 
 
-def replay(graph, results):
-    """Return what a replay has written, over results that were spoilt before it."""
-    for result in results:
-        result.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    return [result.clone() for result in results]
+def training_step(named, given):
+    """Return a function that returns an output and gradients; the gradient that comes in is drawn before."""
+    grad = gpu.incoming(given.query)
 
+    def step():
+        out = gpu.on(named)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
 
-def on(named):
-    return functools.partial(attnreg.varlen_attn, backend=named)
+    return step
 
 
 def allocated():
@@ -64,7 +60,7 @@ def test_what_a_first_call_compiles_or_plans_holds_no_tensor_of_it(named, length
     before = allocated()
     gc.disable()
     try:
-        gpu.run(on(named), given)
+        gpu.run(gpu.on(named), given)
         torch.cuda.synchronize()
         # Autograd's thread may still hold the gradients for a moment after the caller has them.
         deadline = time.monotonic() + 5
@@ -94,8 +90,8 @@ def test_a_read_back_may_be_released_while_its_stream_is_captured():
 
 def test_a_captured_forward_replays_bit_for_bit(named):
     given = gpu.packed().detached()
-    graph, results = capture(lambda: (on(named)(*given),))
-    (first,), (second,) = replay(graph, results), replay(graph, results)
+    graph, results = capture(lambda: (gpu.on(named)(*given),))
+    (first,), (second,) = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first, second)
     gpu.assert_near([first], gpu.expected(given)[0][:1])
 
@@ -112,14 +108,8 @@ def deterministic(named, monkeypatch):
 
 def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
     given = gpu.packed()
-    grad = gpu.incoming(given.query)
-
-    def step():
-        out = on(named)(*given)
-        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
-
-    graph, results = capture(step)
-    first, second = replay(graph, results), replay(graph, results)
+    graph, results = capture(training_step(named, given))
+    first, second = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first[0], second[0])
     if deterministic:
         assert all(map(torch.equal, first, second))
@@ -129,16 +119,10 @@ def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic
 
 def test_a_replay_follows_offsets_that_are_refilled(named):
     given = gpu.packed((5, 300, 0, 42))
-    grad = gpu.incoming(given.query)
-
-    def step():
-        out = on(named)(*given)
-        return [out.detach(), *torch.autograd.grad(out, given.qkv, grad)]
-
-    graph, results = capture(step)
+    graph, results = capture(training_step(named, given))
     for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
         given.offsets_q.copy_(gpu.offsets_of(lengths))
-        gpu.assert_near(replay(graph, results), gpu.expected(given)[0])
+        gpu.assert_near(gpu.replay(graph, results), gpu.expected(given)[0])
 
 
 @pytest.mark.only_for("cuDNN")
@@ -158,11 +142,11 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
             torch.cuda.graph(torch.cuda.CUDAGraph()),
             pytest.raises(UnsupportedInputError, match="once before"),
         ):
-            on(named)(*given)
+            gpu.on(named)(*given)
     finally:
         compiled_kinds.have_run.update(have_run)
     assert ran() == {}
-    gpu.assert_near([on(named)(*given)], gpu.expected(given)[0][:1])
+    gpu.assert_near([gpu.on(named)(*given)], gpu.expected(given)[0][:1])
 
 
 @pytest.mark.only_for("FA2")
@@ -187,19 +171,18 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     with torch.cuda.graph(graph):
         results = step()
     assert native._rng_states == {}
-    got, right = replay(graph, results), gpu.expected(given)[0]
+    got, right = gpu.replay(graph, results), gpu.expected(given)[0]
     gpu.assert_near(got[:4], right)
     gpu.assert_near(got[4:], right[1:])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_host_sync_in_forward_or_backward(named):
-    given = gpu.packed()
-    grad = gpu.incoming(given.query)
-    torch.autograd.grad(on(named)(*given), given.qkv, grad)
+    step = training_step(named, gpu.packed())
+    step()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        torch.autograd.grad(on(named)(*given), given.qkv, grad)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -233,7 +216,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
             return out, lse, *kernels.backward(grad, *inputs, out, lse, call)
 
     def through():
-        out = on(named)(*given)
+        out = gpu.on(named)(*given)
         return out, *torch.autograd.grad(out, given.qkv, grad)
 
     taken = peak(through)
@@ -253,7 +236,7 @@ def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(name
         ends = sorted(drawn.randint(0, total) for _ in range(99))
         lengths = [end - start for start, end in zip([0, *ends], [*ends, total], strict=True)]
         given = gpu.packed(lengths, heads=(4, 2))
-        got = gpu.run(on(named), given, enable_gqa=True, window_size=(-1, 0))
+        got = gpu.run(gpu.on(named), given, enable_gqa=True, window_size=(-1, 0))
         gpu.assert_near(got, gpu.expected(given, window=(-1, 0))[0])
         counts.append((built["forward"], built["backward"]))
     assert counts == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]

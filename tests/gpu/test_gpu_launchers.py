@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from support import gpu, truth
-from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, dense, ragged
+from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, dense, kernels, ragged
 
 import attnreg
 from attnreg import _registry
@@ -34,11 +34,6 @@ CASES = (
 )
 # So many calls a backend may want to see before it offers a launcher.
 SEEN = 6
-
-
-@functools.cache
-def kernels(name):
-    return _registry.find(name).kernels()
 
 
 def with_launchers(forward, backward, used):

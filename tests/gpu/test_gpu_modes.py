@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 
-FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
-
 
 def sdpa(query, key, value, *_):
     """Attend over packed tensors that are one sequence."""
@@ -73,7 +71,7 @@ def test_compiled_calls_choose_when_they_run(named, compiled, ran):
     assert max(map(gpu.relative_error, after, before)) < 2e-2
 
 
-@FRONTS
+@gpu.FRONTS
 def test_varlen_attn_compiles_into_one_graph(named, front, compiled, ran):
     given = gpu.packed()
     step = compiled(lambda query, *rest: front(query * 1, *rest))
@@ -138,15 +136,11 @@ def test_reduced_overhead_below_sdpa_is_right_where_two_layers_are_alike(named, 
 # ---- autocast, checkpointing, determinism
 
 
-@pytest.mark.parametrize("entry_point", ["scaled_dot_product_attention", "varlen_attn"])
-def test_autocast_reaches_attention_and_its_gradients_are_float32(named, entry_point, ran):
+@pytest.mark.parametrize("front", [sdpa, attnreg.varlen_attn], ids=["SDPA", "varlen_attn"])
+def test_autocast_reaches_attention_and_its_gradients_are_float32(named, front, ran):
     given = gpu.packed((300,), dtype=torch.float32)
     with torch.autocast("cuda", gpu.BF16), attnreg.register_backend(named):
-        if entry_point == "varlen_attn":
-            out = attnreg.varlen_attn(*given)
-        else:
-            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in given.qkv))
-            out = out[0].transpose(0, 1)
+        out = front(*given)
         grads = torch.autograd.grad(out, given.qkv, gpu.incoming(out))
     assert ran() == {named: (1, 1)}
     assert [x.dtype for x in (out, *grads)] == [gpu.BF16, *[torch.float32] * 3]
@@ -175,7 +169,7 @@ def deterministic(monkeypatch):
 
 def test_deterministic_algorithms_repeat_bit_for_bit_or_are_refused(named, deterministic, ran):
     given = gpu.packed((700, 5, 1300))
-    step = functools.partial(attnreg.varlen_attn, backend=named)
+    step = gpu.on(named)
     if not _registry.find(named).backend.backward.deterministic:
         with pytest.raises(UnsupportedInputError, match="not deterministic, and deterministic"):
             step(*given)
@@ -246,7 +240,7 @@ def test_two_threads_on_streams_of_their_own_get_their_own_results(named, front,
 def test_two_threads_may_run_new_kinds_of_calls_at_once(named):
     """Two compilations of flash-attn-4's at a time end the process; here neither kind has run before."""
     batches = [gpu.packed((300, 5, 42), dim=dim, seed=dim) for dim in (32, 88)]
-    step = functools.partial(attnreg.varlen_attn, backend=named, window_size=(9, 3))
+    step = gpu.on(named, window_size=(9, 3))
     start = threading.Barrier(2)
 
     def work(given):
@@ -266,7 +260,7 @@ def test_the_second_gpu_is_served_while_the_first_is_current(named, ran):
     given = gpu.packed(device="cuda:1")
     wanted = gpu.expected(given)[0]
     for _ in range(4):  # the first calls, which are planned, and repeated ones
-        got = gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given)
+        got = gpu.run(gpu.on(named), given)
         torch.cuda.synchronize("cuda:1")
         assert {x.device for x in got} == {torch.device("cuda:1")}
         assert torch.cuda.current_device() == 0
@@ -280,7 +274,7 @@ def test_two_gpus_take_turns_at_the_same_call(named, ran):
     wanted = [gpu.expected(given)[0] for given in places]
     for _ in range(4):
         for given, right in zip(places, wanted, strict=True):
-            gpu.assert_near(gpu.run(functools.partial(attnreg.varlen_attn, backend=named), given), right)
+            gpu.assert_near(gpu.run(gpu.on(named), given), right)
     assert ran() == {named: (8, 8)}
 
 

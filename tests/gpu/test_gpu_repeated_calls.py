@@ -38,21 +38,14 @@ def laid_out(x, order):
 def test_sdpa_is_right_each_time_and_soon_kept_in_both_directions(
     named, chosen, scale, order, heads_k, ran, is_kept
 ):
-    def step(*inputs):
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
-        return out, *torch.autograd.grad(out, inputs, gpu.incoming(out))
-
+    step = functools.partial(gpu.sdpa_and_back, is_causal=True, scale=scale, enable_gqa=heads_k < 4)
     with attnreg.register_backend(named), sdpa_kernel(chosen):
         for seed in range(TIMES):
             shapes = (2, 4, 200, 64), (2, heads_k, 200, 64), (2, heads_k, 200, 64)
             inputs = [laid_out(drawn(shape, seed + 50 * i), order) for i, shape in enumerate(shapes)]
-            got = step(*inputs)
-            leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
-            right, _ = truth.dense(*leaves, window=CAUSAL, scale=scale)
-            right_grads = torch.autograd.grad(right, leaves, gpu.incoming(got[0]).cpu().double())
-            gpu.assert_near(got, (right, *right_grads))
+            gpu.assert_near(step(inputs), gpu.expected_of_sdpa(inputs, window=CAUSAL, scale=scale))
             assert ran() == {named: (1, 1)}, seed
-        assert is_kept(lambda: step(*inputs))
+        assert is_kept(lambda: step(inputs))
         assert ran() == {named: (3, 3)}
 
 
@@ -75,16 +68,12 @@ def python_of(package, run, *given):
 @pytest.mark.parametrize("order", [BHSD, BSHD], ids=str)
 def test_repeated_calls_of_torchs_kernel_below_cudnns_op_enter_no_python(named, compiled_cache, order, ran):
     inputs = [laid_out(drawn((2, 4, 200, 64), seed), order) for seed in (1, 2, 3)]
-    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    right, _ = truth.dense(*leaves, window=CAUSAL)
     attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     with attnreg.register_backend(named), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         for _ in range(TIMES):
             out, entered = python_of("attnreg", attend, *inputs)
-            grad = gpu.incoming(out)
-            grads = torch.autograd.grad(out, inputs, grad)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near((out, *grads), (right, *right_grads))
+            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+        gpu.assert_near((out, *grads), gpu.expected_of_sdpa(inputs, window=CAUSAL))
         assert entered == []
     assert ran() == {named: (TIMES, TIMES)}
 
@@ -168,17 +157,14 @@ def test_the_backward_of_a_kept_scoped_call_gets_its_choice(is_kept, ran):
 @pytest.mark.only_for("cuDNN")
 def test_repeated_calls_whose_plans_are_gone_are_planned_anew(named, is_kept, ran):
     given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
-    leaves = [x.detach().cpu().double().requires_grad_() for x in dense]
-    right, _ = truth.dense(*leaves, window=CAUSAL)
-    right_grads = torch.autograd.grad(right, leaves, gpu.incoming(dense[0]).cpu().double())
+    right = gpu.expected_of_sdpa(dense, window=CAUSAL)
     plans = _registry.find(named).kernels().forward.args[0]
 
     def step():
         got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
-        out = F.scaled_dot_product_attention(*dense, is_causal=True)
-        grads = torch.autograd.grad(out, dense, gpu.incoming(out))
+        sdpa = gpu.sdpa_and_back(dense, is_causal=True)
         torch.cuda.synchronize()
-        return got, (out, *grads)
+        return got, sdpa
 
     with attnreg.register_backend(named), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         for _ in range(3):
@@ -187,7 +173,7 @@ def test_repeated_calls_whose_plans_are_gone_are_planned_anew(named, is_kept, ra
             for _ in range(TIMES):
                 packed, sdpa = step()
                 gpu.assert_near(packed, gpu.expected(given)[0])
-                gpu.assert_near(sdpa, (right, *right_grads))
+                gpu.assert_near(sdpa, right)
             assert ran() == {named: (2 * TIMES, 2 * TIMES)}
             assert is_kept(step)
             ran()
@@ -204,6 +190,18 @@ CALLS = {
     "packed, shared heads": ((456, 8, 128), (456, 2, 128), (200, 1, 255)),
     "packed, hundreds of sequences": ((1200, 4, 64), (1200, 4, 64), (4,) * 300),
 }
+
+
+def expected_of(query, key, value, grad, call):
+    """Return output and gradients of a kernel in float64, and the LSE."""
+    leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
+    options = {"window": call.window, "scale": call.scale}
+    if call.cu_seqlens_q is None:
+        out, lse = truth.dense(*(x.transpose(1, 2) for x in leaves), **options)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = truth.varlen(*leaves, call.cu_seqlens_q.cpu(), call.cu_seqlens_k.cpu(), **options)
+    return (out, *torch.autograd.grad(out, leaves, grad.cpu().double())), lse
 
 
 @pytest.mark.only_for("FA4")
@@ -223,16 +221,8 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window
         given = (grad, query, key, value, out, lse, call)
         grads, backward = python_of("flash_attn", kernels.backward, *given)
         torch.cuda.synchronize()  # so that the device has reported on offsets and proofs
-        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-        if offsets is None:
-            inputs = [x.transpose(1, 2) for x in leaves]
-            right, right_lse = truth.dense(*inputs, window=window, scale=call.scale)
-            right = right.transpose(1, 2)
-        else:
-            pair = offsets.cpu(), offsets.cpu()
-            right, right_lse = truth.varlen(*leaves, *pair, window=window, scale=call.scale)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near((out, *grads), (right, *right_grads))
+        right, right_lse = expected_of(query, key, value, grad, call)
+        gpu.assert_near((out, *grads), right)
         truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
     assert (forward, backward) == ([], []), "the last calls went through the package's Python"
 
@@ -262,12 +252,4 @@ def test_they_do_so_while_a_graph_is_captured_and_on_another_stream(named, monke
         for tensor in (query, key, value, grad):
             tensor.copy_(drawn(tensor.shape, seed))
             seed += 1
-        for result in captured:
-            result.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-        right, _ = truth.dense(*(x.transpose(1, 2) for x in leaves), window=CAUSAL)
-        right = right.transpose(1, 2)
-        right_grads = torch.autograd.grad(right, leaves, grad.cpu().double())
-        gpu.assert_near(captured, (right, *right_grads))
+        gpu.assert_near(gpu.replay(graph, captured), expected_of(query, key, value, grad, call)[0])

@@ -21,7 +21,6 @@ import attnreg
 
 pytestmark = pytest.mark.gpu
 
-FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
 CAUSAL = (-1, 0)
 
 
@@ -74,7 +73,7 @@ def assert_at_most_twice_as_wrong(got, plain, exact):
         assert error <= 2 * allowed + rounding
 
 
-@FRONTS
+@gpu.FRONTS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(128, 256, 64), (5, 300, 1, 42)], ids=["even", "mixed"])
 def test_packed_sequences_are_as_right_as_a_loop_over_them(named, front, causal, lengths, ran):
@@ -95,7 +94,7 @@ def test_packed_sequences_are_as_right_as_a_loop_over_them(named, front, causal,
     assert_at_most_twice_as_wrong(got, results(module, x, loop), exact)
 
 
-@FRONTS
+@gpu.FRONTS
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL, (8, 2), (4, 0)], ids=str)
 def test_windows_and_the_lse_follow_the_definition(named, front, window, ran):
     given = gpu.packed((113, 64, 7), (203, 64, 31))
@@ -111,7 +110,7 @@ def test_windows_and_the_lse_follow_the_definition(named, front, window, ran):
     truth.assert_near(lse.cpu(), wanted_lse, torch.float16)
 
 
-@FRONTS
+@gpu.FRONTS
 def test_four_query_heads_share_a_key_head(named, front, ran):
     given = gpu.packed(heads=(8, 2))
     options = {"window_size": CAUSAL} | allowing_fewer_key_heads(front)
@@ -131,10 +130,6 @@ def test_the_op_passes_every_check_of_torch(named, ran):
 
 
 # ---- rows of no sequence, sequences without keys or queries
-
-
-def on(named, **options):
-    return functools.partial(attnreg.varlen_attn, backend=named, **options)
 
 
 def test_rows_past_the_last_offset_are_zero_and_take_no_gradient(named):
@@ -173,7 +168,7 @@ def test_a_sequence_without_keys_gives_zero_and_one_without_queries_nothing(name
 @pytest.mark.parametrize("lengths_k", [(5, 0, 7), (5, 3, 7)], ids=["without keys", "with keys"])
 def test_single_queries_beside_an_empty_sequence_share_key_heads(named, lengths_k):
     given = gpu.packed((1, 0, 1), lengths_k, heads=(8, 2))
-    got = gpu.run(on(named, enable_gqa=True), given)
+    got = gpu.run(gpu.on(named, enable_gqa=True), given)
     gpu.assert_near(got, gpu.expected(given)[0])
 
 
@@ -182,11 +177,11 @@ def test_single_queries_beside_an_empty_sequence_share_key_heads(named, lengths_
 
 def test_results_follow_offsets_that_are_changed_in_place(named):
     given = gpu.packed((300, 5, 0, 42))
-    gpu.run(on(named), given)
+    gpu.run(gpu.on(named), given)
     torch.cuda.synchronize()  # the device has reported on the old ones
     for lengths in ((42, 300, 5, 0), (300, 1, 1, 10)):  # the second leaves rows to no sequence
         given.offsets_q.copy_(gpu.offsets_of(lengths))
-        gpu.assert_near(gpu.run(on(named), given), gpu.expected(given)[0])
+        gpu.assert_near(gpu.run(gpu.on(named), given), gpu.expected(given)[0])
 
 
 def test_results_follow_offsets_in_an_inference_tensor(named):

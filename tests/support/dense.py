@@ -24,6 +24,18 @@ def random_like(tensor):
     return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Returns what it is given, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
 def with_gradients(out, inputs):
     """Return an output and the gradients of its inputs."""
     return [out, *torch.autograd.grad(out, inputs, random_like(out))]

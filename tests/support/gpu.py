@@ -1,14 +1,27 @@
 """What the GPU tests share: packed inputs, results in float64, kernel names, what backends may refuse."""
 
+import functools
 import re
 from typing import NamedTuple
 
+import pytest
 import torch
+import torch.nn.functional as F
 from support import truth
 from torch.autograd import DeviceType
+from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 from torch.profiler import ProfilerActivity, profile
 
+import attnreg
+
 BF16 = torch.bfloat16
+
+FRONTS = pytest.mark.parametrize("front", [torch_varlen_attn, attnreg.varlen_attn], ids=["torch", "attnreg"])
+
+
+def on(named, **options):
+    """Return attnreg's `varlen_attn` on one backend."""
+    return functools.partial(attnreg.varlen_attn, backend=named, **options)
 
 
 class Packed(NamedTuple):
@@ -85,6 +98,19 @@ def run(front, given, **options):
     return (out.detach(), *torch.autograd.grad(out, given.qkv, incoming(out)))
 
 
+def sdpa_and_back(inputs, **options):
+    """Return the output of a dense call and the gradients of query, key and value."""
+    out = F.scaled_dot_product_attention(*inputs, **options)
+    return out, *torch.autograd.grad(out, inputs, incoming(out))
+
+
+def expected_of_sdpa(inputs, **options):
+    """Return what `sdpa_and_back` should have, in float64 on the CPU."""
+    leaves = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    out, _ = truth.dense(*leaves, **options)
+    return out, *torch.autograd.grad(out, leaves, incoming(inputs[0]).cpu().double())
+
+
 def expected(given, **options):
     """Return what `run` should have, in float64 on the CPU, and the LSE."""
     leaves = [x.detach().cpu().double().requires_grad_() for x in given.qkv]
@@ -97,6 +123,15 @@ def assert_near(got, wanted, dtype=BF16):
     """Hold results to float64, at the precision of the dtype that was computed in."""
     for one, other in zip(got, wanted, strict=True):
         truth.assert_near(one.cpu(), other, dtype)
+
+
+def replay(graph, results):
+    """Return what a replay has written, over results that were spoilt before it."""
+    for result in results:
+        result.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return [result.clone() for result in results]
 
 
 def relative_error(got, wanted):

@@ -54,8 +54,3 @@ def with_gradients(function, inputs, *rest):
     """Return the first result of a function and the gradients of its inputs."""
     result = function(*inputs, *rest)
     return dense.with_gradients(result[0] if isinstance(result, tuple) else result, inputs)
-
-
-def assert_same(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other)

@@ -54,10 +54,8 @@ def test_every_option_gives_the_right_output_lse_and_gradients(packed, ran, opti
     assert total(ran()) == (1, 1)
 
 
-def test_the_backend_that_explain_names_runs_both_directions(packed, fake, ran):
+def test_a_registered_backend_runs_both_directions_with_what_was_given(packed, fake, ran):
     inputs = packed(LENGTHS_Q, LENGTHS_K)
-    varlen_attn(*inputs).sum().backward()
-    assert ran() == {attnreg.explain(*inputs).backend: (1, 1)}
     recorder = fake("mine")
     with attnreg.register_backend(recorder.backend):
         varlen_attn(*inputs, window_size=(2, 0), scale=0.5).sum().backward()
@@ -143,19 +141,6 @@ def test_bad_offsets_are_an_error(packed):
     with pytest.raises(InvalidInputError, match="cu_seq_q: got 7 after 8 at index 2, expected no decrease"):
         varlen_attn(*inputs, integers(0, 8, 7), cu_k, 8, max_k)
     truth.assert_near(varlen_attn(*inputs, cu_q, cu_k, max_q, max_k), truth.varlen(*inputs, cu_q, cu_k)[0])
-
-
-def test_tokens_past_the_last_offset_give_and_take_nothing(packed):
-    *inputs, cu_q, cu_k, max_q, max_k = packed((3, 4, 2), grad=False)
-    cu_q, cu_k = cu_q[:-1], cu_k[:-1]
-    for tensor in inputs:
-        tensor[7:] = torch.nan
-        tensor.requires_grad_()
-    out = varlen_attn(*inputs, cu_q, cu_k, max_q, max_k)
-    assert torch.equal(out[7:], torch.zeros(2, 4, 16))
-    out.sum().backward()
-    assert all(torch.equal(tensor.grad[7:], torch.zeros(2, 4, 16)) for tensor in inputs)
-    assert all(tensor.grad.isfinite().all() for tensor in inputs)
 
 
 def test_a_dense_call_of_two_batch_sizes_is_an_error(ran):

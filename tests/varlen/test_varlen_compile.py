@@ -1,8 +1,6 @@
 """Promises of `attnreg.varlen_attn` under torch.compile, export and AOTInductor."""
 
 import functools
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -10,22 +8,22 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 from functorch.compile import make_boxed_func
 from support import truth
+from support.dense import SCATTERING
 from support.packed_calls import (
     CAUSAL,
     LENGTHS_K,
     LENGTHS_Q,
     LSE,
-    assert_same,
     integers,
     random_like,
     run_and_compare,
     total,
     with_gradients,
 )
+from support.processes import python
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
-from attnreg.backends import math
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = [
@@ -66,17 +64,6 @@ def boxed(compiler):
 
 
 # ---- in graphs
-
-
-def scattered(x):
-    """Return the same values in other strides."""
-    return torch.stack((x, x), -1)[..., 0]
-
-
-SCATTERING = attnreg.Kernels(
-    lambda *arguments: tuple(map(scattered, math.forward(*arguments))),
-    lambda *arguments: tuple(map(scattered, math.backward(*arguments))),
-)
 
 
 def test_a_backend_may_lay_out_its_results_as_it_likes(packed, fake, ran, inductor):
@@ -124,7 +111,9 @@ def test_compiled_pages_have_gradients(packed):
     table = integers(5, 2, 0, 0, 1, 3, 4, 3).view(4, 2)
     attend = functools.partial(attnreg.varlen_attn, seqused_k=integers(7, 4, 0, 5), block_table=table)
     rest = (cu_q, None, max_q, 8)
-    assert_same(with_gradients(compiled(attend), inputs, *rest), with_gradients(attend, inputs, *rest))
+    torch.testing.assert_close(
+        with_gradients(compiled(attend), inputs, *rest), with_gradients(attend, inputs, *rest)
+    )
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -205,7 +194,7 @@ def test_a_scope_around_a_compiled_call_holds_for_it_and_its_backward(packed, mi
     with torch._dynamo.config.patch(error_on_recompile=True):
         with attnreg.use_backend("mine"):
             out = attend(*inputs, *rest)
-        assert_same([out, *torch.autograd.grad(out, inputs, random_like(out))], expected)
+        torch.testing.assert_close([out, *torch.autograd.grad(out, inputs, random_like(out))], expected)
         assert ran() == {"mine": (1, 1)}
         with_gradients(attend, inputs, *rest)
         assert ran() == {"math": (1, 1)}
@@ -292,20 +281,14 @@ def test_an_exported_program_holds_the_op_and_serves_any_batch(packed, fake, ran
     assert_layers(lowered.module(), packed)
 
 
-def python(code, *arguments):
-    """Run code in a process of its own, where torch loads no plugins."""
-    prelude = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
-    command = [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 LOAD = """
-    import sys, torch
-    {first}
-    program = torch.export.load(sys.argv[1])
-    inputs = torch.load(sys.argv[2])
-    torch.save(program.module()(*inputs), sys.argv[3])
+import sys, torch
+{first}
+program = torch.export.load(sys.argv[1])
+inputs = torch.load(sys.argv[2])
+torch.save(program.module()(*inputs), sys.argv[3])
 """
+NO_PLUGINS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 def test_an_exported_program_names_the_op_that_a_process_without_attnreg_lacks(packed, tmp_path):
@@ -313,11 +296,11 @@ def test_an_exported_program_names_the_op_that_a_process_without_attnreg_lacks(p
     files = [tmp_path / name for name in ("program.pt2", "inputs.pt", "outputs.pt")]
     torch.export.save(program, files[0])
     torch.save(inputs, files[1])
-    without = python(LOAD.format(first="assert 'attnreg' not in sys.modules"), *files)
+    without = python("-c", LOAD.format(first="assert 'attnreg' not in sys.modules"), *files, **NO_PLUGINS)
     assert without.returncode != 0
     assert "We failed to resolve torch.ops.attnreg._varlen_attn.default to an operator" in without.stderr
     assert "Please import the custom op to register it before deserializing" in without.stderr
-    done = python(LOAD.format(first="import attnreg.varlen.custom_op"), *files)
+    done = python("-c", LOAD.format(first="import attnreg.varlen.custom_op"), *files, **NO_PLUGINS)
     assert done.returncode == 0, done.stderr
     assert_layer(torch.load(files[2]), inputs)
 
@@ -334,10 +317,10 @@ def test_inductors_cpp_wrapper_calls_the_op(packed, fake, ran):
     ran()
     with torch._inductor.config.patch(cpp_wrapper=True):
         function = compiled(attend, "inductor")
-        assert_same(with_gradients(function, inputs, *rest), expected)
+        torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
         assert total(ran()) == (1, 1)
         with attnreg.register_backend(fake("mine").backend):
-            assert_same(with_gradients(function, inputs, *rest), expected)
+            torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
         assert ran() == {"mine": (1, 1)}
 
 
@@ -353,11 +336,12 @@ def test_aotinductor_packages_call_the_op(packed, fake, ran, tmp_path):
 
 
 def test_importing_attnreg_does_not_load_the_op():
-    done = python("""
+    script = """
         import sys, torch, attnreg
         assert "attnreg.varlen.custom_op" not in sys.modules
         assert "torch.utils.flop_counter" not in sys.modules
         attnreg.varlen_attn
         assert "attnreg.varlen.custom_op" in sys.modules
-    """)
+    """
+    done = python("-c", textwrap.dedent(script), **NO_PLUGINS)
     assert done.returncode == 0, done.stderr

@@ -179,7 +179,8 @@ def test_tokens_past_the_last_offset_give_and_take_nothing(front, packed, dtype,
     for tensor, end in zip(inputs, ends, strict=True):
         tensor[end:] = unused
         tensor.requires_grad_()
-    out = attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, window_size=CAUSAL)
+    out, lse = attnreg.varlen_attn(*inputs, cu_q, cu_k, max_q, max_k, return_aux=LSE, window_size=CAUSAL)
+    assert (lse[:, ends[0] :] == -torch.inf).all()
     grad = random_like(out)
     grad[ends[0] :] = unused
     got = torch.autograd.grad(out, inputs, grad)
