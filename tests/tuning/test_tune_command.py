@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from support.command_line import invoke, words
 from support.tuned import asked, off_by, raising, watched
-from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, cli
+from attnreg import _registry
 from attnreg.backends import math as math_backend
 from attnreg.cli.tune import host_rows, measure_fronts
 from attnreg.contract.discovery import Entry
@@ -31,11 +31,7 @@ def tune(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*options, out="table.json"):
-        place = ["--out", out] if out else []
-        result = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", *place, *options], obj=[])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+        return invoke("tune", "--device", "cpu", *(["--out", out] if out else []), *options)
 
     return call
 
@@ -126,7 +122,7 @@ def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
 def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backends, tmp_path, routers):
     result = tune(*SHAPE, "--backend", "slow,fast,off")
     assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    text = words(result)
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
     assert "never chosen for these" in text

@@ -7,11 +7,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from support.command_line import invoke, words
+from support.known import know
 from support.tuned import asked, point, table, took
-from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, cli
+from attnreg import _registry
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
@@ -30,15 +31,9 @@ GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
 @pytest.fixture(autouse=True)
 def known(monkeypatch, fake):
     """Know three fakes, the first preferred, and math."""
-    made = [
-        fake(name, priority=rank, devices=("cpu", "cuda")).backend
-        for name, rank in (("first", 3), ("second", 2), ("third", 1))
-    ]
-    entries = {one.name: Entry(one.name, "a test", one) for one in made}
-    entries["math"] = Entry("math", "a test", math_backend.BACKEND)
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    return entries
+    ranks = (("first", 3), ("second", 2), ("third", 1))
+    made = [fake(name, priority=rank, devices=("cpu", "cuda")).backend for name, rank in ranks]
+    return know(monkeypatch, *made, math_backend.BACKEND)
 
 
 @pytest.fixture
@@ -330,11 +325,8 @@ def test_a_call_that_nothing_can_run_is_refused_without_times(here, known):
 
 
 def test_info_shows_the_table_in_force_or_why_there_is_none(here):
-    def shown(*options):
-        return CliRunner().invoke(cli.app, ["info", *options], obj=[]).stdout
-
     def of_cpu():
-        return json.loads(shown("--json"))["tables"][0]
+        return json.loads(invoke("info", "--json").stdout)["tables"][0]
 
     nothing = {"device": "cpu", "in_force": None, "points": 0, "notes": [], "refused": []}
     assert of_cpu() == nothing
@@ -342,7 +334,7 @@ def test_info_shows_the_table_in_force_or_why_there_is_none(here):
     found = of_cpu()
     assert (found["in_force"], found["points"]) == (TABLE, 2)
     assert found["notes"][0] == f"{TABLE}: measured with driver 1.2, here it is none"
-    assert f"{TABLE}, 2 points" in " ".join(shown().split())
+    assert f"{TABLE}, 2 points" in words(invoke("info"))
     attnreg.configure(here(first=30.0, changes={"device": "abacus"}))
     found = of_cpu()
     assert found["in_force"] is None
