@@ -158,11 +158,6 @@ def no_routers():
     aten.restore()
 
 
-def test_attnreg_is_a_name_that_torchs_registry_knows():
-    assert "attnreg" in attention.list_flash_attention_impls()
-    assert attention.current_flash_attention_impl() is None
-
-
 def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
     program = (
         "import torch, json, torch.nn.attention as a\n"

@@ -39,16 +39,6 @@ def test_explain_prints_what_attnreg_explain_returns(call):
     assert found["backward"]["rejected"].keys() == expected.backward.rejected.keys()
 
 
-def test_explain_needs_no_gpu(call):
-    arguments = "--device sm_90 --dtype bf16 --q 2,4096,32,128 --kv 2,4096,8,128 --causal --backward"
-    result = call("explain", *arguments.split())
-    assert result.exit_code == 0
-    assert "simulated sm_90" in result.output
-    assert "query (2, 4096, 32, 128) · key (2, 4096, 8, 128)" in result.output
-    listed = [line.split()[0] for line in result.output.splitlines() if line.startswith("  ")]
-    assert set(attnreg.list_backends()) <= set(listed)
-
-
 FLAGS = ("bias", "alibi", "seqused-k", "deterministic")
 
 

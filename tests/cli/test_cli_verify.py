@@ -1,6 +1,5 @@
 """Promises of `attnreg verify`: what is wrong is found, counted and shown, and stops nothing else."""
 
-import json
 import math
 
 from support.command_line import broken_loader, rows, words
@@ -105,19 +104,3 @@ def test_verify_takes_the_backends_dtypes_and_cases_that_are_named(call):
     assert list(rows(result)) == ["math"]
     dtypes = [row["dtype"] for row in rows(result)["math"]["rows"]]
     assert dtypes == ["float32"] * 4 + ["float64"] * 4
-
-
-def test_verify_keeps_its_rows_when_it_is_interrupted(call, fake, plugins, kernels):
-    done = []
-
-    def forward(*arguments):
-        done.append(arguments)
-        if len(done) > 2:
-            raise KeyboardInterrupt
-        return kernels.forward(*arguments)
-
-    plugins(slow=fake("slow", load=lambda: kernels._replace(forward=forward)).backend)
-    result = call(*QUICK, "--backend", "slow", "--json")
-    assert result.exit_code == 130
-    assert json.loads(result.stdout)["finished"] is False
-    assert len(rows(result)["slow"]["rows"]) == 2

@@ -122,8 +122,7 @@ def test_the_first_step_and_padding_count_in_no_speed(result):
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):
     slower = result([3.0, 2.0], [3.0, 2.0], packed=4.0, padded=2.0)
     monkeypatch.setattr("attnreg.cli.demo._train", lambda *_: slower)
-    text = demo().stdout
-    assert "packed is 0.50 times as fast: it is slower here" in text
+    assert "packed is 0.50 times as fast: it is slower here" in demo().stdout
 
 
 def test_without_matplotlib_the_demo_says_what_to_install(demo, monkeypatch, tmp_path):

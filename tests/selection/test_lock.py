@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.command_line import invoke, words
 from support.known import know
+from support.sdpa import attend
 
 import attnreg
 from attnreg import _registry
@@ -37,13 +37,6 @@ def replace(name, backend=None):
     others = {one: entry for one, entry in _registry.entries().items() if one != name}
     _registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
     _registry.changed()
-
-
-def sdpa(length=8, grad=False, **options):
-    query = torch.randn(1, 2, length, 16, requires_grad=grad)
-    out = F.scaled_dot_product_attention(query, query, query, **options)
-    if grad:
-        out.sum().backward()
 
 
 def put_in_force(file, monkeypatch):
@@ -81,8 +74,8 @@ def trace(tmp_path):
     """Record a call without a gradient and one with one."""
     file = tmp_path / "trace.jsonl"
     with attnreg.record(file):
-        sdpa(8)
-        sdpa(24, grad=True)
+        attend(8)
+        attend(24, grad=True)
     attnreg.reset_stats()
     return file
 
@@ -147,8 +140,8 @@ def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there_and
 def test_the_locked_backend_runs_though_the_default_order_has_another_first(replaying, ran):
     # Other versions of backends that run no locked call make no difference.
     replaying(lambda data: data["environment"]["backends"].update(first="0.9", gone="1.0"))
-    sdpa(8)
-    sdpa(24, grad=True)
+    attend(8)
+    attend(24, grad=True)
     assert ran() == {"second": (2, 1)}
     spec = traces.read(replaying().parent / "trace.jsonl")[1].spec
     assert planning.decide(spec, "forward", _registry.entries(), Policy()).backend == "first"
@@ -165,8 +158,8 @@ def test_forward_and_backward_may_be_locked_to_different_backends_one_of_them_to
         data["rows"][2]["backend"] = "math"
 
     replaying(change)
-    sdpa(8)
-    sdpa(24, grad=True)
+    attend(8)
+    attend(24, grad=True)
     assert ran() == {"cpu": (1, 0), "second": (1, 0), "math": (0, 1)}
 
 
@@ -184,7 +177,7 @@ def test_a_repeated_call_does_not_look_into_the_lock(replaying, monkeypatch):
     monkeypatch.setattr(Lock, "expected", lambda *given: looked_up.append(given) or expected(*given))
     replaying()
     for _ in range(4):
-        sdpa(8)
+        attend(8)
         assert len(looked_up) == 1
 
 
@@ -200,10 +193,10 @@ def test_explain_names_the_lock_and_its_row(replaying):
 def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeypatch):
     replaying()
     with attnreg.use_backend("second"):
-        sdpa(8)
+        attend(8)
     monkeypatch.setenv("ATTNREG_BACKEND", "SECOND")
     attnreg.reload()
-    sdpa(8)
+    attend(8)
     assert ran() == {"second": (2, 0)}
 
 
@@ -212,14 +205,14 @@ def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeyp
 
 def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add_it(replaying, ran):
     file = replaying()
-    message = refused(sdpa, 40)
+    message = refused(attend, 40)
     start = f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)"
     assert message.startswith(start)
     assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in message
     query = torch.randn(1, 2, 40, 16)
     found = attnreg.explain(query, query, query)
     assert (found.backend, found.runs, found.forward.refusal) == (None, False, message)
-    assert "has no row for this backward" in refused(sdpa, 8, grad=True)  # already in the forward
+    assert "has no row for this backward" in refused(attend, 8, grad=True)  # already in the forward
     assert ran() == {}
 
 
@@ -240,7 +233,7 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
         lambda data: data["environment"].update(change) if change else data.update(device="cuda")
     )
     start = f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {difference}"
-    assert refused(sdpa, 8).startswith(start)
+    assert refused(attend, 8).startswith(start)
     assert ran() == {}
 
 
@@ -262,7 +255,7 @@ def test_a_locked_backend_that_cannot_run_the_call_is_refused_with_its_reasons(
     else:
         replace("second", None if limits is None else fake("second", **limits).backend)
     replaying()
-    message = refused(sdpa, 8)
+    message = refused(attend, 8)
     assert "rows[0] says second for this forward, which can't run it here (" in message
     assert reason in message
     assert ran() == {}
@@ -271,12 +264,12 @@ def test_a_locked_backend_that_cannot_run_the_call_is_refused_with_its_reasons(
 def test_a_preference_for_another_backend_is_refused_and_named(replaying, ran, monkeypatch, packed):
     replaying()
     with attnreg.use_backend("first"):
-        assert "but use_backend('first') would have first run it" in refused(sdpa, 8)
+        assert "but use_backend('first') would have first run it" in refused(attend, 8)
     with attnreg.register_backend("math"):
-        assert "but register_backend('math') would have math run it" in refused(sdpa, 8)
+        assert "but register_backend('math') would have math run it" in refused(attend, 8)
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     attnreg.reload()
-    assert "but ATTNREG_BACKEND would have math run it" in refused(sdpa, 8)
+    assert "but ATTNREG_BACKEND would have math run it" in refused(attend, 8)
     assert ran() == {}
 
 
@@ -343,7 +336,7 @@ def test_a_file_that_is_no_lock_is_an_error_of_every_call_that_names_file_and_ke
     unread(lock.name, monkeypatch)
     for _ in range(2):
         with pytest.raises(ConfigError) as error:
-            sdpa(8)
+            attend(8)
         assert str(error.value).startswith(f"ATTNREG_LOCK: {lock}: {message}")
 
 
@@ -415,7 +408,7 @@ def test_settings_that_ask_for_what_cannot_load_exit_1(trace, tmp_path, fake, mo
     monkeypatch.setenv("ATTNREG_BACKEND", "absent")
     attnreg.reload()
     with pytest.raises(BackendUnavailableError):
-        sdpa(8)
+        attend(8)
     assert invoke("lock", "--from", trace, "--out", tmp_path / "lock.json").exit_code == 1
 
 

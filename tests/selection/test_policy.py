@@ -20,12 +20,6 @@ pytestmark = pytest.mark.usefixtures("routers", "known")
 # Who is heard first
 
 
-def test_with_nothing_asked_for_the_default_order_decides():
-    assert decided() == ("env", "default order for cpu")
-    assert decided(ON_HOPPER)[1] == "default order for sm_90"
-    assert policy.current() == Policy()
-
-
 def test_each_layer_is_stronger_than_the_next_named_as_the_source_and_what_really_runs(
     monkeypatch, write, ran
 ):

@@ -66,6 +66,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_BACKENDS", "FA4", f"{UNKNOWN} 'ATTNREG_BACKEND'?"),
         ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
+        ("ATTNREG_POLICY", "measurd", "got 'measurd', expected measured or order; did you mean 'measured'?"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )

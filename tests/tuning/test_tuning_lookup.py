@@ -11,8 +11,6 @@ from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
 from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, reordered
 from attnreg.tuning.points import Front, Measured
 
-CAUSAL = {"window": (-1, 0)}
-
 
 def said(points, spec, direction="forward"):
     return predict(Kinds(points), spec, direction, "measured table here.json")
@@ -149,7 +147,7 @@ def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
 @pytest.mark.parametrize(
     "changes",
     [
-        CAUSAL, {"window": (8, 0)}, {"varlen": True}, {"dtype": "float32"},
+        {"window": (-1, 0)}, {"window": (8, 0)}, {"varlen": True}, {"dtype": "float32"},
         {"head_dim": 128, "head_dim_v": 128}, {"dropout": 0.1}, {"bias": True}, {"alibi": True},
         {"seqused_k": True}, {"page_size": 16}, {"num_splits": 2}, {"batch": 0},
     ],

@@ -131,10 +131,6 @@ def test_policy_order_leaves_the_table_out_wherever_it_is_said(here, routers, mo
     monkeypatch.setenv("ATTNREG_POLICY", "order")
     attnreg.reload()
     assert decided()[0] == "first"
-    monkeypatch.setenv("ATTNREG_POLICY", "measurd")
-    refused = "ATTNREG_POLICY: got 'measurd', expected measured or order; did you"
-    with pytest.raises(ConfigError, match=refused):
-        attnreg.reload()
 
 
 @pytest.mark.parametrize(("second", "backend"), [(10.0, "second"), (11.9, "third")])
@@ -181,7 +177,7 @@ def test_the_warning_says_what_decides_in_its_place(here, other, routers, caplog
     assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
 
 
-def test_a_table_for_another_kind_of_device_says_nothing_and_that_is_no_fault(here, caplog):
+def test_a_table_for_another_kind_of_device_says_nothing_and_that_is_no_fault(here, other, caplog):
     attnreg.configure(here(first=30.0))
     found = attnreg.explain(asked(device=Device("xpu")))
     assert (found.forward.predicted, found.notes) == (None, ())
@@ -189,6 +185,12 @@ def test_a_table_for_another_kind_of_device_says_nothing_and_that_is_no_fault(he
     found = attnreg.explain(asked())
     assert (found.backend, caplog.records) == ("first", [])
     assert found.notes == (f"{TABLE} was measured on a GPU: it doesn't apply to cpu",)
+    # Nor is it mentioned where a weaker one, of a CPU, is in force.
+    other(device=GPU, first=30.0, second=10.0)
+    attnreg.configure(here(first=30.0, second=10.0))
+    found = attnreg.explain(asked())
+    assert found.backend == "second"
+    assert not any("of a GPU" in note for note in found.notes)
 
 
 def test_explain_notes_that_a_table_lacks_a_kind(here):
@@ -201,14 +203,6 @@ def test_explain_notes_that_a_table_lacks_a_kind(here):
     assert notes[0].startswith(f"{TABLE} has nothing of this kind: ")
     assert "head dim 24, 1:1 heads, window" in notes[0]
     assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
-
-
-def test_a_table_for_a_gpu_is_not_mentioned_where_a_cpus_is_in_force(here, other):
-    other(device=GPU, first=30.0, second=10.0)
-    attnreg.configure(here(first=30.0, second=10.0))
-    found = attnreg.explain(asked())
-    assert found.backend == "second"
-    assert not any("of a GPU" in note for note in found.notes)
 
 
 def test_a_table_for_a_simulated_device_is_taken_at_its_word(here):
