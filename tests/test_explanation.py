@@ -301,16 +301,14 @@ def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(route
 # Wrong input
 
 
+THREE = "expected query, key and value, or an AttentionSpec"
 SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim) with cu_seq_q"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda q, k, v: explain(q),
-            "explain: got a query alone, expected query, key and value, or an AttentionSpec",
-        ),
+        (lambda q, k, v: explain(q), f"explain: got a query alone, {THREE}"),
         (lambda q, k, v: explain(q[0], k, v), f"query: got shape (2, 8, 8), {SHAPES}"),
         (lambda q, k, v: explain(q, k, v[0, 0]), f"value: got shape (8, 8), {SHAPES}"),
         (

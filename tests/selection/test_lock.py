@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support.command_line import invoke, words
+from support.command_line import NO_SYMBOL, broken_loader, invoke, words
 from support.known import know
 from support.sdpa import attend
 
@@ -103,10 +103,6 @@ def replaying(lock, monkeypatch):
         return lock
 
     return put
-
-
-def no_kernels():
-    raise ImportError("no kernels in here")
 
 
 def refused(run, *arguments, **options):
@@ -242,7 +238,7 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
     [
         ({"unavailable": lambda: "not installed"}, "not installed"),
         ({"dtypes": ("float64",)}, "float64, got float32"),
-        ({"load": no_kernels}, "no kernels in here"),
+        ({"load": broken_loader}, NO_SYMBOL),
         ({"disabled": True}, "disabled by ATTNREG_DISABLE"),
         (None, "no backend of that name is known here"),
     ],
@@ -355,7 +351,7 @@ def test_the_command_says_what_it_locked_as_text_and_as_json(trace, tmp_path, fa
         return data["device"], data["refused"], [row["backend"] for row in data["rows"]]
 
     assert locked("--device", "cpu") == ("cpu", [], ["first"] * 3)
-    replace("first", fake("first", load=no_kernels, priority=900).backend)
+    replace("first", fake("first", load=broken_loader, priority=900).backend)
     assert locked() == ("cpu", [], ["second"] * 3)  # what doesn't really load isn't locked
 
 
