@@ -36,6 +36,7 @@ finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))
 """
 
+# What torch has loaded of attnreg where nothing asks for it.
 INACTIVE = ["attnreg", "attnreg._autoload"]
 
 
@@ -59,21 +60,19 @@ def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{}, {"ATTNREG_BACKEND": "", "ATTNREG_CONFIG": "  ", "ATTNREG_STRICT": "\t"}],
-    ids=["unset", "blank"],
+    ("variables", "loaded"),
+    [
+        ({}, INACTIVE),
+        ({"ATTNREG_BACKEND": "", "ATTNREG_CONFIG": "  ", "ATTNREG_STRICT": "\t"}, INACTIVE),
+        ({"ATTNREG_BACKEND": "math", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, []),
+    ],
+    ids=["unset", "blank", "no autoload"],
 )
-def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(variables):
+def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(
+    variables, loaded
+):
     (at_start, at_end, error, installed, calls), said = run(**variables)
-    assert at_start == at_end == INACTIVE
-    assert (error, installed, calls, said) == ("", False, {}, [])
-
-
-def test_torch_does_not_load_it_where_backend_autoload_is_off():
-    (at_start, at_end, error, installed, calls), said = run(
-        ATTNREG_BACKEND="math", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
-    )
-    assert at_start == at_end == []
+    assert at_start == at_end == loaded
     assert (error, installed, calls, said) == ("", False, {}, [])
 
 
@@ -158,11 +157,6 @@ def no_routers():
     aten.restore()
 
 
-def test_attnreg_is_a_name_that_torchs_registry_knows():
-    assert "attnreg" in attention.list_flash_attention_impls()
-    assert attention.current_flash_attention_impl() is None
-
-
 def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
     program = (
         "import torch, json, torch.nn.attention as a\n"
@@ -211,22 +205,17 @@ def test_restoring_leaves_what_was_there_before_as_it_was(no_routers, before, wh
     assert sdpa() == afterwards
 
 
-def test_restoring_leaves_a_registration_made_since_serving(no_routers):
+def test_restoring_leaves_a_registration_made_since_serving_and_an_unknown_name_changes_nothing(no_routers):
     attention.activate_flash_attention_impl("attnreg")
+    with pytest.raises(UnknownBackendError):
+        attnreg.register_backend("FA77")
+    assert (attention.current_flash_attention_impl(), sdpa()) == ("attnreg", "cpu")
     handle = attnreg.register_backend("math")
     attention.restore_flash_attention_impl()
     assert aten.installed()
     assert sdpa() == "math"
     handle.remove()
     assert sdpa() == "torch"
-
-
-def test_an_unknown_name_in_attnreg_leaves_torchs_activation_active(no_routers):
-    attention.activate_flash_attention_impl("attnreg")
-    with pytest.raises(UnknownBackendError):
-        attnreg.register_backend("FA77")
-    assert attention.current_flash_attention_impl() == "attnreg"
-    assert sdpa() == "cpu"
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from support.known import know
 from torch.nn.attention import SDPBackend
 
 import attnreg
-from attnreg import _registry, aten, errors, explain
+from attnreg import aten, errors, explain
 from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
 
@@ -28,12 +29,7 @@ def known(monkeypatch, fake):
         fake("cpu", backward=False, priority=5, bias=False),
         fake("math", devices=("cpu", "cuda"), priority=-100),
     ]
-    entries = {
-        one.backend.name.casefold(): Entry(one.backend.name, "a test", one.backend) for one in backends
-    }
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    return entries
+    return know(monkeypatch, *(one.backend for one in backends))
 
 
 def spec(device="cpu", dtype="float32", **changes):
@@ -114,23 +110,6 @@ def test_for_the_device_of_this_machine_a_missing_package_is_a_reason():
         "FA2": ("can't load here: no GPU here",),
         "cpu": ("device must be cpu, got cuda",),
     }
-
-
-def test_every_reason_of_every_backend_is_listed():
-    explanation = explain(spec("sm_100", "float32", head_dim_v=64, window=(128, 0)))
-    assert explanation.rejected == {
-        "FA4": (
-            "dtype must be float16 or bfloat16, got float32",
-            "window_size must be (-1, -1) or causal, got (128, 0)",
-        ),
-        "FA2": (
-            "compute capability must be 8.0 to 9.0, got 10.0 (too new)",
-            "dtype must be float16 or bfloat16, got float32",
-            "head_dim of the value must be that of the query, 128, got 64",
-        ),
-        "cpu": ("device must be cpu, got cuda",),
-    }
-    assert explanation.backend == "math"
 
 
 # Both directions
@@ -277,30 +256,6 @@ def test_a_backend_of_the_call_that_cannot_load_here_is_a_refusal_and_no_error()
     assert (there.backend, there.source) == ("FA2", "backend='FA2'")
 
 
-def test_an_open_scope_counts():
-    with attnreg.use_backend("math"):
-        explanation = explain(spec())
-    assert (explanation.backend, explanation.source) == ("math", "use_backend('math')")
-    assert explain(spec()).backend == "cpu"
-
-
-def test_an_unavailable_backend_of_the_environment_is_shown_and_not_raised(monkeypatch):
-    monkeypatch.setenv("ATTNREG_BACKEND", "fa4")
-    explanation = explain(spec("cuda", "bf16"))
-    assert (explanation.backend, explanation.runs) == (None, False)
-    first, _, *rows = str(explanation).splitlines()
-    assert first == (
-        "no attention backend can run this forward on cuda: ATTNREG_BACKEND: FA4 can't load here: "
-        "no GPU here; install it with: make fa4"
-    )
-    assert rows == [
-        "  FA4   can't load here: no GPU here; install it with: make fa4",
-        "  FA2   can't load here: no GPU here",
-        "  cpu   device must be cpu, got cuda",
-        "  math  could run it",
-    ]
-
-
 # Notes
 
 
@@ -346,23 +301,16 @@ def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(route
 # Wrong input
 
 
+THREE = "expected query, key and value, or an AttentionSpec"
+SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim) with cu_seq_q"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda q, k, v: explain(q),
-            "explain: got a query alone, expected query, key and value, or an AttentionSpec",
-        ),
-        (
-            lambda q, k, v: explain(q[0], k, v),
-            "query: got shape (2, 8, 8), expected (batch, heads, length, head_dim), "
-            "or (tokens, heads, head_dim) with cu_seq_q",
-        ),
-        (
-            lambda q, k, v: explain(q, k, v[0, 0]),
-            "value: got shape (8, 8), expected (batch, heads, length, head_dim), "
-            "or (tokens, heads, head_dim) with cu_seq_q",
-        ),
+        (lambda q, k, v: explain(q), f"explain: got a query alone, {THREE}"),
+        (lambda q, k, v: explain(q[0], k, v), f"query: got shape (2, 8, 8), {SHAPES}"),
+        (lambda q, k, v: explain(q, k, v[0, 0]), f"value: got shape (8, 8), {SHAPES}"),
         (
             lambda q, k, v: explain(q, k.double(), v),
             "dtype: got query torch.float32, key torch.float64, value torch.float32, expected one dtype",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.image import imread
-from typer.testing import CliRunner
+from support.command_line import invoke, words
 
 import attnreg
-from attnreg import _registry, aten, cli, tuning
+from attnreg import _registry, aten, tuning
 from attnreg.bench import selection
 from attnreg.bench.report import Job
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
@@ -41,7 +41,7 @@ def bench(monkeypatch):
     }.items():
         monkeypatch.setattr(f"attnreg.bench.{name}", value)
     monkeypatch.setenv("COLUMNS", "100")
-    return lambda *arguments: CliRunner().invoke(cli.app, ["bench", *arguments, "--device", "cpu"], obj=[])
+    return lambda *arguments: invoke("bench", *arguments, "--device", "cpu")
 
 
 @pytest.fixture
@@ -209,7 +209,5 @@ def test_what_bench_has_not_written_it_does_not_replace(bench, tmp_path):
     file.write_text("import torch")
     ended = bench("overhead", "--quick", "--rounds", "1", "--out", str(file))
     assert ended.exit_code == 2
-    assert "exists, and isn't a file that this command writes: give another file" in " ".join(
-        ended.output.split()
-    )
+    assert "exists, and isn't a file that this command writes: give another file" in words(ended)
     assert file.read_text() == "import torch"

@@ -3,9 +3,8 @@
 from importlib.metadata import EntryPoint
 
 import pytest
-from typer.testing import CliRunner
+from support.command_line import invoke
 
-from attnreg import cli
 from attnreg.backends import math as math_backend
 from attnreg.contract import discovery
 
@@ -21,14 +20,7 @@ def eighty_columns(monkeypatch, one_thread):
 @pytest.fixture
 def call():
     """Run a command in this process."""
-
-    def run(*arguments):
-        result = CliRunner().invoke(cli.app, list(arguments), obj=[])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+    return invoke
 
 
 @pytest.fixture

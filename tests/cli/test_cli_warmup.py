@@ -101,14 +101,3 @@ def test_warmup_is_1_when_nothing_could_be_run_or_a_backend_that_was_named(call,
     assert call(*WARMUP, "--backend", "math,picky").exit_code == 1
     assert call(*WARMUP, "--backend", "FA2").exit_code == 1
     assert call(*WARMUP).exit_code == 0
-
-
-def test_warmup_keeps_what_it_has_when_it_is_interrupted(call, fake, plugins, kernels):
-    def forward(*arguments):
-        raise KeyboardInterrupt
-
-    plugins(slow=fake("slow", load=lambda: kernels._replace(forward=forward)).backend)
-    result = call(*WARMUP, "--backend", "math,slow", "--json")
-    assert result.exit_code == 130
-    assert json.loads(result.stdout)["finished"] is False
-    assert [row["backend"] for row in calls_of(result)] == ["math", "math"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -9,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.image import imread
-from support.command_line import in_a_process
-from typer.testing import CliRunner
+from support.command_line import in_a_process, invoke
 
 import attnreg
-from attnreg import cli
 from attnreg.demo import batches
 from attnreg.demo.batches import corpus, draw
 from attnreg.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, Step
@@ -40,10 +39,7 @@ def demo(monkeypatch, tmp_path, routers, documents):
     monkeypatch.setattr("attnreg.demo.batches.corpus", lambda context: [text[:64] for text in documents])
     monkeypatch.setattr("attnreg.cli.demo.BATCH", 4)
 
-    def run(*options):
-        return CliRunner().invoke(cli.app, ["demo", "--steps", "3", "--out", str(tmp_path), *options], obj=[])
-
-    return run
+    return functools.partial(invoke, "demo", "--steps", "3", "--out", tmp_path)
 
 
 @pytest.fixture
@@ -126,8 +122,7 @@ def test_the_first_step_and_padding_count_in_no_speed(result):
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):
     slower = result([3.0, 2.0], [3.0, 2.0], packed=4.0, padded=2.0)
     monkeypatch.setattr("attnreg.cli.demo._train", lambda *_: slower)
-    text = demo().stdout
-    assert "packed is 0.50 times as fast: it is slower here" in text
+    assert "packed is 0.50 times as fast: it is slower here" in demo().stdout
 
 
 def test_without_matplotlib_the_demo_says_what_to_install(demo, monkeypatch, tmp_path):

@@ -43,7 +43,7 @@ def results_of(case):
     return given, dict(zip(NAMES, (out, lse, *grads), strict=True))
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def results(request):
     given, found = results_of(request.param)
     return Sample(request.param, given), found

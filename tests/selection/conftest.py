@@ -1,9 +1,9 @@
 """Fixtures of the tests of selection."""
 
 import pytest
+from support.known import know
 
-from attnreg import _registry
-from attnreg.contract.discovery import Entry
+from attnreg.backends import math as math_backend
 
 
 @pytest.fixture
@@ -11,14 +11,8 @@ def known(monkeypatch, fake):
     """Know five fakes and math, whatever this installation has."""
     names = ("env", "scoped", "mine", "one", "two")
     backends = [fake(name, devices=("cpu", "cuda")).backend for name in names]
-    backends.append(
-        fake("gpu", devices=("cuda",), unavailable=lambda: "needs a GPU", install="make gpu").backend
-    )
-    entries = {backend.name: Entry(backend.name, "a test", backend) for backend in backends}
-    entries["math"] = _registry.find("math")
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    return {backend.name: backend for backend in backends}
+    gpu = fake("gpu", devices=("cuda",), unavailable=lambda: "needs a GPU", install="make gpu").backend
+    return know(monkeypatch, *backends, gpu, math_backend.BACKEND)
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
-from typer.testing import CliRunner
+from support.command_line import NO_SYMBOL, broken_loader, invoke, words
+from support.known import know
+from support.sdpa import attend
 
 import attnreg
-from attnreg import _registry, cli
+from attnreg import _registry
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
@@ -28,11 +29,7 @@ pytestmark = pytest.mark.usefixtures("routers")
 def known(monkeypatch, fake):
     """Know two fakes, the first preferred, and math."""
     made = [fake(name, priority=rank).backend for name, rank in (("first", 900), ("second", 800))]
-    entries = {one.name: Entry(one.name, "a test", one) for one in made}
-    entries["math"] = Entry("math", "a test", math_backend.BACKEND)
-    monkeypatch.setattr(_registry, "_entries", entries)
-    _registry.changed()
-    return entries
+    return know(monkeypatch, *made, math_backend.BACKEND)
 
 
 def replace(name, backend=None):
@@ -42,23 +39,16 @@ def replace(name, backend=None):
     _registry.changed()
 
 
-def sdpa(length=8, grad=False, **options):
-    query = torch.randn(1, 2, length, 16, requires_grad=grad)
-    out = F.scaled_dot_product_attention(query, query, query, **options)
-    if grad:
-        out.sum().backward()
-
-
-def call(*arguments):
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), obj=[])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def put_in_force(file, monkeypatch):
     monkeypatch.setenv("ATTNREG_LOCK", str(file))
     attnreg.reload()
+
+
+def unread(file, monkeypatch):
+    """Name a lock that nothing has read yet."""
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    monkeypatch.setattr(policy, "_sources", None)
+    _registry.changed()
 
 
 @pytest.fixture
@@ -71,7 +61,7 @@ def locked_varlen(tmp_path, packed, ran, monkeypatch):
             out = attnreg.varlen_attn(*inputs)
             if grad:
                 out.sum().backward()
-        call("lock", "--from", tmp_path / "trace.jsonl", "--out", tmp_path / "lock.json")
+        invoke("lock", "--from", tmp_path / "trace.jsonl", "--out", tmp_path / "lock.json")
         ran()
         put_in_force(tmp_path / "lock.json", monkeypatch)
         return inputs
@@ -84,8 +74,8 @@ def trace(tmp_path):
     """Record a call without a gradient and one with one."""
     file = tmp_path / "trace.jsonl"
     with attnreg.record(file):
-        sdpa(8)
-        sdpa(24, grad=True)
+        attend(8)
+        attend(24, grad=True)
     attnreg.reset_stats()
     return file
 
@@ -95,7 +85,7 @@ def lock(trace, tmp_path):
     """Lock the two calls while "second" is registered; afterwards it isn't."""
     file = tmp_path / "lock.json"
     with attnreg.register_backend("second"):
-        result = call("lock", "--from", trace, "--out", file)
+        result = invoke("lock", "--from", trace, "--out", file)
     assert result.exit_code == 0, result.output
     return file
 
@@ -115,10 +105,6 @@ def replaying(lock, monkeypatch):
     return put
 
 
-def no_kernels():
-    raise ImportError("no kernels in here")
-
-
 def refused(run, *arguments, **options):
     with pytest.raises(UnsupportedInputError) as error:
         run(*arguments, **options)
@@ -128,7 +114,7 @@ def refused(run, *arguments, **options):
 # What is written
 
 
-def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there(lock):
+def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there_and_loads_as_saved(lock, trace):
     data = json.loads(lock.read_text())
     assert (data["format"], data["version"], data["device"]) == ("attnreg lockfile", 1, "cpu")
     assert data["environment"]["torch"] == torch.__version__
@@ -137,14 +123,9 @@ def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there(loc
     assert by == {("second", "register_backend('second')")}
     rows = [(row["spec"]["max_q"], row["direction"]) for row in data["rows"]]
     assert rows == [(8, "forward"), (24, "forward"), (24, "backward")]
-
-
-def test_a_lock_that_is_read_and_written_again_is_the_same(lock):
-    before, found = lock.read_text(), lockfile.load(lock)
-    recorded = [one.spec for one in traces.read(lock.parent / "trace.jsonl")]
-    assert [row.spec for row in found.rows[:2]] == [
-        dataclasses.replace(spec, device=Device("cpu")) for spec in recorded
-    ]
+    found, before = lockfile.load(lock), lock.read_text()
+    recorded = [dataclasses.replace(one.spec, device=Device("cpu")) for one in traces.read(trace)]
+    assert [row.spec for row in found.rows[:2]] == recorded
     found.save()
     assert lock.read_text() == before
 
@@ -152,20 +133,11 @@ def test_a_lock_that_is_read_and_written_again_is_the_same(lock):
 # Replaying
 
 
-@pytest.mark.parametrize("value", ["", "  "])
-def test_with_an_empty_variable_no_lock_is_in_force(lock, ran, monkeypatch, value):
-    put_in_force(value, monkeypatch)
-    assert state().policy.lock is None
-    with attnreg.register_backend("first"):
-        sdpa(40)
-    assert ran() == {"first": (1, 0)}
-
-
 def test_the_locked_backend_runs_though_the_default_order_has_another_first(replaying, ran):
     # Other versions of backends that run no locked call make no difference.
     replaying(lambda data: data["environment"]["backends"].update(first="0.9", gone="1.0"))
-    sdpa(8)
-    sdpa(24, grad=True)
+    attend(8)
+    attend(24, grad=True)
     assert ran() == {"second": (2, 1)}
     spec = traces.read(replaying().parent / "trace.jsonl")[1].spec
     assert planning.decide(spec, "forward", _registry.entries(), Policy()).backend == "first"
@@ -182,8 +154,8 @@ def test_forward_and_backward_may_be_locked_to_different_backends_one_of_them_to
         data["rows"][2]["backend"] = "math"
 
     replaying(change)
-    sdpa(8)
-    sdpa(24, grad=True)
+    attend(8)
+    attend(24, grad=True)
     assert ran() == {"cpu": (1, 0), "second": (1, 0), "math": (0, 1)}
 
 
@@ -201,7 +173,7 @@ def test_a_repeated_call_does_not_look_into_the_lock(replaying, monkeypatch):
     monkeypatch.setattr(Lock, "expected", lambda *given: looked_up.append(given) or expected(*given))
     replaying()
     for _ in range(4):
-        sdpa(8)
+        attend(8)
         assert len(looked_up) == 1
 
 
@@ -217,10 +189,10 @@ def test_explain_names_the_lock_and_its_row(replaying):
 def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeypatch):
     replaying()
     with attnreg.use_backend("second"):
-        sdpa(8)
+        attend(8)
     monkeypatch.setenv("ATTNREG_BACKEND", "SECOND")
     attnreg.reload()
-    sdpa(8)
+    attend(8)
     assert ran() == {"second": (2, 0)}
 
 
@@ -229,14 +201,14 @@ def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeyp
 
 def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add_it(replaying, ran):
     file = replaying()
-    message = refused(sdpa, 40)
+    message = refused(attend, 40)
     start = f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)"
     assert message.startswith(start)
     assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in message
     query = torch.randn(1, 2, 40, 16)
     found = attnreg.explain(query, query, query)
     assert (found.backend, found.runs, found.forward.refusal) == (None, False, message)
-    assert "has no row for this backward" in refused(sdpa, 8, grad=True)  # already in the forward
+    assert "has no row for this backward" in refused(attend, 8, grad=True)  # already in the forward
     assert ran() == {}
 
 
@@ -257,7 +229,7 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
         lambda data: data["environment"].update(change) if change else data.update(device="cuda")
     )
     start = f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {difference}"
-    assert refused(sdpa, 8).startswith(start)
+    assert refused(attend, 8).startswith(start)
     assert ran() == {}
 
 
@@ -266,7 +238,7 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
     [
         ({"unavailable": lambda: "not installed"}, "not installed"),
         ({"dtypes": ("float64",)}, "float64, got float32"),
-        ({"load": no_kernels}, "no kernels in here"),
+        ({"load": broken_loader}, NO_SYMBOL),
         ({"disabled": True}, "disabled by ATTNREG_DISABLE"),
         (None, "no backend of that name is known here"),
     ],
@@ -279,7 +251,7 @@ def test_a_locked_backend_that_cannot_run_the_call_is_refused_with_its_reasons(
     else:
         replace("second", None if limits is None else fake("second", **limits).backend)
     replaying()
-    message = refused(sdpa, 8)
+    message = refused(attend, 8)
     assert "rows[0] says second for this forward, which can't run it here (" in message
     assert reason in message
     assert ran() == {}
@@ -288,12 +260,12 @@ def test_a_locked_backend_that_cannot_run_the_call_is_refused_with_its_reasons(
 def test_a_preference_for_another_backend_is_refused_and_named(replaying, ran, monkeypatch, packed):
     replaying()
     with attnreg.use_backend("first"):
-        assert "but use_backend('first') would have first run it" in refused(sdpa, 8)
+        assert "but use_backend('first') would have first run it" in refused(attend, 8)
     with attnreg.register_backend("math"):
-        assert "but register_backend('math') would have math run it" in refused(sdpa, 8)
+        assert "but register_backend('math') would have math run it" in refused(attend, 8)
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     attnreg.reload()
-    assert "but ATTNREG_BACKEND would have math run it" in refused(sdpa, 8)
+    assert "but ATTNREG_BACKEND would have math run it" in refused(attend, 8)
     assert ran() == {}
 
 
@@ -309,7 +281,7 @@ def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, t
     line = trace.read_text().splitlines()[1]
     trace.write_text(line.replace('"needs_backward":true', '"needs_backward":true,"dropout":0.5') + "\n")
     file = tmp_path / "lock.json"
-    assert call("lock", "--from", trace, "--out", file).exit_code == 0
+    assert invoke("lock", "--from", trace, "--out", file).exit_code == 0
     rows = lockfile.load(file).rows
     assert [(row.direction, row.backend) for row in rows] == [("forward", "first"), ("backward", "first")]
     put_in_force(file, monkeypatch)
@@ -326,6 +298,7 @@ def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, t
 
 
 BROKEN = {
+    "not there": (None, "", "can't be read"),
     "no JSON": (-9, "", "got no JSON"),
     "another file": ("attnreg lockfile", "x", "format: got 'x', expected 'attnreg lockfile'"),
     "a newer one": ('"version": 1', '"version": 2', "version: got 2, expected 1: lock it again"),
@@ -352,26 +325,15 @@ def test_a_file_that_is_no_lock_is_an_error_of_every_call_that_names_file_and_ke
     lock, monkeypatch, old, new, message
 ):
     text = lock.read_text()
-    lock.write_text(text[:old] if isinstance(old, int) else text.replace(old, new, 1))
-    monkeypatch.setenv("ATTNREG_LOCK", str(lock))
-    _forget_settings(monkeypatch)
+    lock.write_text(text[:old] if isinstance(old, int) else text.replace(str(old), new, 1))
+    if old is None:
+        lock.unlink()
+    monkeypatch.chdir(lock.parent)
+    unread(lock.name, monkeypatch)
     for _ in range(2):
         with pytest.raises(ConfigError) as error:
-            sdpa(8)
+            attend(8)
         assert str(error.value).startswith(f"ATTNREG_LOCK: {lock}: {message}")
-
-
-def test_a_file_that_is_not_there_is_an_error_with_its_whole_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ATTNREG_LOCK", "no-such.json")
-    _forget_settings(monkeypatch)
-    with pytest.raises(ConfigError, match=f"^ATTNREG_LOCK: {tmp_path / 'no-such.json'}: can't be read"):
-        sdpa(8)
-
-
-def _forget_settings(monkeypatch):
-    monkeypatch.setattr(policy, "_sources", None)
-    _registry.changed()
 
 
 # The command line
@@ -379,17 +341,17 @@ def _forget_settings(monkeypatch):
 
 def test_the_command_says_what_it_locked_as_text_and_as_json(trace, tmp_path, fake):
     options = ("lock", "--from", trace, "--out", tmp_path / "lock.json")
-    shown = call(*options)
+    shown = invoke(*options)
     assert shown.exit_code == 0
     assert "default order for cpu" in shown.output
-    assert "3 rows" in " ".join(shown.output.split())
+    assert "3 rows" in words(shown)
 
     def locked(*more):
-        data = json.loads(call(*options, *more, "--json").stdout)
+        data = json.loads(invoke(*options, *more, "--json").stdout)
         return data["device"], data["refused"], [row["backend"] for row in data["rows"]]
 
     assert locked("--device", "cpu") == ("cpu", [], ["first"] * 3)
-    replace("first", fake("first", load=no_kernels, priority=900).backend)
+    replace("first", fake("first", load=broken_loader, priority=900).backend)
     assert locked() == ("cpu", [], ["second"] * 3)  # what doesn't really load isn't locked
 
 
@@ -397,7 +359,7 @@ def test_a_lock_in_force_does_not_count_when_another_is_written(replaying, tmp_p
     file = replaying()
     trace = tmp_path / "more.jsonl"
     trace.write_text((tmp_path / "trace.jsonl").read_text().replace('"max_q":8', '"max_q":9'))
-    result = call("lock", "--from", trace, "--out", file, "--json")
+    result = invoke("lock", "--from", trace, "--out", file, "--json")
     assert result.exit_code == 0
     assert {row["backend"] for row in json.loads(result.stdout)["rows"]} == {"first"}
 
@@ -406,13 +368,13 @@ def test_a_call_that_no_backend_can_run_is_listed_and_exits_1(trace, tmp_path, k
     for name in known:
         replace(name, fake(name, head_dim=attnreg.Range(32, 64)).backend)
     file = tmp_path / "lock.json"
-    result = call("lock", "--from", trace, "--out", file, "--json")
+    result = invoke("lock", "--from", trace, "--out", file, "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert [one["direction"] for one in data["refused"]] == ["forward", "forward", "backward"]
     assert "first" in data["refused"][0]["reasons"]
     assert data["rows"] == json.loads(file.read_text())["rows"] == []
-    assert "No backend can run" in call("lock", "--from", trace, "--out", file).output
+    assert "No backend can run" in invoke("lock", "--from", trace, "--out", file).output
 
 
 @pytest.mark.parametrize(
@@ -431,7 +393,7 @@ def test_wrong_usage_exits_2_and_writes_nothing(trace, monkeypatch, options, mes
     (trace.parent / "empty.jsonl").write_text("")
     lines = trace.read_text()
     (trace.parent / "mixed.jsonl").write_text(lines + lines.replace('"type":"cpu"', '"type":"cuda"'))
-    result = call("lock", *options.split())
+    result = invoke("lock", *options.split())
     assert result.exit_code == 2
     assert not message or result.stderr.startswith(f"attnreg: {message}")
     assert not (trace.parent / "lock.json").exists()
@@ -442,8 +404,8 @@ def test_settings_that_ask_for_what_cannot_load_exit_1(trace, tmp_path, fake, mo
     monkeypatch.setenv("ATTNREG_BACKEND", "absent")
     attnreg.reload()
     with pytest.raises(BackendUnavailableError):
-        sdpa(8)
-    assert call("lock", "--from", trace, "--out", tmp_path / "lock.json").exit_code == 1
+        attend(8)
+    assert invoke("lock", "--from", trace, "--out", tmp_path / "lock.json").exit_code == 1
 
 
 @pytest.mark.parametrize("rest", ['"version": 1, "rows": [', '"version": 0}'])
@@ -452,31 +414,30 @@ def test_a_lock_replaces_one_that_cannot_be_read_or_is_older(tmp_path, packed, m
         attnreg.varlen_attn(*packed((5, 9)))
     file = tmp_path / "lock.json"
     file.write_text('{"format": "attnreg lockfile", ' + rest)
-    monkeypatch.setenv("ATTNREG_LOCK", str(file))
-    _forget_settings(monkeypatch)
-    result = call("lock", "--from", tmp_path / "trace.jsonl", "--out", file)
+    unread(file, monkeypatch)
+    result = invoke("lock", "--from", tmp_path / "trace.jsonl", "--out", file)
     assert (result.exit_code, len(lockfile.load(file).rows)) == (0, 2)
 
 
 def test_info_shows_the_lock_in_force_and_why_it_refuses_the_calls_on_a_device(replaying):
     file = replaying()
-    found = json.loads(call("info", "--json").stdout)
+    found = json.loads(invoke("info", "--json").stdout)
     setting = {"setting": "lock", "value": f"{file}, 3 rows", "source": "ATTNREG_LOCK"}
     assert setting in found["settings"]["in_force"]
     variables = {one["name"]: one["value"] for one in found["settings"]["variables"]}
     assert variables["ATTNREG_LOCK"] == str(file)
     assert found["devices"][0]["problem"] == ""
     replaying(lambda data: data["environment"].update(torch="1.2.0"))
-    devices = {one["device"]: one for one in json.loads(call("info", "--json").stdout)["devices"]}
+    devices = {one["device"]: one for one in json.loads(invoke("info", "--json").stdout)["devices"]}
     differs = f"ATTNREG_LOCK: locked with torch 1.2.0, here it is {torch.__version__}"
     assert devices["cpu"]["problem"] == f"{differs}: calls on this device are refused"
 
 
-def test_a_file_that_the_command_has_not_written_is_not_replaced(trace, tmp_path):
+@pytest.mark.parametrize("text", ["import torch", "[]", '{"format": "attnreg measured table"}'])
+def test_a_file_that_the_command_has_not_written_is_not_replaced(trace, tmp_path, text):
     file = tmp_path / "program.py"
-    for text in ("import torch", "[]", '{"format": "attnreg measured table"}'):
-        file.write_text(text)
-        result = call("lock", "--from", trace, "--out", file)
-        assert result.exit_code == 2
-        assert "exists, and isn't a file that this command writes" in " ".join(result.output.split())
-        assert file.read_text() == text
+    file.write_text(text)
+    result = invoke("lock", "--from", trace, "--out", file)
+    assert result.exit_code == 2
+    assert "exists, and isn't a file that this command writes" in words(result)
+    assert file.read_text() == text

@@ -115,25 +115,24 @@ def start_job():
 @pytest.fixture
 def job(start_job):
     """Return a job whose rank 0 serves the store, as without torchrun."""
-    unused = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False).port
-    return start_job(unused)
+    return start_job(new_store().port)  # unused again
 
 
-class Agent:
-    """The store of torchrun's agent, which outlives the groups of its workers."""
+def new_store():
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
-    def __init__(self):
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
-    def forget_addresses(self):
-        """Delete what gloo has left: a rank of the next group may read an old address and not connect."""
-        for key in self.store.list_keys():
-            if "attnreg" not in key:
-                self.store.delete_key(key)
+def records(store):
+    """Return the ranks whose records are in the store."""
+    keys = [key for key in store.list_keys() if "attnreg" in key]
+    return [json.loads(text)["rank"] for text in map(store.get, keys) if text]
 
-    def records(self):
-        keys = [key for key in self.store.list_keys() if "attnreg" in key]
-        return [json.loads(text) for text in map(self.store.get, keys) if text]
+
+def forget_addresses(store):
+    """Delete what gloo has left: a rank of the next group may read an old address and not connect."""
+    for key in store.list_keys():
+        if "attnreg" not in key:
+            store.delete_key(key)
 
 
 @pytest.fixture
@@ -169,21 +168,21 @@ def test_groups_follow_each_other_in_one_process_and_each_compares_its_ranks(job
 
 
 def test_under_torchrun_a_group_does_not_compare_with_the_one_before(start_job, settings):
-    agent = Agent()
-    job = start_job(agent.store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    agent = new_store()  # that of torchrun's agent outlives the groups of its workers
+    job = start_job(agent.port, TORCHELASTIC_USE_AGENT_STORE="True")
     job("join()")
     # Rank 0 runs no attention in the first group, so it can't know the record by its id.
     assert job("", "attend()") == ["ran cpu"]
-    assert [record["rank"] for record in agent.records()] == [1]
+    assert records(agent) == [1]
     assert job("leave()") == ["left"] * 2
-    assert agent.records() == []
-    agent.forget_addresses()
+    assert records(agent) == []
+    forget_addresses(agent)
     job(settings("alike"))
     assert job("join()") == ["joined"] * 2
     assert job("attend()", "") == ["ran math"]
     assert job("", "attend()") == ["ran math"]
     assert job("leave()") == ["left"] * 2
-    agent.forget_addresses()
+    forget_addresses(agent)
     job(settings("own0"), settings("own1"))
     assert job("join()") == ["joined"] * 2
     assert differing(job("attend()")) == 1

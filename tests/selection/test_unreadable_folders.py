@@ -1,11 +1,9 @@
 """Promises where a home folder can't be read: attention runs, and a file named there is a ConfigError."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from support import processes
+from support.processes import python
 
 from attnreg.errors import ConfigError
 from attnreg.tuning import tables, traces
@@ -52,10 +50,7 @@ except attnreg.ConfigError as error:
 def test_attention_runs_for_a_user_whose_home_folder_cannot_be_read(tmp_path):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    command = [sys.executable, "-c", PROGRAM, str(home)]
-    done = subprocess.run(
-        command, env=processes.environment(), capture_output=True, text=True, check=False, timeout=120
-    )
+    done = python("-c", PROGRAM, str(home))
     assert done.returncode == 0, done.stderr
     backend, message = done.stdout.splitlines()
     assert backend == "cpu"

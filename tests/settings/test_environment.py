@@ -6,28 +6,23 @@ import pickle
 from pathlib import Path
 
 import pytest
+from support.refusals import refusal
 
-from attnreg.errors import ConfigError
 from attnreg.settings import environment
 from attnreg.settings.environment import VARIABLES, Environment, read
 
 
-def refusal(environ):
-    with pytest.raises(ConfigError) as caught:
-        read(environ)
-    return str(caught.value)
-
-
-def test_every_variable_is_read():
+def test_every_variable_is_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     environ = {
-        "BACKEND": "FA4", "DISABLE": "cuDNN", "CONFIG": "settings/attnreg.toml", "STRICT": "1",
+        "BACKEND": " fa4 , CuDNN,my kernel ", "DISABLE": "FA2", "CONFIG": "~/attnreg.toml", "STRICT": "1",
         "POLICY": "order", "RECORD": "trace.jsonl", "LOCK": "lock.json", "ROUTERS": "Compiled",
         "BUILD": "Now",
     }  # fmt: skip
     assert read({f"ATTNREG_{name}": value for name, value in environ.items()}) == Environment(
-        backend=("FA4",),
-        disable=("cuDNN",),
-        config=Path("settings/attnreg.toml"),
+        backend=("fa4", "CuDNN", "my kernel"),
+        disable=("FA2",),
+        config=tmp_path / "attnreg.toml",
         strict=True,
         policy="order",
         record=Path("trace.jsonl"),
@@ -43,15 +38,6 @@ def test_a_blank_variable_is_unset(name, blank):
     assert read({name: blank}) == Environment()
 
 
-def test_names_keep_their_spelling_and_order_and_lose_the_spaces_around_them():
-    assert read({"ATTNREG_BACKEND": " fa4 , CuDNN,my kernel "}).backend == ("fa4", "CuDNN", "my kernel")
-
-
-def test_a_tilde_in_the_config_path_is_the_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read({"ATTNREG_CONFIG": "~/attnreg.toml"}).config == tmp_path / "attnreg.toml"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(text, True) for text in ("1", "true", "YES", "On", " 1 ")]
@@ -62,6 +48,8 @@ def test_booleans_are_read_in_any_case(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
+ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
+PATH = "expected a path (there is no home folder for its ~)"
 UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you mean"
 
 
@@ -74,43 +62,23 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_DISABLE", "FA4, ", "got 'FA4,', expected a name before and after a comma"),
         ("ATTNREG_DISABLE", ",", "got ',', expected a name before and after a comma"),
         ("ATTNREG_BACKEND", "FA4,FA2,fa4", "got 'fa4' twice, expected each name once"),
-        (
-            "ATTNREG_CONFIG",
-            "~no-such-user/attnreg.toml",
-            "got '~no-such-user/attnreg.toml', expected a path (there is no home folder for its ~)",
-        ),
+        ("ATTNREG_CONFIG", "~no-one/a", f"got '~no-one/a', {PATH}"),
         ("ATTNREG_BACKENDS", "FA4", f"{UNKNOWN} 'ATTNREG_BACKEND'?"),
         ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
-        (
-            "ATTNREG_ROUTERS",
-            "compile",
-            "got 'compile', expected compiled or python; did you mean 'compiled'?",
-        ),
-        (
-            "ATTNREG_BUILD",
-            "backgroud",
-            "got 'backgroud', expected background, now or off; did you mean 'background'?",
-        ),
+        ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
+        ("ATTNREG_POLICY", "measurd", "got 'measurd', expected measured or order; did you mean 'measured'?"),
+        ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_got_and_what_was_expected(name, value, problem):
-    assert refusal({name: value}) == f"{name}: {problem}"
-
-
-def test_a_backend_that_is_preferred_and_disabled_is_refused():
-    assert refusal({"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"}) == (
-        "ATTNREG_BACKEND and ATTNREG_DISABLE: both name FA4, expected it in one of them only"
-    )
+    assert refusal(read, {name: value}) == f"{name}: {problem}"
 
 
 def test_all_problems_are_listed_one_on_each_line():
-    wrong = {"ATTNREG_STRICT": "2", "ATTNREG_CONFG": "x.toml"}
-    lines = refusal({**wrong, "ATTNREG_BACKEND": "FA4", "ATTNREG_DISABLE": "FA4"}).splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "ATTNREG_CONFG",
-        "ATTNREG_STRICT",
-        "ATTNREG_BACKEND and ATTNREG_DISABLE",
-    ]
+    both = {"ATTNREG_BACKEND": "cuDNN,FA4", "ATTNREG_DISABLE": "fa2,fa4"}
+    *lines, last = refusal(read, {"ATTNREG_STRICT": "2", "ATTNREG_CONFG": "x.toml", **both}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["ATTNREG_CONFG", "ATTNREG_STRICT"]
+    assert last == "ATTNREG_BACKEND and ATTNREG_DISABLE: both name FA4, expected it in one of them only"
 
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from support.refusals import refusal
 
 from attnreg.errors import ConfigError
 from attnreg.settings.toml_file import NOWHERE, Origin, key_text, positions, read
@@ -92,9 +93,8 @@ def test_the_first_of_an_array_of_tables_gives_its_place():
     }
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "   \t"])
-def test_a_text_without_keys_has_no_positions(text):
-    assert positions(text) == {}
+def test_a_text_without_keys_has_no_positions():
+    assert [positions(text) for text in ("", "\n\n", "# only a comment", "   \t")] == [{}] * 4
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,6 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, raw):
     assert origin.positions == {("a",): (1, 1), ("b",): (2, 1), ("b", 0): (3, 1)}
 
 
-def refusal(path):
-    with pytest.raises(ConfigError) as caught:
-        read(path)
-    assert caught.value.__cause__ is not None
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -157,27 +150,28 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_absolute_path(tmp_path, 
     (tmp_path / "file").touch()
     (tmp_path / "loop.toml").symlink_to("loop.toml")
     path = tmp_path / name
-    assert refusal(path) == f"{path}: can't be read ({reason}), expected a settings file in TOML"
+    assert refusal(read, path) == f"{path}: can't be read ({reason}), expected a settings file in TOML"
 
 
-def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
+def test_a_file_without_permission_is_refused_and_a_relative_path_reported_as_an_absolute_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     # Raised by a fake: an administrator, whom tests may run as, can read every file.
     denied = PermissionError(errno.EACCES, "Permission denied")
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=denied))
-    path = tmp_path / "attnreg.toml"
-    assert refusal(path) == f"{path}: can't be read (permission denied), expected a settings file in TOML"
-
-
-def test_a_relative_path_is_reported_as_an_absolute_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert refusal("attnreg.toml").startswith(f"{tmp_path / 'attnreg.toml'}: can't be read")
+    with pytest.raises(ConfigError) as error:
+        read("attnreg.toml")
+    expected = "can't be read (permission denied), expected a settings file in TOML"
+    assert str(error.value) == f"{tmp_path / 'attnreg.toml'}: {expected}"
+    assert error.value.__cause__ is denied
 
 
 def test_a_tilde_is_the_home_folder_and_refused_without_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "attnreg.toml").touch()
     assert read("~/attnreg.toml")[1].path == tmp_path / "attnreg.toml"
-    assert refusal("~no-such-user/x.toml") == (
+    assert refusal(read, "~no-such-user/x.toml") == (
         "~no-such-user/x.toml: can't be read (could not determine home directory), "
         "expected a settings file in TOML"
     )
@@ -199,5 +193,8 @@ def test_a_tilde_is_the_home_folder_and_refused_without_one(tmp_path, monkeypatc
 def test_a_file_that_is_not_toml_is_refused_with_line_and_column(tmp_path, raw, place_and_reason):
     file = tmp_path / "attnreg.toml"
     file.write_bytes(raw)
+    with pytest.raises(ConfigError) as error:
+        read(file)
     # Python may add to its own message on recursion what it was doing then.
-    assert refusal(file).startswith(f"{file}{place_and_reason}")
+    assert str(error.value).startswith(f"{file}{place_and_reason}")
+    assert error.value.__cause__ is not None

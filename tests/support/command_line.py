@@ -4,6 +4,18 @@ import json
 import subprocess
 import sys
 
+from typer.testing import CliRunner
+
+from attnreg import cli
+
+
+def invoke(*arguments):
+    """Run a command in this process; raises what would be a traceback in one of its own."""
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), obj=[])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
 
 def words(result):
     """Return the output without its line breaks."""
@@ -21,6 +33,9 @@ def in_a_process(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
+NO_SYMBOL = "libcuda.so: undefined symbol [abi]"
+
+
 def broken_loader():
     """Fail as the loader of a backend does whose package was built for another CUDA."""
-    raise ImportError("libcuda.so: undefined symbol [abi]")
+    raise ImportError(NO_SYMBOL)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -19,12 +18,6 @@ def decided(spec=SPEC):
     """Return the backend that a call would get, and who decided."""
     explanation = attnreg.explain(spec)
     return explanation.backend, explanation.source
-
-
-def refusal(kind, function, *args):
-    with pytest.raises(kind) as error:
-        function(*args)
-    return str(error.value)
 
 
 def sdpa():

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from support.command_line import invoke, words
 from support.tuned import asked, off_by, raising, watched
-from typer.testing import CliRunner
 
 import attnreg
-from attnreg import _registry, cli
+from attnreg import _registry
 from attnreg.backends import math as math_backend
 from attnreg.cli.tune import host_rows, measure_fronts
 from attnreg.contract.discovery import Entry
@@ -31,11 +31,7 @@ def tune(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*options, out="table.json"):
-        place = ["--out", out] if out else []
-        result = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", *place, *options], obj=[])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+        return invoke("tune", "--device", "cpu", *(["--out", out] if out else []), *options)
 
     return call
 
@@ -94,7 +90,7 @@ def measured_fronts(monkeypatch):
 
 
 def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
-    session, entry, measured_fronts, python_routers
+    session, entry, monkeypatch, measured_fronts, python_routers
 ):
     made = session(entry("a"), entry("b"))
     measure_fronts(made)  # a CPU is its own host
@@ -110,23 +106,17 @@ def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_do
         ("b", "SDPA", "Python", "9.0", "-"),
         ("a", "SDPA", "compiled", "-", "29.0"),
     ]
-
-
-def test_with_the_call_cache_tune_measures_anew_what_was_measured_without(
-    session, entry, monkeypatch, measured_fronts, routers
-):
+    # With the call cache those anew that were measured without.
     monkeypatch.setattr(captured, "call_cache_in_use", True)
-    made = session(entry("a"), entry("b"))
-    made.device = torch.device("cuda")
     made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, compiled=True))
     measure_fronts(made)
-    assert measured_fronts == [("cuda", ["a"])]
+    assert measured_fronts[1:] == [("cuda", ["a"])]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backends, tmp_path, routers):
     result = tune(*SHAPE, "--backend", "slow,fast,off")
     assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    text = words(result)
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
     assert "never chosen for these" in text
@@ -213,6 +203,9 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr
 
 
+WITHOUT_Q = "got it without --q, the call that it describes"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,11 +214,8 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
         ("--budget 0s", "--budget: got '0s'"),
         ("--q 2,64", "--q: got '2,64', expected whole numbers"),
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
-        (
-            "--grid quick --dtype fp16 --causal",
-            "--dtype and --causal: got it without --q, the call that it describes",
-        ),
-        ("--window 16,0", "--window: got it without --q, the call that it describes"),
+        ("--grid quick --dtype fp16 --causal", f"--dtype and --causal: {WITHOUT_Q}"),
+        ("--window 16,0", f"--window: {WITHOUT_Q}"),
         ("--out no/such/folder.json", "--out: "),
         ("--backend maht", "no backend is named 'maht'"),
     ],
@@ -262,17 +252,18 @@ def test_tune_measures_no_call_of_another_device_as_its_own(tune, backends, tmp_
     assert "--from: left out 1 call on cuda, as the device is cpu" in caplog.text
 
 
-def test_tune_that_has_no_time_says_so(tune, backends):
-    result = tune(*SHAPE, "--backend", "slow,fast", "--budget", "0.001s")
-    assert result.exit_code == 1
-    assert "the time was spent before any call was measured; give --budget more time" in result.stderr
-
-
-def test_tune_is_1_when_a_backend_that_was_named_cannot_be_measured(tune, backends):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--budget 0.001s", "the time was spent before any call was measured; give --budget more time"),
+        ("--backend gone", "--backend: gone failed to load: ImportError: no"),
+    ],
+)
+def test_tune_that_could_measure_nothing_exits_1_and_says_why(tune, backends, options, message):
     backends["gone"] = Entry("gone", "a test", cause=ImportError("no"))
-    result = tune(*SHAPE, "--backend", "gone")
+    result = tune(*SHAPE, *options.split())
     assert result.exit_code == 1
-    assert "--backend: gone failed to load: ImportError: no" in result.stderr
+    assert message in result.stderr
 
 
 def test_the_table_is_named_after_the_device_unless_it_is_given_a_name(tune, backends, tmp_path):

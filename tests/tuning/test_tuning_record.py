@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import environment
+from support.processes import python
+from support.sdpa import attend
 from support.tuned import asked
 
 import attnreg
@@ -23,13 +24,6 @@ from attnreg.tuning.traces import spec_from, spec_to
 pytestmark = pytest.mark.usefixtures("routers")
 
 
-def sdpa(length=8, grad=False, dim=16):
-    query = torch.randn(1, 2, length, dim, requires_grad=grad)
-    out = F.scaled_dot_product_attention(query, query, query)
-    if grad:
-        out.sum().backward()
-
-
 def counts(file):
     return {one.spec.max_q: (one.forward, one.backward) for one in traces.read(file)}
 
@@ -38,10 +32,10 @@ def test_each_distinct_call_is_written_once_with_how_often_it_ran(tmp_path):
     file = tmp_path / "trace.jsonl"
     with attnreg.record(file):
         for _ in range(3):
-            sdpa(8)
-        sdpa(24, grad=True)
-        sdpa(24, grad=True)
-    sdpa(8)
+            attend(8)
+        attend(24, grad=True)
+        attend(24, grad=True)
+    attend(8)
     assert counts(file) == {8: (3, 0), 24: (2, 2)}
     assert len(file.read_text().splitlines()) == 2
     spec = traces.read(file)[1].spec
@@ -62,7 +56,7 @@ def test_what_runs_while_recording_is_what_ran_before(tmp_path, ran):
     with attnreg.record(tmp_path / "trace.jsonl"):
         assert torch.equal(F.scaled_dot_product_attention(query, query, query), before)
         assert ran() == {"cpu": (1, 0)}  # torch's own kernel, counted under its name
-    sdpa()
+    attend()
     assert ran() == {}
     assert not state().active
 
@@ -71,20 +65,20 @@ def test_counts_are_added_to_those_of_the_file_and_recordings_may_nest(tmp_path)
     outer, inner = tmp_path / "outer.jsonl", tmp_path / "inner.jsonl"
     for _ in range(2):
         with attnreg.record(outer):
-            sdpa(8)
+            attend(8)
             with attnreg.record(inner):
-                sdpa(8)
+                attend(8)
     assert (counts(outer), counts(inner)) == ({8: (4, 0)}, {8: (2, 0)})
 
 
 def test_recording_adds_one_addition_to_a_repeated_call(tmp_path):
     attnreg.register_backend("math")
-    sdpa()
+    attend()
     plans = {len(plan.counters) for plan in state().plans.values()}
     with attnreg.record(tmp_path / "trace.jsonl"):
-        sdpa()
+        attend()
         assert {len(plan.counters) for plan in state().plans.values()} == {n + 1 for n in plans}
-    sdpa()
+    attend()
     assert {len(plan.counters) for plan in state().plans.values()} == plans
 
 
@@ -93,27 +87,27 @@ def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path, monkeyp
         raise ConfigError("trace.jsonl: can't be written")
 
     with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
-        sdpa(8)
+        attend(8)
         raise ZeroDivisionError
     assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
     # The program's own exception isn't hidden by one of the file.
     with pytest.raises(ZeroDivisionError), attnreg.record(tmp_path / "trace.jsonl"):
-        sdpa()
+        attend()
         monkeypatch.setattr(trace, "merge", fail)
         raise ZeroDivisionError
     assert [record.getMessage() for record in caplog.records] == ["trace.jsonl: can't be written"]
     with pytest.raises(ConfigError, match="can't be written"), attnreg.record(tmp_path / "trace.jsonl"):
-        sdpa()
+        attend()
 
 
 def test_a_line_that_was_being_written_when_a_process_was_killed_is_left_out(tmp_path):
     file = tmp_path / "trace.jsonl"
     with attnreg.record(file):
-        sdpa(8)
+        attend(8)
     file.write_text(file.read_text() + file.read_text()[:40])
     assert counts(file) == {8: (1, 0)}
     with attnreg.record(file):
-        sdpa(8)
+        attend(8)
     assert counts(file) == {8: (2, 0)}
 
 
@@ -123,7 +117,7 @@ def test_a_program_that_is_killed_leaves_what_ran_until_shortly_before(tmp_path,
     file = tmp_path / "trace.jsonl"
     with attnreg.record(file):
         for length, expected in ((8, {8: (1, 0)}), (24, {8: (1, 0), 24: (1, 0)})):
-            sdpa(length)
+            attend(length)
             for _ in range(1000):
                 if file.exists() and counts(file) == expected:
                     break
@@ -156,10 +150,10 @@ def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, m
     monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "trace.jsonl"))
     attnreg.reload()
     assert state().policy.only_recording
-    sdpa(8)
+    attend(8)
     monkeypatch.delenv("ATTNREG_RECORD")
     attnreg.reload()
-    sdpa(8)
+    attend(8)
     assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
 
 
@@ -201,10 +195,7 @@ for length in (8, 24):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
     file = tmp_path / "trace.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False,
-        env=environment(ATTNREG_RECORD=str(file), OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    done = python("-c", FORKING, ATTNREG_RECORD=str(file))
     assert done.returncode == 0, done.stderr
     assert counts(file) == {8: (2, 0), 24: (1, 0)}
 
@@ -215,7 +206,7 @@ def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_logged
     monkeypatch.setattr(trace, "MOST_SPECS", 2)
     with attnreg.record(tmp_path / "trace.jsonl"):
         for length in (8, 16, 24, 32):
-            sdpa(length)
+            attend(length)
     assert set(counts(tmp_path / "trace.jsonl")) == {8, 16}
     assert caplog.text.count("trace.jsonl: has 2 distinct calls, more are not recorded") == 1
 

@@ -61,10 +61,6 @@ def test_the_h200s_choices(direction, changes, backend):
     assert chosen(direction, **changes).backend == backend
 
 
-def test_in_a_graph_the_host_does_not_count():
-    assert chosen(**TINY, capturing=True).cost_us < chosen(**TINY).cost_us
-
-
 @pytest.fixture
 def as_installed(monkeypatch):
     """Have what comes with attnreg where the other tests have nothing."""

@@ -7,10 +7,10 @@ import operator
 import re
 
 import pytest
+from support.refusals import refusal
 from support.tuned import asked, point, table, took
 
 from attnreg.contract.spec import Device
-from attnreg.errors import ConfigError
 from attnreg.tuning.machine import matched, matched_simulated
 from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.table import Environment, load
@@ -58,12 +58,6 @@ def file(tmp_path):
         return path
 
     return write
-
-
-def refusal(path):
-    with pytest.raises(ConfigError) as caught:
-        load(path)
-    return str(caught.value)
 
 
 # The file
@@ -125,17 +119,17 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 )
 def test_what_is_no_table_is_refused_with_file_and_key(file, key, value, message):
     path = file(key, value)
-    assert refusal(path) == f"{path}: {key}: {message}"
+    assert refusal(load, path) == f"{path}: {key}: {message}"
 
 
 def test_a_file_that_is_not_there_or_no_json_or_has_a_place_twice_is_refused(tmp_path, file):
     missing, text = tmp_path / "none.json", tmp_path / "text.json"
-    assert refusal(missing) == f"{missing}: can't be read: No such file or directory"
+    assert refusal(load, missing) == f"{missing}: can't be read: No such file or directory"
     text.write_text("hello")
-    assert "got no JSON" in refusal(text)
+    assert "got no JSON" in refusal(load, text)
     rows = WHOLE.to_dict()["points"]
     path = file("points", [*rows, rows[0]])
-    assert refusal(path) == f"{path}: points[2]: is there twice, expected each kind and size once"
+    assert refusal(load, path) == f"{path}: points[2]: is there twice, expected each kind and size once"
 
 
 # Whether it speaks of this machine
