@@ -17,8 +17,6 @@ BY_NAME = {str(case): case for case in QUICK}
 BACKENDS = {"math": math_backend.BACKEND, "cpu": cpu_backend.BACKEND}
 MATH = math_backend.BACKEND.load()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", MATRIX)

@@ -1,8 +1,6 @@
 """Promises of the contract's own types: what a backend declares, and what its kernels are called with."""
 
-import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -101,15 +99,3 @@ def test_a_call_is_causal_if_its_window_ends_at_the_diagonal_and_varlen_if_it_ha
 
 def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
     assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_call_survives_copying_and_pickling_with_its_tensors(copied):
-    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
-    call = Call(0.5, 3, 3, (4, 0), offsets, offsets, dropout=0.25, rng_state=torch.tensor([7, 8]))
-    other = copied(call)
-    assert isinstance(other, Call)
-    assert other.cu_seqlens_q.tolist() == [0, 3, 4]
-    assert other.rng_state.tolist() == [7, 8]
-    tensors = {"cu_seqlens_q": None, "cu_seqlens_k": None, "rng_state": None}
-    assert other._replace(**tensors) == call._replace(**tensors)

@@ -117,8 +117,7 @@ def test_a_device_that_is_not_served_is_the_only_reason():
 
 
 @pytest.mark.parametrize(
-    ("device", "fits"),
-    [("sm_80", True), ("sm_90", True), ("sm_79", False), ("sm_91", False), ("cuda", True)],
+    ("device", "fits"), [("sm_80", True), ("sm_90", True), ("sm_79", False), ("sm_91", False), ("cuda", True)]
 )
 def test_both_ends_of_a_range_of_compute_capabilities_are_in_it_and_an_unknown_one_is(device, fits):
     assert (against(HOPPER, **on(device)) == ()) is fits

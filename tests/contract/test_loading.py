@@ -9,16 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from support.policies import SPEC
 
 import attnreg
 from attnreg import _registry
 from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import BackendUnavailableError, RegistrationError
-
-SPEC = attnreg.AttentionSpec(
-    device=attnreg.Device("cpu"), dtype="float32", batch=1, max_q=8, max_k=8, heads_q=2, heads_k=2,
-    head_dim=16, head_dim_v=16,
-)  # fmt: skip
 
 
 def counted(outcome, seconds=0.0):
