@@ -218,11 +218,15 @@ def test_it_comes_after_the_kernels_that_are_tested():
 # Where it can't load
 
 
+def load_error(backend):
+    with pytest.raises(BackendUnavailableError) as error:
+        Entry("FA3", "a test", backend).kernels()
+    return error.value
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fa3, "find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailableError) as error:
-        Entry("FA3", "a test", fa3.BACKEND).kernels()
-    assert str(error.value) == (
+    assert str(load_error(fa3.BACKEND)) == (
         "FA3 can't load here: flash_attn_3 isn't installed; install it with: "
         "pip install ./hopper (in a clone of Dao-AILab/flash-attention)"
     )
@@ -270,18 +274,14 @@ def test_the_version_is_that_of_the_package(monkeypatch):
 def test_operators_that_do_not_fit_are_refused_when_they_are_loaded(package, monkeypatch, schemas, message):
     monkeypatch.setattr(fa3, "version", lambda name: "3.0")
     package(**schemas)
-    entry = Entry("FA3", "a test", on_cpu(fa3.BACKEND))
-    with pytest.raises(BackendUnavailableError) as error:
-        entry.kernels()
-    assert str(error.value).startswith(f"FA3 failed to load: RegistrationError: {message}")
+    assert str(load_error(on_cpu(fa3.BACKEND))).startswith(
+        f"FA3 failed to load: RegistrationError: {message}"
+    )
 
 
 def test_a_package_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_3._C", None)
-    entry = Entry("FA3", "a test", on_cpu(fa3.BACKEND))
-    with pytest.raises(BackendUnavailableError) as error:
-        entry.kernels()
-    assert isinstance(error.value.__cause__, ImportError)
+    assert isinstance(load_error(on_cpu(fa3.BACKEND)).__cause__, ImportError)
 
 
 def test_info_marks_it_as_experimental(package, monkeypatch):
