@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from support.policies import refusal
 
 from attnreg import AttentionSpec, Device, InvalidInputError
 from attnreg.contract.spec import canonical_dtype
@@ -37,9 +38,8 @@ def test_a_device_is_read_from_its_usual_names(text, device):
 
 @pytest.mark.parametrize("text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x"])
 def test_what_names_no_device_is_refused_with_the_names_that_do(text):
-    with pytest.raises(InvalidInputError) as error:
-        Device.parse(text)
-    assert str(error.value) == f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
+    message = f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
+    assert refusal(InvalidInputError, Device.parse, text) == message
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED)
 def test_what_no_call_can_ask_is_refused_with_what_was_got_and_expected(asked, message):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE | asked)
-    assert str(error.value) == message
+    assert refusal(InvalidInputError, lambda: AttentionSpec(**DENSE | asked)) == message
 
 
 def test_zero_is_a_size_like_any_other_and_so_are_both_ends_of_a_probability():
