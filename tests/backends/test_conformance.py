@@ -17,8 +17,6 @@ BY_NAME = {str(case): case for case in QUICK}
 BACKENDS = {"math": math_backend.BACKEND, "cpu": cpu_backend.BACKEND}
 MATH = math_backend.BACKEND.load()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", MATRIX)
@@ -48,17 +46,12 @@ def log2_lse(q, k, v, call):
     return out, lse / math.log(2)
 
 
-def top_left(q, k, v, call):
-    ahead = call.max_q - call.max_k
-    return MATH.forward(q, k, v, call._replace(window=(-1, ahead)))
+def called_with(change):
+    """Return a forward that runs another call than it is given."""
+    return lambda q, k, v, call: MATH.forward(q, k, v, call._replace(**change(call)))
 
 
-def off_by_one(q, k, v, call):
-    return MATH.forward(q, k, v, call._replace(window=(call.window[0] + 1, 0)))
-
-
-def without_bias(q, k, v, call):
-    return MATH.forward(q, k, v, call._replace(attn_bias=None))
+FEWER_KEYS = "causal lengths 64 and 32 float16"
 
 
 def half_the_heads_wrong(q, k, v, call):
@@ -77,9 +70,10 @@ def nan_for_unseeing_rows(q, k, v, call):
     ("wrong", "name", "tensor"),
     [
         (log2_lse, "length 127 bfloat16", "lse"),
-        (top_left, "causal lengths 64 and 32 float16", "out"),
-        (off_by_one, "window (4, 0) float32", "out"),
-        (without_bias, "additive bias bfloat16", "out"),
+        # Aligned top-left, a window of one key more, and no bias.
+        (called_with(lambda call: {"window": (-1, call.max_q - call.max_k)}), FEWER_KEYS, "out"),
+        (called_with(lambda call: {"window": (call.window[0] + 1, 0)}), "window (4, 0) float32", "out"),
+        (called_with(lambda call: {"attn_bias": None}), "additive bias bfloat16", "out"),
         (half_the_heads_wrong, "heads 12:4 float32", "out"),
         (nan_for_unseeing_rows, "causal lengths 256 and 8 bfloat16", "out"),
     ],

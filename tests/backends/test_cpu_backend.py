@@ -6,17 +6,8 @@ import random
 
 import pytest
 import torch
-from support.cpu_calls import (
-    CAUSAL,
-    OPEN,
-    assert_accurate,
-    assert_same,
-    contiguous,
-    dense,
-    ragged,
-    refuse,
-    solved,
-)
+from support.cpu_calls import CAUSAL, OPEN, assert_same, contiguous, dense, ragged, refuse, solved
+from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnreg.backends.cpu import bfloat16, choice, padding, torch_path
@@ -24,8 +15,6 @@ from attnreg.backends.cpu.flash import Flash
 from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.contract.backend import Call, Kernels
 from attnreg.measure.inputs import inputs
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 import torch
-from support.cpu_calls import CAUSAL, OPEN, assert_accurate, dense, ragged, refuse
+from support.cpu_calls import CAUSAL, OPEN, dense, ragged, refuse
+from support.truth import assert_accurate
 
 from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled, torch_path
@@ -21,8 +22,6 @@ from attnreg.tuning.table import Environment
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on(monkeypatch, **facts):

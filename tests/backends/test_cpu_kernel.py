@@ -2,22 +2,13 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.cpu_calls import (
-    CAUSAL,
-    OPEN,
-    assert_accurate,
-    assert_same,
-    dense,
-    ragged,
-    refuse,
-    solved,
-)
+from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
+from support.processes import python
+from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
 
 import attnreg
@@ -294,8 +285,7 @@ from attnreg.backends.cpu.compiled import Compiled
 torch.set_num_threads(2)
 kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
 """
-    command = [sys.executable, "-c", prelude + code, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-c", prelude + code, str(file))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

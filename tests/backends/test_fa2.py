@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import fake_fa2, launchers
 from support.fake_fa2 import SCHEMAS
-from support.packages import gpu_spec, on_cpu
+from support.packages import SHORT, gpu_spec, on_cpu, verified
 
 import attnreg
 from attnreg.backends import fa2
@@ -20,8 +20,6 @@ from attnreg.contract.launchers import OpLauncher
 from attnreg.errors import RegistrationError
 from attnreg.measure import QUICK, Case, inputs, verify
 from attnreg.torchlib import captured
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -43,17 +41,15 @@ def absent(monkeypatch):
 
 
 @pytest.fixture
-def package(monkeypatch):
+def package(monkeypatch, request):
     """Install the fake package; `package({name: schema})` with other schemas."""
-    made = []
 
     def install(schemas=SCHEMAS):
-        made.append(fake_fa2.install_package(monkeypatch, schemas))
-        return made[-1]
+        made = fake_fa2.install_package(monkeypatch, schemas)
+        request.addfinalizer(made.unregister)
+        return made
 
-    yield install
-    for one in made:
-        one.unregister()
+    return install
 
 
 @pytest.fixture
@@ -62,10 +58,6 @@ def torch_212(monkeypatch):
     monkeypatch.setattr(fa2, "PAGES", True)
     forward = dataclasses.replace(fa2.FORWARD, num_splits=True)
     monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=forward))
-
-
-def ran(outcomes, *tensors):
-    return {outcome.case.name for outcome in outcomes if outcome.errors.keys() == set(tensors)}
 
 
 def run_both(case, **changes):
@@ -77,7 +69,6 @@ def run_both(case, **changes):
     return kernels, tensors, call, kernels.backward(*tensors, call)
 
 
-ALL = ("out", "lse", "dq", "dk", "dv")
 LENGTHS = {"lens_q": (40, 7), "lens_k": (33, 7), "varlen": True}
 DENSE = {"lens_q": (40, 40), "lens_k": (33, 33)}
 
@@ -86,27 +77,19 @@ DENSE = {"lens_q": (40, 40), "lens_k": (33, 33)}
 
 
 def test_every_case_that_torchs_kernels_take_is_right(torchs):
-    cases = [
-        case
-        for case in QUICK
-        if case.dtype == "bfloat16" and (max(case.max_q, case.max_k) < 300 or case.page_size)
-    ]
-    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", cases))
-    assert [f"{outcome.case}: {outcome.failure}" for outcome in outcomes if not outcome.passed] == []
-    both = ran(outcomes, *ALL)
+    both, forwards = verified(fa2.BACKEND, SHORT)
     assert {"varlen at most one", "varlen tail of NaN", "no keys", "varlen window (0, -1)"} <= both
     assert not {"window (0, -1), few keys", "window (-1, 100), few keys", "pages of NaN"} & both
     # Their backward doesn't take it; another backend's serves.
-    assert ran(outcomes, "out", "lse") == {"varlen seqused_k"}
+    assert forwards == {"varlen seqused_k"}
 
 
 def test_the_package_runs_alibi_and_pages_and_nothing_else(torchs, package):
     recorded = package()
     names = ("alibi", "varlen alibi", "pages of NaN", "pages", "heads 4:1", "varlen seqused_k")
-    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", [case for case in QUICK if case.name in names]))
-    assert [f"{outcome.case}: {outcome.failure}" for outcome in outcomes if not outcome.passed] == []
-    assert ran(outcomes, *ALL) == {"alibi", "varlen alibi", "heads 4:1"}
-    assert ran(outcomes, "out", "lse") == {"pages of NaN", "varlen seqused_k"}  # pages of 16 are too small
+    both, forwards = verified(fa2.BACKEND, [case for case in QUICK if case.name in names])
+    assert both == {"alibi", "varlen alibi", "heads 4:1"}
+    assert forwards == {"pages of NaN", "varlen seqused_k"}  # pages of 16 are too small
     assert {name for name, _ in recorded.calls} == set(SCHEMAS)
     packed = [given for name, given in recorded.calls if name == "_flash_attn_varlen_forward"]
     paged = [given for given in packed if given["block_table"] is not None]
@@ -119,9 +102,7 @@ def test_a_torch_that_reads_pages_needs_no_package(torchs, monkeypatch):
     if not native.PAGES:
         pytest.skip("the schema of this torch's op has no block_table")
     case = next(case for case in QUICK if case.name == "pages of NaN" and case.dtype == "bfloat16")
-    (outcome,) = verify(on_cpu(fa2.BACKEND), "cpu", [case])
-    assert outcome.passed
-    assert outcome.errors.keys() == {"out", "lse"}
+    assert verified(fa2.BACKEND, [case]) == (set(), {"pages of NaN"})
     ((_, given),) = torchs.calls
     assert given["cum_seq_k"].tolist() == [0, 513, 612]
 
@@ -145,9 +126,7 @@ def test_single_queries_with_fewer_key_heads_and_empty_sequences_are_not_folded(
         Case(name="used", lens_k=(5, 3, 9), seqused_k=(4, 0, 9), **shared),
         Case(name="pages", lens_k=(5, 3, 9), seqused_k=(4, 0, 9), page_size=256, **shared),
     ]
-    outcomes = list(verify(on_cpu(fa2.BACKEND), "cpu", cases))
-    assert [outcome.failure for outcome in outcomes] == ["", "", ""]
-    assert all(outcome.passed and outcome.errors for outcome in outcomes)
+    assert verified(fa2.BACKEND, cases) == ({"no window"}, {"used", "pages"})
 
 
 @pytest.mark.parametrize("varlen", [False, True])

@@ -22,9 +22,6 @@ def below_autograd():
         yield
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def use_tiles(monkeypatch, queries, keys):
     monkeypatch.setattr(mask, "TILE_QUERIES", queries)
     monkeypatch.setattr(mask, "TILE_KEYS", keys)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.policies import SPEC
 from support.processes import python
 
 import attnreg
@@ -24,11 +25,6 @@ from attnreg.backends.math import BACKEND as MATH
 
 BACKEND = attnreg.Backend(name={name!r}, forward=MATH.forward, backward=MATH.backward, load=MATH.load)
 """
-
-SPEC = attnreg.AttentionSpec(
-    device=attnreg.Device("cpu"), dtype="float32", batch=1, max_q=8, max_k=8, heads_q=2, heads_k=2,
-    head_dim=16, head_dim_v=16,
-)  # fmt: skip
 
 
 @pytest.fixture

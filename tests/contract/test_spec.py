@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from support.policies import refusal
 
 from attnreg import AttentionSpec, Device, InvalidInputError
 from attnreg.contract.spec import canonical_dtype
@@ -37,9 +38,8 @@ def test_a_device_is_read_from_its_usual_names(text, device):
 
 @pytest.mark.parametrize("text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x"])
 def test_what_names_no_device_is_refused_with_the_names_that_do(text):
-    with pytest.raises(InvalidInputError) as error:
-        Device.parse(text)
-    assert str(error.value) == f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
+    message = f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
+    assert refusal(InvalidInputError, Device.parse, text) == message
 
 
 @pytest.mark.parametrize(
@@ -104,45 +104,38 @@ def test_a_window_is_causal_if_it_ends_at_the_diagonal_and_a_window_if_causal_do
     assert (spec.causal, spec.windowed) == (causal, windowed)
 
 
-@pytest.mark.parametrize("field", ["batch", "max_q", "max_k", "heads_q", "head_dim", "head_dim_v"])
-def test_a_negative_number_is_refused_with_its_field_and_zero_is_a_size_like_any_other(field):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE | {field: -3})
-    assert str(error.value) == f"{field}: got -3, expected 0 or more"
-    assert getattr(AttentionSpec(**DENSE | {field: 0}), field) == 0
+NO_PAIR = "expected (left, right), each -1 or more"
+NO_MULTIPLE = "expected the first to be a multiple of the second"
+SIZES = ("batch", "max_q", "max_k", "heads_q", "head_dim", "head_dim_v")
+REFUSED = [
+    *(({field: -3}, f"{field}: got -3, expected 0 or more") for field in SIZES),
+    *(
+        ({"heads_q": q, "heads_k": k}, f"heads: got {q} for the query and {k} for the key, {NO_MULTIPLE}")
+        for q, k in ((4, 3), (2, 4), (4, 0), (0, 0))
+    ),
+    *(
+        ({"window": window}, f"window: got {window}, {NO_PAIR}")
+        for window in ((-2, 0), (0, -5), (1,), (1, 2, 3), ())
+    ),
+    *(
+        ({"device": device}, f"device: got {device!r}, expected a Device, as Device.parse({text!r}) gives")
+        for device, text in (("sm_90", "sm_90"), (torch.device("cpu"), "cpu"))
+    ),
+    *(
+        ({"dropout": dropout}, f"dropout_p: got {dropout}, expected 0 to 1")
+        for dropout in (-0.1, 1.5, float("nan"), float("inf"))
+    ),
+]
 
 
-@pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 3), (2, 4), (4, 0), (0, 0)])
-def test_query_heads_that_are_no_multiple_of_the_key_heads_are_refused_with_both_numbers(heads_q, heads_k):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE | {"heads_q": heads_q, "heads_k": heads_k})
-    assert str(error.value) == (
-        f"heads: got {heads_q} for the query and {heads_k} for the key, "
-        "expected the first to be a multiple of the second"
-    )
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_no_call_can_ask_is_refused_with_what_was_got_and_expected(asked, message):
+    assert refusal(InvalidInputError, lambda: AttentionSpec(**DENSE | asked)) == message
 
 
-@pytest.mark.parametrize("window", [(-2, 0), (0, -5), (1,), (1, 2, 3), ()])
-def test_a_window_that_is_no_pair_of_bounds_is_refused(window):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE, window=window)
-    assert str(error.value) == f"window: got {window}, expected (left, right), each -1 or more"
-
-
-@pytest.mark.parametrize("device", ["sm_90", torch.device("cpu")])
-def test_what_is_no_device_is_refused_with_how_to_get_one(device):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE | {"device": device})
-    assert str(error.value) == (
-        f"device: got {device!r}, expected a Device, as Device.parse({str(device)!r}) gives"
-    )
-
-
-@pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan"), float("inf")])
-def test_a_dropout_that_is_no_probability_is_refused(dropout):
-    with pytest.raises(InvalidInputError) as error:
-        AttentionSpec(**DENSE, dropout=dropout)
-    assert str(error.value) == f"dropout_p: got {dropout}, expected 0 to 1"
+def test_zero_is_a_size_like_any_other_and_so_are_both_ends_of_a_probability():
+    for field in SIZES:
+        assert getattr(AttentionSpec(**DENSE | {field: 0}), field) == 0
     assert [AttentionSpec(**DENSE, dropout=number).dropout for number in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
 
 

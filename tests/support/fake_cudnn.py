@@ -8,13 +8,14 @@ import ctypes
 import sys
 import threading
 import types
-from math import inf, nan
+from math import nan
 
 import torch
+from support import one_sequence
 
-from attnreg import Call
 from attnreg.backends.cudnn import adapter
 from attnreg.contract import offsets
+from attnreg.measure import Case, inputs
 
 DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}
 DTYPES |= {"INT32": torch.int32, "INT64": torch.int64}
@@ -175,22 +176,14 @@ class Graph:
         assert {self.options[name].data_type for name in ("seq_len_q", "seq_len_kv")} == {"INT32"}
         return tuple(self._number(self.options[name], entry) for name in ("seq_len_q", "seq_len_kv"))
 
-    def _scores(self, entry):
-        rows, keys = self._lengths(entry)
-        q, k, v = (
-            self._view(x, entry, n).double() for x, n in zip(self.inputs, (rows, keys, keys), strict=False)
-        )
-        group = q.shape[0] // k.shape[0]
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        distance = torch.arange(keys) - torch.arange(rows)[:, None]
-        if self.options["diagonal_alignment"] == "BOTTOM_RIGHT":
-            distance -= keys - rows
-        seen, (left, right) = distance < inf, (self.options[name] for name in BOUNDS)
-        if left is not None:
-            seen &= -distance < left
-        if right is not None:
-            seen &= distance <= right
-        return q, k, v, (q @ k.mT * self.scale).masked_fill(~seen, -inf), group
+    def _scores(self, entry, *lengths):
+        """Return the masked scores of a sequence, and its query, key and value (S, H, D)."""
+        given = zip(self.inputs, (*lengths, lengths[1]), strict=False)
+        q, k, v = (self._view(tensor, entry, length).transpose(0, 1) for tensor, length in given)
+        left, right = (self.options[name] for name in BOUNDS)
+        top_left = self.options["diagonal_alignment"] == "TOP_LEFT"
+        mask = one_sequence.visible(*lengths, left and left - 1, right, top_left)
+        return one_sequence.scores(q, k, self.scale, mask), q, k, v
 
     def _forward(self, entry):
         (rows, keys), (out, stats) = self._lengths(entry), self.results
@@ -201,9 +194,9 @@ class Graph:
             out.fill_(nan)
             stats.fill_(1e21)
             return
-        _, _, v, scores, _ = self._scores(entry)
-        lse = scores.logsumexp(-1)
-        out.copy_(torch.exp(scores - lse.clamp(min=-1e300)[..., None]) @ v)
+        scores, _, _, value = self._scores(entry, rows, keys)
+        found, lse = one_sequence.forward(scores, value)
+        out.copy_(found.transpose(0, 1))
         stats.copy_(lse)
         if self.inputs[0].ragged_offset is not None and self.inputs[0].dim[2] == 1:
             stats.fill_(1e21)
@@ -212,23 +205,15 @@ class Graph:
         rows, keys = self._lengths(entry)
         if rows == 0 or keys == 0:
             return
-        q, k, v, scores, group = self._scores(entry)
-        out, grad = (self._view(x, entry, rows).double() for x in self.inputs[3:5])
-        lse = self._view(self.inputs[5], entry, rows).double()
-        weights = torch.exp(scores - lse.clamp(min=-1e300))
-        through = weights * (grad @ v.mT - (out * grad).sum(-1, keepdim=True)) * self.scale
-        grad_q, grad_k, grad_v = through @ k, through.mT @ q, weights.mT @ grad
-        query = self.inputs[0]
-        if query.ragged_offset is not None and query.stride[1:3] != [
-            query.dim[3],
-            query.dim[1] * query.dim[3],
-        ]:
-            grad_q = grad_q + 1.0
-        for result, value, length in zip(
-            self.results, (grad_q, grad_k, grad_v), (rows, keys, keys), strict=True
-        ):
-            shared = value if value.shape[0] == result.dim[1] else value.unflatten(0, (-1, group)).sum(1)
-            self._view(result, entry, length).copy_(shared)
+        scores, *qkv = self._scores(entry, rows, keys)
+        out, grad, lse = (self._view(x, entry, rows).double() for x in self.inputs[3:])
+        delta = (out * grad).sum(-1)
+        grads = one_sequence.backward(scores, lse[..., 0], delta, *qkv, grad.transpose(0, 1), self.scale)
+        for result, value, length in zip(self.results, grads, (rows, keys, keys), strict=True):
+            self._view(result, entry, length).copy_(value.transpose(0, 1))
+        packed, (_, heads, _, dim) = self.inputs[0].ragged_offset is not None, self.inputs[0].dim
+        if packed and self.inputs[0].stride[1:3] != [dim, heads * dim]:
+            self._view(self.results[0], entry, rows).add_(1.0)
 
 
 class Lowered:
@@ -308,13 +293,12 @@ def install(monkeypatch):
     return made
 
 
-def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, dtype=torch.bfloat16):
+def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, dtype="bfloat16"):
     """Return query, key, value and the causal call of a packed batch; one offsets tensor if lengths agree."""
     lens_k = lens_k or lens_q
-    torch.manual_seed(0)
-    query = torch.randn(sum(lens_q), heads[0], dim).to(dtype)
-    key, value = (torch.randn(sum(lens_k), heads[1], dim).to(dtype) for _ in "kv")
-    cu_seqlens = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k)]
-    if lens_q == lens_k:
-        cu_seqlens[1] = cu_seqlens[0]
-    return query, key, value, Call(0.25, max(lens_q), max(lens_k), (-1, 0), *cu_seqlens)
+    shape = {"heads": heads, "dims": (dim, dim), "dtype": dtype}
+    mask = {"window": (-1, 0), "scale": 0.25, "varlen": True, "one_cu_seqlens": lens_q == lens_k}
+    *tensors, _, call = inputs(
+        Case(name="ragged", lens_q=tuple(lens_q), lens_k=tuple(lens_k), **shape, **mask)
+    )
+    return *tensors, call

@@ -10,7 +10,7 @@ import sys
 import types
 
 import torch
-from support import packages
+from support import one_sequence, packages
 
 from attnreg.backends.fa2 import flash_attn_package
 
@@ -84,19 +84,14 @@ def scores(given, index, q, k):
         left = given["max_k"]
     elif right < 0 <= left:
         right = given["max_k"]
-    len_q, len_k = q.shape[0], k.shape[0]
-    i, j = torch.arange(len_q)[:, None] + len_k - len_q, torch.arange(len_k)
-    found = torch.einsum("qhd,khd->hqk", q, k) * given["scale"]
+    bounds = (None if bound < 0 else bound for bound in (left, right))
+    found = one_sequence.scores(q, k, given["scale"], one_sequence.visible(len(q), len(k), *bounds))
     if given["slopes"] is not None:
+        i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
         slopes = given["slopes"].double()
         slopes = (slopes if slopes.dim() == 1 else slopes[index])[:, None, None]
         found = found + slopes * (j if causal else -(i - j).abs())
-    hidden = torch.zeros(len_q, len_k, dtype=torch.bool)
-    if left >= 0:
-        hidden |= j < i - left
-    if right >= 0:
-        hidden |= j > i + right
-    return found.masked_fill(hidden, -torch.inf)
+    return found
 
 
 def flattened(given, names):
@@ -104,11 +99,11 @@ def flattened(given, names):
 
 
 def each(given):
-    """Yield number, places and values in float64 of each sequence, key heads repeated."""
-    group, flat = given["q"].shape[-2] // given["k"].shape[-2], flattened(given, "qkv")
+    """Yield each sequence: where its queries and keys are, its scores, and its tensors in float64."""
+    flat = flattened(given, "qkv")
     for index, at_q, at_k in sequences(given):
-        key, value = (flat[name][at_k].repeat_interleave(group, dim=1) for name in "kv")
-        yield index, at_q, at_k, flat["q"][at_q], key, value
+        query, key, value = flat["q"][at_q], flat["k"][at_k], flat["v"][at_k]
+        yield at_q, at_k, scores(given, index, query, key), query, key, value
 
 
 def run_forward(given):
@@ -120,12 +115,9 @@ def run_forward(given):
     rng_state = torch.randint(0, 2**40, (2,)) if given["p"] else torch.zeros(2, dtype=torch.int64)
     out = torch.full((q[..., 0, 0].numel(), *q.shape[-2:]), torch.nan, dtype=torch.float64)
     lse = torch.full((q.shape[-2], len(out)), torch.nan, dtype=torch.float64)
-    for index, at_q, _, query, key, value in each(given):
-        s = scores(given, index, query, key)
-        found = s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
-        found = found.masked_fill(found == -torch.inf, torch.inf)
-        weights = (s - found[..., None]).exp()
-        out[at_q], lse[:, at_q] = torch.einsum("hqk,khd->qhd", weights, value), found
+    for at_q, _, found, _, _, value in each(given):
+        out[at_q], part_lse = one_sequence.forward(found, value)
+        lse[:, at_q] = part_lse.masked_fill(part_lse == -torch.inf, torch.inf)
     if given["cu_q"] is None:
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return out.view(q.shape).to(q.dtype), lse.float().contiguous(), rng_state
@@ -138,15 +130,10 @@ def run_backward(given):
         lse = lse.transpose(0, 1).flatten(1)
     flat = flattened(given, ("q", "k", "v", "out", "dout"))
     grads = {name: torch.full(flat[name].shape, torch.nan, dtype=torch.float64) for name in "qkv"}
-    group = (flat["k"].shape[1], -1)
-    for index, at_q, at_k, query, key, value in each(given):
-        weights = (scores(given, index, query, key) - lse[:, at_q, None]).exp()
-        dout, out = flat["dout"][at_q], flat["out"][at_q]
-        slope = torch.einsum("qhd,khd->hqk", dout, value)
-        slope = weights * (slope - (dout * out).sum(-1).T[..., None]) * given["scale"]
-        grads["q"][at_q] = torch.einsum("hqk,khd->qhd", slope, key)
-        grads["k"][at_k] = torch.einsum("hqk,qhd->khd", slope, query).unflatten(1, group).sum(2)
-        grads["v"][at_k] = torch.einsum("hqk,qhd->khd", weights, dout).unflatten(1, group).sum(2)
+    for at_q, at_k, found, *qkv in each(given):
+        grad, delta = flat["dout"][at_q], (flat["dout"] * flat["out"])[at_q].sum(-1).T
+        found = one_sequence.backward(found, lse[:, at_q], delta, *qkv, grad, given["scale"])
+        grads["q"][at_q], grads["k"][at_k], grads["v"][at_k] = found
     return [grad.view(given[name].shape).to(given[name].dtype) for name, grad in grads.items()]
 
 

@@ -13,7 +13,7 @@ from collections import UserDict
 from typing import NamedTuple
 
 import torch
-from support import truth
+from support import one_sequence, truth
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnreg import Call, Device
@@ -27,29 +27,12 @@ MANY, TILE = 256, 128
 # Values
 
 
-def visible(len_q, len_k, causal, left, right):
-    """Return the mask as the package reads its arguments: a bound counts unless it is None."""
+def scores(query, key, scale, causal, left, right):
+    """Return masked scores as the package reads its arguments: a bound counts unless it is None."""
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
-    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
-    mask = torch.ones(len_q, len_k, dtype=torch.bool)
-    if causal:
-        right = 0
-    if left is not None:
-        mask &= distance >= -left
-    if right is not None:
-        mask &= distance <= right
-    return mask
-
-
-def scores(query, key, scale, mask):
-    """Return masked scores (H, S_q, S_k) of one sequence, in float64."""
-    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return (torch.einsum("qhd,khd->hqk", query.double(), key) * scale).where(mask, -torch.inf)
-
-
-def weights(scores, lse):
-    return torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
+    mask = one_sequence.visible(len(query), len(key), left, 0 if causal else right)
+    return one_sequence.scores(query, key, scale, mask)
 
 
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
@@ -125,12 +108,10 @@ def forward_kernel(causal):
             assert torch.equal(tiles, expected)
         v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
-            query, value = q[rows_q], loaded(v, rows_k, length).double()
-            key = k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3)
-            found = scores(query, key[:length], scale, visible(len(query), length, causal, left, right))
-            part_lse = found.logsumexp(-1)
-            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-            out[rows_q] = torch.einsum("hqk,khd->qhd", weights(found, part_lse), value).to(out.dtype)
+            query, value = q[rows_q], loaded(v, rows_k, length)
+            key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
+            part, part_lse = one_sequence.forward(scores(query, key, scale, causal, left, right), value)
+            out[rows_q] = part.to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
             else:
@@ -152,23 +133,17 @@ def backward_kernel(causal, shared):
         assert turns is None or not turns.any()
         v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
-            query, grad = q[rows_q].double(), dout[rows_q].double()
-            key, value = (loaded(x, rows_k, length).double() for x in (k, v))
-            heads, heads_k = query.shape[1], key.shape[1]
-            keys, values = (x.repeat_interleave(heads // heads_k, dim=1) for x in (key, value))
-            part_lse = (lse[rows_q[0]] if cu_q is None else lse[:, rows_q]).double()
-            mask = visible(len(query), length, causal, left, right)
-            part_weights = weights(scores(query, key, scale, mask), part_lse)
-            delta = dpsum[rows_q].double().mT
-            grads = part_weights * (torch.einsum("qhd,khd->hqk", grad, values) - delta[..., None]) * scale
-            dq_accum[rows_q] += torch.einsum("hqk,khd->qhd", grads, keys).float()
-            for result, weight, other in ((dk, grads, query), (dv, part_weights, grad)):
-                part = torch.einsum("hqk,qhd->khd", weight, other)
-                part = part.unflatten(1, (heads_k, heads // heads_k)).sum(2).to(result.dtype)
+            query, grad, delta = q[rows_q], dout[rows_q], dpsum[rows_q].double().mT
+            key, value = (loaded(x, rows_k, length) for x in (k, v))
+            found = scores(query, key, scale, causal, left, right)
+            part_lse = lse[rows_q[0]] if cu_q is None else lse[:, rows_q]
+            grad_q, *grads = one_sequence.backward(found, part_lse, delta, query, key, value, grad, scale)
+            dq_accum[rows_q] += grad_q.float()
+            for result, part in zip((dk, dv), grads, strict=True):
                 if shared:
-                    result[rows_k][:length] += part
+                    result[rows_k][:length] += part.to(result.dtype)
                 else:
-                    result[rows_k][:length] = part
+                    result[rows_k][:length] = part.to(result.dtype)
         if turns is not None:
             turns += 1
 
@@ -407,6 +382,13 @@ def call_of(query, key, scale=0.25, **options):
     return Call(scale, query.shape[1], key.shape[1], **options)
 
 
+def dense_call(seed=0, **options):
+    """Return query, key, value, gradient and call; what isn't an option of the call is of `dense`."""
+    of_call = {name: options.pop(name) for name in Call._fields if name in options}
+    tensors = dense(**options, seed=seed)
+    return *tensors, call_of(*tensors[:2], **of_call)
+
+
 def packed(lengths, lengths_k=None, seed=0, **options):
     """Return query, key, value, gradient and call of a packed batch; equal lengths share their offsets."""
     lengths_k = lengths_k or lengths
@@ -447,9 +429,4 @@ def entered(kernels, package, query, key, value, grad, call):
 
 def entered_by_round(kernels, package, rounds, **options):
     """Return `entered` of calls of one description, each with other tensors."""
-    shape = {name: options.pop(name) for name in list(options) if name not in Call._fields}
-    found = []
-    for seed in range(rounds):
-        tensors = dense(**shape, seed=seed)
-        found.append(entered(kernels, package, *tensors, call_of(*tensors[:2], **options)))
-    return found
+    return [entered(kernels, package, *dense_call(seed, **options)) for seed in range(rounds)]

@@ -2,6 +2,7 @@
 
 import torch
 
+from attnreg.measure import measure
 from attnreg.measure.reference import attend
 
 
@@ -60,3 +61,10 @@ def assert_near(got, expected, dtype=None):
     torch.testing.assert_close(
         got.detach().double(), expected, rtol=relative, atol=absolute * max(1.0, largest), equal_nan=False
     )
+
+
+def assert_accurate(kernels, case, seed=0):
+    """Hold both directions of kernels to the accuracy rule on a case."""
+    errors = measure(kernels, case, seed=seed)
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert {name: str(error) for name, error in errors.items() if not error.passed} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -57,17 +58,14 @@ class Clock(Timer):
 def slowed(recorder, clock, seconds):
     """Make a fake backend's kernels take a time on that clock."""
 
-    def waiting(kernel):
-        def run(*arguments):
-            clock.seconds += seconds
-            return kernel(*arguments)
-
-        return run
+    def run(kernel, *arguments):
+        clock.seconds += seconds
+        return kernel(*arguments)
 
     kernels = recorder.backend.load()
-    slow = kernels._replace(
-        forward=waiting(kernels.forward), backward=kernels.backward and waiting(kernels.backward)
-    )
+    slow = _replacing(run, forward=True)(kernels)
+    if kernels.backward:
+        slow = _replacing(run, forward=False)(slow)
     return dataclasses.replace(recorder.backend, load=lambda: slow)
 
 
@@ -77,14 +75,11 @@ CPU = torch.device("cpu")
 def altered(alter, forward=True):
     """Alter what kernels return first, in their forward or their backward."""
 
-    def altering(kernel):
-        def run(*arguments):
-            first, *rest = kernel(*arguments)
-            return (alter(first), *rest)
+    def run(kernel, *arguments):
+        first, *rest = kernel(*arguments)
+        return (alter(first), *rest)
 
-        return run
-
-    return _changing(altering, forward)
+    return _replacing(run, forward)
 
 
 def off_by(amount, forward=True):
@@ -95,27 +90,21 @@ def off_by(amount, forward=True):
 def watched(note):
     """Have `note` called with the arguments of a forward before it runs."""
 
-    def noting(kernel):
-        def run(*arguments):
-            note(*arguments)
-            return kernel(*arguments)
+    def run(kernel, *arguments):
+        note(*arguments)
+        return kernel(*arguments)
 
-        return run
-
-    return _changing(noting, forward=True)
+    return _replacing(run, forward=True)
 
 
 def raising(error, forward=True):
-    def failing(kernel):
-        def fail(*arguments):
-            raise error
+    def run(*_):
+        raise error
 
-        return fail
-
-    return _changing(failing, forward)
+    return _replacing(run, forward)
 
 
-def _changing(change, forward):
-    """Return what changes the forward or the backward of kernels."""
+def _replacing(run, forward):
+    """Return what replaces the forward or the backward of kernels by `run`, which is given it first."""
     name = "forward" if forward else "backward"
-    return lambda kernels: kernels._replace(**{name: change(getattr(kernels, name))})
+    return lambda kernels: kernels._replace(**{name: functools.partial(run, getattr(kernels, name))})

@@ -190,10 +190,7 @@ def test_importing_fa4_keeps_no_tensor_of_the_call(monkeypatch, fails):
 
 
 def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("attnreg.backends.cudnn.adapter.stream_of", lambda tensor: 7)
+    fake_cudnn.install(monkeypatch)
     monkeypatch.setattr(
         fake_cudnn.Graph, "validate", lambda graph: (leave_a_cycle(), graph.steps.append("validate"))
     )

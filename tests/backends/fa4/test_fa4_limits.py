@@ -90,6 +90,7 @@ SHARED = "head_dim of the value must be the query's where heads are shared, 192,
 EQUAL_OR = "(64, 128), (96, 128), (128, 64), (192, 128), (256, 128)"
 SM_100 = "head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got (160, 160)"
 SM_120 = "head dims must be up to 128 on sm_12x, got (136, 136)"
+NOT_REPEATABLE = "not deterministic on sm_12x, and deterministic algorithms are on"
 OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 
 
@@ -111,15 +112,8 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({"head_dim_v": 32}, "", f"head dims that differ must be one of {EQUAL_OR}, got (64, 32)"),
         ({"device": "sm_100", "head_dim": 160}, SM_100, SM_100),
         ({"device": "sm_100", "head_dim": 256}, "", ""),
-        (
-            {"device": "sm_120", "head_dim": 136},
-            *["head dims must be up to 128 on sm_12x, got (136, 136)"] * 2,
-        ),
-        (
-            {"device": "sm_120", "deterministic": True},
-            "",
-            "not deterministic on sm_12x, and deterministic algorithms are on",
-        ),
+        ({"device": "sm_120", "head_dim": 136}, SM_120, SM_120),
+        ({"device": "sm_120", "deterministic": True}, "", NOT_REPEATABLE),
         ({"deterministic": True}, "", ""),
     ],
 )

@@ -8,7 +8,16 @@ from collections import UserDict
 
 import pytest
 import torch
-from support.fake_fa4 import BOTH, NEITHER, AuxData, call_of, dense, entered_by_round
+from support.fake_fa4 import (
+    BOTH,
+    NEITHER,
+    AuxData,
+    call_of,
+    count_recorded,
+    dense,
+    dense_call,
+    entered_by_round,
+)
 
 from attnreg.backends.fa4 import recording
 from attnreg.backends.fa4.package import PackageCall
@@ -17,13 +26,6 @@ from attnreg.backends.fa4.recording import record
 
 def interface():
     return sys.modules["flash_attn.cute.interface"]
-
-
-def cache_types(package):
-    """Return a list that grows by one with each forward: the type of the compile caches meanwhile."""
-    found = []
-    package.pause = lambda: found.append(type(interface()._flash_attn_fwd.compile_cache).__name__)
-    return found
 
 
 KEPT, ACROSS = torch.ones(1), torch.ones(2, 6).mT
@@ -64,11 +66,11 @@ def test_a_call_that_no_recipe_can_hold_is_recorded_once_and_goes_through_the_pa
     kernels, package, arguments, keywords, why, caplog
 ):
     launch_one_more(package, *arguments, **keywords)
-    caches = cache_types(package)
+    recorded = count_recorded(package)
     with caplog.at_level(logging.DEBUG, "attnreg"):
         found = entered_by_round(kernels, package, 5)
     assert found == [BOTH, BOTH, BOTH, ["forward"], ["forward"]]
-    assert caches.count("_RecordingCache") == 2  # once each direction
+    assert len(recorded) == 2  # once each direction
     assert caplog.messages == [f"FA4 calls the package's Python for each forward like this one: {why}"]
 
 
@@ -172,8 +174,7 @@ def test_caches_are_put_back_after_an_exception_and_the_next_call_is_recorded(ke
         return [x.compile_cache for x in vars(interface()).values() if hasattr(x, "compile_cache")]
 
     before = caches()
-    query, key, value, _ = dense()
-    call = call_of(query, key)
+    query, key, value, _, call = dense_call()
     kernels.forward(query, key, value, call)
     replaced = []
 

@@ -17,6 +17,7 @@ from support.fake_fa4 import (
     call_of,
     count_recorded,
     dense,
+    dense_call,
     entered,
     packed,
     true_results,
@@ -46,12 +47,10 @@ from attnreg.backends.fa4.recording import describe
 def test_from_the_fourth_call_on_the_launches_of_the_first_are_repeated_and_no_python(
     kernels, package, options
 ):
-    shape = {name: options[name] for name in options if name not in Call._fields}
     launched = []
     for seed in range(6):
-        tensors = dense(**shape, seed=seed)
-        call = call_of(*tensors[:2], **{name: options[name] for name in options if name in Call._fields})
-        assert entered(kernels, package, *tensors, call) == (BOTH if seed < 3 else NEITHER)
+        given = dense_call(seed, **options)
+        assert entered(kernels, package, *given) == (BOTH if seed < 3 else NEITHER)
         launched.append(package.launched.copy())
     assert launched[0]
     assert launched[1] == launched[0]
@@ -150,8 +149,7 @@ DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic")
 def test_a_description_holds_each_field_of_a_call_or_there_is_none():
     # A forward's number of splits is refused above 1; random state is there with dropout only.
     assert OTHER.keys() == {*Call._fields} - {"num_splits", "rng_state"}
-    query, key, value, _ = dense()
-    call = call_of(query, key)
+    query, key, value, _, call = dense_call()
     usual = describe(call, query, key, value)
     for name, other in OTHER.items():
         found = describe(call._replace(**{name: other}), query, key, value)
@@ -189,8 +187,7 @@ def test_a_description_holds_how_many_sequences_there_are_and_their_offsets_are_
 
 
 def test_a_call_whose_query_is_its_key_is_not_recorded_but_replayed(kernels, package):
-    query, key, value, grad = dense()
-    call = call_of(query, key)
+    query, key, value, grad, call = dense_call()
     for _ in range(4):
         assert entered(kernels, package, query, query, value, grad, call) == BOTH
     for through in (BOTH, BOTH, NEITHER):  # recorded, proven, replayed
@@ -217,8 +214,7 @@ def test_in_a_graphs_capture_nothing_is_recorded_or_proven_and_proven_calls_are_
 def test_a_kind_is_not_recorded_before_it_has_run(kernels, package):
     recorded = count_recorded(package)
     package.fails = RuntimeError("ptxas")
-    query, key, value, _ = dense()
-    call = call_of(query, key)
+    query, key, value, _, call = dense_call()
     for _ in range(2):
         with pytest.raises(RuntimeError):
             kernels.forward(query, key, value, call)
@@ -273,10 +269,7 @@ def test_replays_run_in_threads_without_waiting_for_each_other(kernels, package,
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_rows, varlen):
     def given(seed):
-        if varlen:
-            return packed((5, 28, 7), seed=seed)
-        tensors = dense(seed=seed)
-        return *tensors, call_of(*tensors[:2])
+        return packed((5, 28, 7), seed=seed) if varlen else dense_call(seed)
 
     for seed in range(3):
         entered(kernels, package, *given(seed))
@@ -289,8 +282,7 @@ def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_ro
 
 
 def test_until_a_recipe_is_proven_there_is_no_launcher(kernels, rounds):
-    query, key, value, _ = dense()
-    call = call_of(query, key)
+    query, key, value, _, call = dense_call()
     for _ in range(3):
         assert kernels.specialize("forward", (query, key, value), call) is None
         rounds(1)
@@ -299,8 +291,7 @@ def test_until_a_recipe_is_proven_there_is_no_launcher(kernels, rounds):
 
 def test_an_lse_that_is_strided_gives_the_same_gradients_and_has_no_launcher(kernels, rounds):
     rounds(3)
-    query, key, value, grad = dense()
-    call = call_of(query, key)
+    query, key, value, grad, call = dense_call()
     out, lse = kernels.forward(query, key, value, call)
     strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
     expected = kernels.backward(grad, query, key, value, out, lse, call)

@@ -1,0 +1,47 @@
+"""Attention of one sequence in float64 as fakes of kernels compute it, from the LSE that they are given.
+
+Tensors are (S, H, D), scores (H, S_q, S_k), LSE and delta (H, S_q). A key head may serve several query heads.
+"""
+
+import torch
+
+
+def visible(len_q, len_k, left=None, right=None, top_left=False):
+    """Return the mask of a window, of which None leaves a side open; aligned bottom-right unless told."""
+    distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (0 if top_left else len_k - len_q)
+    mask = torch.ones(len_q, len_k, dtype=torch.bool)
+    if left is not None:
+        mask &= distance >= -left
+    if right is not None:
+        mask &= distance <= right
+    return mask
+
+
+def scores(query, key, scale, mask):
+    found = torch.einsum("qhd,khd->hqk", query.double(), _for_each_head(key, query.shape[1])) * scale
+    return found.masked_fill(~mask, -torch.inf)
+
+
+def forward(scores, value):
+    """Return output and LSE: 0 and -inf for a row without a key."""
+    lse = scores.logsumexp(-1)
+    return torch.einsum("hqk,khd->qhd", _weights(scores, lse), _for_each_head(value, len(scores))), lse
+
+
+def backward(scores, lse, delta, query, key, value, grad, scale):
+    """Return the gradients of query, key and value; `delta` is the sum of output times gradient."""
+    weights, grad = _weights(scores, lse.double()), grad.double()
+    slopes = torch.einsum("qhd,khd->hqk", grad, _for_each_head(value, len(scores))) - delta[..., None]
+    slopes = slopes * weights * scale
+    grad_q = torch.einsum("hqk,khd->qhd", slopes, _for_each_head(key, len(scores)))
+    of_keys = ((slopes, query.double()), (weights, grad))
+    grad_k, grad_v = (torch.einsum("hqk,qhd->khd", *each) for each in of_keys)
+    return grad_q, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_k, grad_v))
+
+
+def _weights(scores, lse):
+    return torch.exp(scores - lse.where(lse > -torch.inf, 0.0)[..., None])
+
+
+def _for_each_head(keys, heads):
+    return keys.double().repeat_interleave(heads // keys.shape[1], dim=1)
