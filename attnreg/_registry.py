@@ -58,8 +58,7 @@ def on_change(tell: Callable[[], object]) -> None:
 def entries() -> Mapping[str, Entry]:
     """Return every known backend by its name in lower case; discovers them on the first call.
 
-    Raises:
-        RegistrationError: a backend's module asks while it is itself being discovered.
+    Raises `RegistrationError` if a backend's module asks while it is itself being discovered.
     """
     global _entries, _discovering
     if _entries is None:
@@ -79,11 +78,7 @@ def entries() -> Mapping[str, Entry]:
 
 
 def find(name: str) -> Entry:
-    """Return the backend of that name, whatever its case.
-
-    Raises:
-        UnknownBackendError: there is none; lists the known ones and the nearest.
-    """
+    """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones."""
     known = entries()
     entry = known.get(name.strip().casefold()) if isinstance(name, str) else None
     if entry is None:
@@ -96,8 +91,7 @@ def find(name: str) -> Entry:
 def add(backend: Backend, origin: str) -> Entry:
     """Take in a backend of the program's own; the same object again is no change.
 
-    Raises:
-        RegistrationError: another backend has that name.
+    Raises `RegistrationError` if another backend has that name.
     """
     global _entries
     with lock:
@@ -135,8 +129,7 @@ def registrations() -> tuple[Registration, ...]:
 def prefer(entry: Entry, devices: tuple[str, ...]) -> Registration:
     """Put a backend first for some devices.
 
-    Raises:
-        RegistrationError: it was dropped by another thread, and a third has taken its name.
+    Raises `RegistrationError` if another thread has dropped it, and a third has taken its name.
     """
     global _entries, _registrations
     with lock:

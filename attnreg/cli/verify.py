@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.cli import output
-from attnreg.cli.backends import candidates
-from attnreg.cli.options import AsJson, Backends, DeviceHere, dtype_name, names, present_device, valued
+from attnreg.cli.options import (
+    AsJson,
+    Backends,
+    DeviceHere,
+    candidates,
+    dtype_name,
+    names,
+    present_device,
+    valued,
+)
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:

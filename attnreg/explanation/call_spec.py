@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, flash
-from attnreg.aten.bhsd import call_of as dense_call_of
+from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.validation import check, check_scale, check_values

@@ -51,10 +51,7 @@ class Verdict(NamedTuple):
 class Sample:
     """What some parts of a call should give: the longest sequence, the shortest, and the last one.
 
-    Args:
-        case: the call.
-        given: its tensors, in the contract's layout.
-        backward: whether gradients are compared as well.
+    `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
     """
 
     def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:

@@ -207,22 +207,9 @@ class LoadedSettings:
     settings: Settings
     origin: Origin = field(default_factory=Origin)
 
-    @property
-    def source(self) -> Path | None:
-        """The absolute path of the file; None for a value."""
-        return self.origin.path
-
-    def describe(self, key: KeyPath = ()) -> str:
-        """Return where a key is, for example `attnreg.toml:7` for `("devices", "cuda", "order")`."""
-        return self.origin.describe(key)
-
 
 def load(path: str | os.PathLike[str]) -> LoadedSettings:
-    """Read a settings file; an empty one gives the defaults.
-
-    Raises:
-        ConfigError: it can't be read, or something in it is wrong; lists every problem.
-    """
+    """Read a settings file; an empty one gives the defaults; a `ConfigError` lists every problem."""
     data, origin = toml_file.read(path)
     settings = _validated(data, origin)
     if settings.tuned is not None and origin.path is not None:
@@ -231,11 +218,7 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
 
 
 def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
-    """Return the settings that a program passes to `configure`, checked.
-
-    Raises:
-        ConfigError: something in them is wrong; lists every problem, as `load` does.
-    """
+    """Return the settings that a program passes to `configure`, checked as `load` does."""
     if not isinstance(value, Settings | Mapping):
         raise ConfigError(f"configure(...): got {value!r}, expected Settings or a mapping of its fields")
     return _validated(value, Origin())
@@ -244,8 +227,7 @@ def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     """Check that settings name known backends only; the case of a name doesn't matter.
 
-    Raises:
-        ConfigError: lists every unknown name with its position, and the known names.
+    A `ConfigError` lists every unknown name with its position, and the known names.
     """
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}

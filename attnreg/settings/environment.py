@@ -117,11 +117,10 @@ VARIABLES = {
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Parse the variables.
+    """Parse the variables; a `ConfigError` has one line for each problem.
 
-    Raises:
-        ConfigError: a value is wrong, two contradict each other, or a name that starts with
-            `ATTNREG_` is no variable of attnreg. The message has one line for each problem.
+    It is one if a value is wrong, two contradict each other, or a name that starts with `ATTNREG_` is no
+    variable of attnreg.
     """
     values: dict[str, Any] = {}
     problems = []
