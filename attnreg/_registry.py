@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from attnreg.contract.backend import Backend
 from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from attnreg.contract.backend import Backend
 
 log = logging.getLogger("attnreg")
 

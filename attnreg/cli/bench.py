@@ -25,8 +25,7 @@ Rounds = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
 TableFile = Annotated[
-    Path | None,
-    valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg."),
+    Path | None, valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg.")
 ]
 
 # How often each alternative is measured: without and with `--quick`.

@@ -42,10 +42,7 @@ Keys = Annotated[
 ]
 ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the value, if it differs.", min=1)]
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.")]
-Window = Annotated[
-    str,
-    valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all."),
-]
+Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")

@@ -37,12 +37,7 @@ class Part(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether results are right.
-
-    Attributes:
-        error: the largest error, in units of the most that passes.
-        wrong: which result is wrong, where, and by how much; empty if none is.
-    """
+    """The largest error, in units of the most that passes, and which result is wrong, where, by how much."""
 
     error: float
     wrong: str

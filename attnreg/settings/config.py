@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,16 +23,11 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.errors import ConfigError, did_you_mean
 from attnreg.settings import toml_file
-from attnreg.settings.toml_file import Origin
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-    from attnreg.settings.toml_file import KeyPath
+from attnreg.settings.toml_file import KeyPath, Origin
 
 __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",

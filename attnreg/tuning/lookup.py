@@ -51,13 +51,9 @@ class Candidate:
 
 
 class Source(NamedTuple):
-    """A point that a prediction comes from.
+    """A point that a prediction comes from, at a distance in powers of two.
 
-    Attributes:
-        point: the point.
-        same_ratio: whether it has the call's ratio of heads.
-        distance: in powers of two.
-        itself: whether this very call was measured.
+    `same_ratio` says whether it has the call's ratio of heads, `itself` whether this very call was measured.
     """
 
     point: Point

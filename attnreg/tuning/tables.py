@@ -62,13 +62,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Which table is in force on a device, and which aren't.
-
-    Attributes:
-        in_force: the table; None if there is none.
-        notes: sentences about it.
-        refused: a sentence for each table that was refused, with its reasons.
-    """
+    """The table in force on a device, sentences about it, and one with the reasons for each refused table."""
 
     in_force: Named | None = None
     notes: tuple[str, ...] = ()
