@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from attnreg.contract.backend import Backend
 from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 from attnreg.torchlib.locks import open_after_fork
-
-if TYPE_CHECKING:
-    from attnreg.contract.backend import Backend
 
 log = logging.getLogger("attnreg")
 
@@ -58,8 +56,7 @@ def on_change(tell: Callable[[], object]) -> None:
 def entries() -> Mapping[str, Entry]:
     """Return every known backend by its name in lower case; discovers them on the first call.
 
-    Raises:
-        RegistrationError: a backend's module asks while it is itself being discovered.
+    Raises `RegistrationError` if a backend's module asks while it is itself being discovered.
     """
     global _entries, _discovering
     if _entries is None:
@@ -79,11 +76,7 @@ def entries() -> Mapping[str, Entry]:
 
 
 def find(name: str) -> Entry:
-    """Return the backend of that name, whatever its case.
-
-    Raises:
-        UnknownBackendError: there is none; lists the known ones and the nearest.
-    """
+    """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones."""
     known = entries()
     entry = known.get(name.strip().casefold()) if isinstance(name, str) else None
     if entry is None:
@@ -96,8 +89,7 @@ def find(name: str) -> Entry:
 def add(backend: Backend, origin: str) -> Entry:
     """Take in a backend of the program's own; the same object again is no change.
 
-    Raises:
-        RegistrationError: another backend has that name.
+    Raises `RegistrationError` if another backend has that name.
     """
     global _entries
     with lock:
@@ -135,8 +127,7 @@ def registrations() -> tuple[Registration, ...]:
 def prefer(entry: Entry, devices: tuple[str, ...]) -> Registration:
     """Put a backend first for some devices.
 
-    Raises:
-        RegistrationError: it was dropped by another thread, and a third has taken its name.
+    Raises `RegistrationError` if another thread has dropped it, and a third has taken its name.
     """
     global _entries, _registrations
     with lock:

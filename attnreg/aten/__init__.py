@@ -3,7 +3,7 @@
 Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
 registers the routers once, and what they do depends on what is registered when a call comes; with nothing
 registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
-`cpu`) and what they share (`routing`, `bhsd`, `schemas`). May import: `dispatch` and all below it. Read
+`cpu`) and what they share (`routing`, `schemas`). May import: `dispatch` and all below it. Read
 `routing.py` first.
 """
 
@@ -54,9 +54,8 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     An implementation that was activated in `torch.nn.attention` is restored first, with a warning:
     the kernels beneath it are the ones to fall back to.
 
-    Raises:
-        RegistrationError: torch lacks an op, declares it in another way, or other Python code
-            overrides it; every op is as it was.
+    Raises `RegistrationError` if torch lacks an op, declares it in another way, or other Python code
+    overrides it; every op is as it was then.
     """
     global _remove
     with _lock:

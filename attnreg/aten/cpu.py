@@ -6,8 +6,8 @@ a scope travels in the LSE, and only where there is one.
 
 from __future__ import annotations
 
-from attnreg.aten.bhsd import call_of, dense_plan, run_backward
-from attnreg.aten.routing import Layout, Route, RoutedCall, Served, kept_dense, with_strides_of
+from attnreg.aten import routing
+from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import to_bshd
@@ -20,26 +20,26 @@ OP = "_scaled_dot_product_flash_attention_for_cpu"
 def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
     if given.dropout_p > 0.0:
         return routed.untouched("dropout_p")
-    call = call_of(given, given.attn_mask)
-    plan = dense_plan("forward", given, routed, call, routed.choice)
+    call = routing.call_of(given, given.attn_mask)
+    plan = routing.dense_plan("forward", given, routed, call, routed.choice)
     if plan.is_native:
         (out, lse), kept = routed.run_native(plan)
     else:
         tensors = to_bshd(given.query, given.key, given.value, call)
         out, lse = plan.run(*tensors, call)
-        kept = kept_dense(plan, call, given.key.shape[2], tensors)
+        kept = routing.kept_dense(plan, call, given.key.shape[2], tensors)
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        out = with_strides_of(out.transpose(1, 2), given.query)
+        out = routing.with_strides_of(out.transpose(1, 2), given.query)
     return (out, lse if routed.choice is None else scope.with_token(lse, routed.choice)), kept
 
 
 def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> Served:
-    call = call_of(given, given.attn_mask)
-    plan = dense_plan("backward", given, routed, call, routed.choice)
+    call = routing.call_of(given, given.attn_mask)
+    plan = routing.dense_plan("backward", given, routed, call, routed.choice)
     if plan.is_native:
         return routed.run_native(plan)
-    grads, kept = run_backward(plan, given, call, given.logsumexp)
+    grads, kept = routing.run_backward(plan, given, call, given.logsumexp)
     # Torch lays these out by (B, S, H, D), whatever the layout of the inputs; torch.compile asserts it.
     return tuple(grad.contiguous().transpose(1, 2) for grad in grads), kept
 

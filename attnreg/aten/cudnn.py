@@ -11,19 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnreg.aten.bhsd import call_of, dense_plan, run_backward
-from attnreg.aten.routing import (
-    TORCH_VERSION,
-    Layout,
-    Route,
-    RoutedCall,
-    Served,
-    backward_choice,
-    forward_choice,
-    kept_dense,
-    run_with_dropout,
-    with_strides_of,
-)
+from attnreg.aten import routing
+from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import CudnnBackward, CudnnForward
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
@@ -35,7 +24,7 @@ CUDNN = Native("cuDNN")
 OP = "_cudnn_attention"
 
 # Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).
-TOKEN_MAJOR_LSE = TORCH_VERSION < (2, 14)
+TOKEN_MAJOR_LSE = routing.TORCH_VERSION < (2, 14)
 
 TOKEN = 7  # the result that carries a choice: the offset of the random state
 
@@ -49,12 +38,12 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
     needs_backward = wants_gradient(query, key, value)
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
-    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, seed = run_with_dropout(plan, query, key, value, call)
+        out, lse, seed = routing.run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         seed = query.new_empty(2, dtype=torch.uint64)
@@ -70,21 +59,21 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     if given.return_debug_mask:
         return routed.untouched("return_debug_mask")
     query, key, dropout = given.query, given.key, given.dropout_p
-    call = call_of(given, given.attn_bias)
-    plan = dense_plan("forward", given, routed, call, routed.choice)
-    choice = forward_choice(routed.choice, plan, dropout)
+    call = routing.call_of(given, given.attn_bias)
+    plan = routing.dense_plan("forward", given, routed, call, routed.choice)
+    choice = routing.forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
-        out, lse, rng_state = run_with_dropout(plan, *tensors, call)
+        out, lse, rng_state = routing.run_with_dropout(plan, *tensors, call)
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         out, lse = plan.run(*tensors, call)
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
         if given.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
-            kept = kept_dense(plan, call, key.shape[2], tensors, _auxiliary(query, key))
+            kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary(query, key))
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
     result = _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, seed, offset, None
@@ -100,7 +89,7 @@ def _auxiliary(query: Tensor, key: Tensor) -> tuple[Any, ...]:
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     """Return the output with its dimensions in the query's order, as torch's own kernels lay it out."""
     if out.shape == query.shape:
-        return with_strides_of(out, query)
+        return routing.with_strides_of(out, query)
     order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
     expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
     return out if out.stride() == expected.stride() else expected.copy_(out)
@@ -124,7 +113,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     rng_state = given.philox_seed if dropout > 0.0 else None
     call = _packed_call(given, rng_state=rng_state, deterministic=wants_deterministic())
     inputs = given.query, given.key, given.value
-    plan = plan_for("backward", *inputs, call, backward_choice(routed, dropout), routed.native)
+    plan = plan_for("backward", *inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
         return routed.run_native(plan, keeps=dropout == 0.0)
     lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp
@@ -135,14 +124,14 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     dropout, rng_state = given.dropout_p, None
     if dropout > 0.0:
         rng_state = torch.stack((given.philox_seed, given.philox_offset)).view(torch.uint64)
-    call = call_of(given, given.attn_bias, rng_state)
-    plan = dense_plan("backward", given, routed, call, backward_choice(routed, dropout))
+    call = routing.call_of(given, given.attn_bias, rng_state)
+    plan = routing.dense_plan("backward", given, routed, call, routing.backward_choice(routed, dropout))
     if plan.is_native:
         return routed.run_native(plan, keeps=dropout == 0.0)
-    grads, kept = run_backward(plan, given, call, given.logsumexp.squeeze(-1))
+    grads, kept = routing.run_backward(plan, given, call, given.logsumexp.squeeze(-1))
     models = given.query, given.key, given.value
-    laid_out = (with_strides_of(grad.transpose(1, 2), x) for grad, x in zip(grads, models, strict=True))
-    return tuple(laid_out), kept
+    pairs = zip(grads, models, strict=True)
+    return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
 def _packed_call(given: CudnnForward | CudnnBackward, **rest: Any) -> Call:

@@ -7,33 +7,18 @@ works there, too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from attnreg.aten.routing import (
-    Layout,
-    Route,
-    RoutedCall,
-    Served,
-    backward_choice,
-    forward_choice,
-    kept_dense,
-    run_with_dropout,
-    with_strides_of,
-)
+from attnreg.aten import routing
+from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts
-from attnreg.dispatch import scope
-from attnreg.dispatch.calls import (
-    bounds,
-    every_dense_row_sees_a_key,
-    keys_used,
-    plan_for,
-    scale_of,
-    wants_deterministic,
-    wants_gradient,
-)
+from attnreg.dispatch import calls, scope
+from attnreg.dispatch.calls import plan_for, wants_gradient
 from attnreg.dispatch.planning import Native
 from attnreg.torchlib.layout import stream_of
 
@@ -55,19 +40,19 @@ def _forward(given: FlashForward, routed: RoutedCall) -> Served:
         # The op above has transposed them, and what is transposed below autograd needs no gradient.
         needs_backward = torch.is_grad_enabled()
     plan = plan_for("forward", query, key, value, call, routed.choice, native, needs_backward)
-    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         (*results, unused, debug_mask), kept = routed.run_native(plan, keeps=choice is routed.choice)
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, rng_state = run_with_dropout(plan, query, key, value, call)
+        out, lse, rng_state = routing.run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         rng_state = query.new_empty(2, dtype=torch.uint64)
     kept = None
     if call.cu_seqlens_q is None and choice is routed.choice:
-        kept = kept_dense(plan, call, call.max_k, (query, key, value), _auxiliary(query))
+        kept = routing.kept_dense(plan, call, call.max_k, (query, key, value), _auxiliary(query))
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
@@ -88,11 +73,11 @@ def _laid_out(result: Tensor, model: Tensor) -> Tensor:
     share their memory.
     """
     if result.stride() == model.stride() or model.dim() == 3:
-        return with_strides_of(result, model)
-    return with_strides_of(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
+        return routing.with_strides_of(result, model)
+    return routing.with_strides_of(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
 
 
-def _forward_inplace(given: FlashForwardInplace, routed: RoutedCall) -> Served:
+def _forward_inplace(given: Any, routed: RoutedCall) -> Served:
     # The results of torch's kernel for this op aren't those that `_forward` expects of an original.
     results, _ = _forward(FlashForward(*given[1:]), routed._replace(original=None, native=None))
     given.out.copy_(results[0])
@@ -102,7 +87,7 @@ def _forward_inplace(given: FlashForwardInplace, routed: RoutedCall) -> Served:
 def _backward(given: FlashBackward, routed: RoutedCall) -> Served:
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
     call = _call(given, None, None, None, given.rng_state if dropout > 0.0 else None, None)
-    choice = backward_choice(routed, dropout)
+    choice = routing.backward_choice(routed, dropout)
     plan = plan_for("backward", query, key, value, call, choice, _native(routed, call))
     if plan.is_native:
         return routed.run_native(plan, keeps=dropout == 0.0)
@@ -111,7 +96,7 @@ def _backward(given: FlashBackward, routed: RoutedCall) -> Served:
         lse = _swap_infinity(lse, torch.inf)
     tensors = given.grad_out, query, key, value, given.out, lse
     grads = plan.run(*tensors, call)
-    kept = kept_dense(plan, call, call.max_k, tensors) if call.cu_seqlens_q is None else None
+    kept = routing.kept_dense(plan, call, call.max_k, tensors) if call.cu_seqlens_q is None else None
     return (_laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)), kept
 
 
@@ -138,11 +123,11 @@ def _call(
     left, right = given.window_size_left, given.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)
     return Call(
-        scale_of(given.query, given.scale),
-        max_q, max_k, bounds(window, given.is_causal, max_q, max_k),
-        given.cum_seq_q, given.cum_seq_k, keys_used(seqused_k, given.cum_seq_k, block_table), block_table,
-        None, alibi_slopes,
-        given.dropout_p, rng_state, num_splits or None, wants_deterministic(),
+        calls.scale_of(given.query, given.scale),
+        max_q, max_k, calls.bounds(window, given.is_causal, max_q, max_k),
+        given.cum_seq_q, given.cum_seq_k, calls.keys_used(seqused_k, given.cum_seq_k, block_table),
+        block_table, None, alibi_slopes,
+        given.dropout_p, rng_state, num_splits or None, calls.wants_deterministic(),
     )  # fmt: skip
 
 
@@ -165,7 +150,7 @@ def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
 def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether that is known, so that no LSE is infinite."""
     if call.cu_seqlens_q is None:
-        return every_dense_row_sees_a_key(call) and call.seqused_k is None
+        return calls.every_dense_row_sees_a_key(call) and call.seqused_k is None
     if not query.is_cuda:
         return False
     return facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.dispatch import call_cache, counters, scope
+from attnreg.contract.spec import Direction
+from attnreg.dispatch import call_cache, calls, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
-from attnreg.dispatch.calls import every_dense_row_sees_a_key
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import DeclinedError, Plan, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection.decision import Preference
+from attnreg.selection.decision import tied_to
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -106,11 +107,7 @@ class RoutedCall(NamedTuple):
         return result, Kept(None, plan.counters) if keeps else None
 
     def untouched(self, why: str) -> Served:
-        """Run torch's own kernel on a call that only it understands.
-
-        Raises:
-            UnsupportedInputError: torch has none for this device.
-        """
+        """Run torch's own kernel on a call that only it understands; refuse where it has none."""
         if self.original is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
         return self.original(*self.args, **self.kwargs), None
@@ -168,7 +165,8 @@ def kept_dense(
     None where it takes more than the kernel: keys that no query sees (of the `length_k` that the op was
     given), rows that see no key, the conversion of a float64 LSE.
     """
-    if call.max_k != length_k or not every_dense_row_sees_a_key(call) or tensors[0].dtype == torch.float64:
+    is_float64 = tensors[0].dtype == torch.float64
+    if call.max_k != length_k or not calls.every_dense_row_sees_a_key(call) or is_float64:
         return None
     return kept_for(plan, tensors, call, auxiliary)
 
@@ -192,16 +190,14 @@ def forward_choice(
         return choice
     preference = choice.preference if choice is not None else None
     if dropout > 0.0:
-        preference = Preference("the forward's dropout mask", (plan.backend,), exclusive=True)
+        preference = tied_to(plan.backend)
     return scope.make_choice(preference, no_gradient)
 
 
 def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:
     """Return a backward's choice, after checking that it says which backend drew a dropout mask.
 
-    Raises:
-        UnsupportedInputError: the forward ran before attnreg was active, or something copied the
-            tensors that were saved for the backward.
+    It doesn't if the forward ran before attnreg was active, or something copied the tensors that were saved.
     """
     if dropout > 0.0 and call.choice is None:
         raise UnsupportedInputError(
@@ -209,3 +205,53 @@ def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:
             "ran before attnreg was active or a hook copied what it saved; register backends earlier"
         )
     return call.choice
+
+
+def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:
+    """Return the contract's `Call` of the arguments of a (B, H, S, D) op.
+
+    SDPA's causal mask is aligned top-left, the contract's bottom-right. Of more keys than queries the last
+    are seen by no query, and `max_k` leaves them out; of more queries than keys the mask reaches further
+    right.
+    """
+    query = given.query
+    length_q, length_k = query.shape[2], given.key.shape[2]
+    window = (-1, -1)
+    if given.is_causal and length_q < length_k:
+        length_k, window = length_q, (-1, 0)
+        bias = bias[..., :length_k] if bias is not None and bias.shape[-1] > 1 else bias
+    elif given.is_causal:
+        window = (-1, length_q - length_k)
+    # By place, as every planned call comes here: names cost half a microsecond.
+    window = calls.bounds(window, False, length_q, length_k)
+    return Call(
+        calls.scale_of(query, given.scale), length_q, length_k, window,
+        None, None, None, None, bias, None, given.dropout_p, rng_state, None, calls.wants_deterministic(),
+    )  # fmt: skip
+
+
+def dense_plan(
+    direction: Direction, given: Any, routed: RoutedCall, call: Call, choice: ScopedChoice | None
+) -> Plan:
+    """Return the plan of a (B, H, S, D) call."""
+    query, key, value = given.query, given.key, given.value
+    needs_backward = direction == "backward" or calls.wants_gradient(query, key, value)
+    return calls.plan_for(
+        direction, query, key, value, call, choice, routed.native, needs_backward, bhsd=True
+    )
+
+
+def run_backward(plan: Plan, given: Any, call: Call, lse: Tensor) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """Run a backend's backward of a (B, H, S, D) call, and count it.
+
+    Returns:
+        The gradients in the contract's layout, and how the call cache is to run further calls like this one.
+    """
+    length_k = given.key.shape[2]
+    inputs = calls.to_bshd(given.query, given.key, given.value, call)
+    tensors = given.grad_out.transpose(1, 2), *inputs, given.out.transpose(1, 2), lse
+    grad_q, grad_k, grad_v = plan.run(*tensors, call)
+    kept = kept_dense(plan, call, length_k, tensors)
+    if unseen := length_k - grad_k.shape[1]:  # keys that a top-left causal mask hides from every query
+        grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
+    return (grad_q, grad_k, grad_v), kept

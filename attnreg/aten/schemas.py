@@ -6,6 +6,7 @@ argument that a class lacks is passed to torch's own kernel, one that has moved 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,27 +34,9 @@ class FlashForward(NamedTuple):
     num_splits: int | None = None  # torch 2.12
 
 
-class FlashForwardInplace(NamedTuple):
-    """`_flash_attention_forward_no_dropout_inplace` (torch 2.12): the same, into `out`."""
-
-    out: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cum_seq_q: Tensor | None
-    cum_seq_k: Tensor | None
-    max_q: int
-    max_k: int
-    dropout_p: float
-    is_causal: bool
-    return_debug_mask: bool
-    scale: float | None = None
-    window_size_left: int | None = None
-    window_size_right: int | None = None
-    seqused_k: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    block_table: Tensor | None = None
-    num_splits: int | None = None
+# `_flash_attention_forward_no_dropout_inplace` (torch 2.12): the same, into `out`.
+_fields, _defaults = ("out", *FlashForward._fields), tuple(FlashForward._field_defaults.values())
+FlashForwardInplace = namedtuple("FlashForwardInplace", _fields, defaults=_defaults)  # type: ignore[misc]
 
 
 class FlashBackward(NamedTuple):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.offsets import empty_results, find_unused
 from attnreg.contract.spec import AttentionSpec
-from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.layout import readable
 
@@ -143,8 +143,7 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[st
 def _checked(name: str) -> Callable[..., Any]:
     """Return an op as a function of keywords, after checking that it takes what the adapter passes.
 
-    Raises:
-        RegistrationError: it doesn't, or needs more; names the argument and the version.
+    If it doesn't, or needs more, a `RegistrationError` names the argument and the version.
     """
     package = f"{PACKAGE} {_version() or 'of unknown version'}"
     op = getattr(getattr(torch.ops, PACKAGE), name, None)

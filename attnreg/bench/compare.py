@@ -127,11 +127,7 @@ def checked(
 ) -> dict[str, Checked]:
     """Return the sides that are right, and record in the job why the others are left out.
 
-    Args:
-        batch: the tensors of the call.
-        sides: by name.
-        job: the measurement.
-        verdict: returns how wrong the results of a side are, if `Batch.verdict` can't say.
+    `verdict` returns how wrong the results of a side are, if `Batch.verdict` can't say.
     """
     right = {}
     if verdict is None:

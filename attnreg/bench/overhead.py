@@ -24,7 +24,7 @@ from attnreg import _registry, api
 from attnreg.bench import overhead_cpu
 from attnreg.bench.compare import Batch, checked
 from attnreg.bench.fronts import SHAPES
-from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.report import Job, Table
 from attnreg.bench.shapes import BOTH, dense, packed
 from attnreg.bench.sides import (
     Front,
@@ -65,9 +65,10 @@ def _with_grad(front: Front, tensors: Tensors) -> Tensor:
 STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward_backward}
 
 
-def measure(job: Job) -> Report:
+def measure(job: Job) -> None:
     """Measure both fronts, and on a CPU, on one thread, what `overhead_cpu` asks first."""
-    report, threads = Report({}), torch.get_num_threads()
+    results: dict[str, Any] = {}
+    threads = torch.get_num_threads()
     gpu = job.device.type == "cuda"
     shapes = dict(zip(FRONTS, SHAPES if gpu else CPU_SHAPES, strict=True))
     questions = {} if gpu else overhead_cpu.QUESTIONS
@@ -76,31 +77,31 @@ def measure(job: Job) -> Report:
     try:
         for case in job.in_time([*questions, *shapes]):
             if case in questions:
-                overhead_cpu.answer(case, job, report)
+                overhead_cpu.answer(case, job, results)
             else:
-                _compare(case, Batch(shapes[case], job.device), job, report)
-            job.keep(report.results)
+                _compare(case, Batch(shapes[case], job.device), job, results)
+            job.keep(results)
     finally:
         torch.set_num_threads(threads)
-    return report
+    job.keep(results)
 
 
-def _compare(front: str, batch: Batch, job: Job, report: Report) -> None:
-    """Add to a report what all calls through one front take."""
+def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> None:
+    """Add to the results what all calls through one front take."""
     found = sides(batch, job)
     nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
     right = {name: one.side for name, one in checked(batch, found, job).items()}
-    report.results[front] = taken = _medians(right | nothing, job)
+    results[front] = taken = _medians(right | nothing, job)
     rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
-    report.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
+    job.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
     if job.device.type == "cuda" and batch.shape.varlen:
-        report.summary += [
+        job.summary += [
             aim(side, step, medians[step], taken.get(TORCH, {}).get(step))
             for side, medians in taken.items()
             if side.startswith(DEFAULT)
             for step in AIMS
         ]
-    report.summary += scoped_aims(front, taken)
+    job.summary += scoped_aims(front, taken)
 
 
 def sides(batch: Batch, job: Job) -> dict[str, Side]:
@@ -146,7 +147,6 @@ def aten_op(batch: Batch) -> Front:
 
 
 def _medians(found: Mapping[str, Side], job: Job) -> dict[str, dict[str, float]]:
-    """Return the median microseconds of each side and step."""
     total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
     medians: dict[str, dict[str, float]] = {name: {} for name in found}
     for step, run in STEPS.items():

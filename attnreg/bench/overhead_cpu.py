@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg import _registry, api
-from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.report import Job, Table
 from attnreg.bench.shapes import BOTH, FORWARD
 from attnreg.bench.sides import WARM_UP, by_default, called_directly, torch_alone
 from attnreg.contract.backend import Backend, Call, Kernels
@@ -34,8 +34,8 @@ Measures = dict[str, Callable[[], float]]
 CALLS, QUICK_CALLS = 1000, 20
 
 
-def answer(title: str, job: Job, report: Report) -> None:
-    """Add to a report median microseconds, also as a difference from the yardstick."""
+def answer(title: str, job: Job, found: dict[str, Any]) -> None:
+    """Add to what was found median microseconds, also as a difference from the yardstick."""
     key, base, measures = QUESTIONS[title]
     taken = interleaved(measures(QUICK_CALLS if job.quick else CALLS), job.rounds)
     results, rows = [], []
@@ -45,8 +45,8 @@ def answer(title: str, job: Job, report: Report) -> None:
         added = statistics.median(a - b for a, b in zip(seconds, against, strict=True)) * 1e6
         results.append({"name": name, "microseconds": median, "added": added, "ratio": ratio})
         rows.append((name, f"{median:.2f}", f"{added:+.2f}", f"{ratio:.3f}"))
-    report.results[key] = results
-    report.tables.append(Table(title, ("call", "µs", f"above {base}", "ratio"), rows))
+    found[key] = results
+    job.tables.append(Table(title, ("call", "µs", f"above {base}", "ratio"), rows))
 
 
 def _measured(within: Context, calls: int, run: Callable[[], object]) -> Callable[[], float]:
@@ -63,7 +63,6 @@ def _measured(within: Context, calls: int, run: Callable[[], object]) -> Callabl
 
 @contextlib.contextmanager
 def _active() -> Iterator[None]:
-    """Have attnreg installed."""
     api.install()
     yield
     api.uninstall()
@@ -158,7 +157,6 @@ def _nothing_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tupl
 def _nothing_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
-    """Return gradients of the right shapes and no values."""
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

@@ -37,23 +37,8 @@ class Table(NamedTuple):
 
 
 @dataclass
-class Report:
-    """What came of a measurement.
-
-    Attributes:
-        results: plain data.
-        tables: the same for people.
-        summary: lines that say which targets are reached.
-    """
-
-    results: Any
-    tables: list[Table] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Job:
-    """What is to be measured, and where progress and results go.
+    """What is to be measured, where progress and results go, and what has come of it so far.
 
     Attributes:
         device: where.
@@ -65,7 +50,9 @@ class Job:
         table: the measured table to choose by, if not the one that ships for the device.
         advance: called with the number of cases done, of how many, and the name of the next.
         left_out: what wasn't measured, and why.
-        kept: the results so far; None before the first case is done.
+        kept: the results so far as plain data; None before the first case is done.
+        tables: the same for people.
+        summary: lines that say which targets are reached.
     """
 
     device: torch.device
@@ -78,6 +65,8 @@ class Job:
     advance: Callable[[int, int, str], None] = lambda *_: None
     left_out: list[str] = field(default_factory=list)
     kept: Any = None
+    tables: list[Table] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
 
     @property
     def late(self) -> bool:
@@ -110,11 +99,7 @@ def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
-    """Write the results, and what they were measured on, as JSON.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
+    """Write the results, and what they were measured on, as JSON; raises `ConfigError` if it can't."""
     if path is None:
         return
     try:

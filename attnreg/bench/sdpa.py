@@ -14,7 +14,7 @@ import torch
 
 from attnreg import api
 from attnreg.bench.compare import batch_beyond_the_cache, checked, timed
-from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.report import Job, Table
 from attnreg.bench.shapes import Shape, sdpa_grid
 from attnreg.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
 from attnreg.errors import BackendUnavailableError
@@ -23,25 +23,21 @@ from attnreg.measure.timing import matmul_rate
 TORCH, CHOSEN, LED = "torch SDPA", "attnreg, measured", "attnreg, "
 
 
-def measure(job: Job) -> Report:
-    """Time every side of every case.
-
-    Raises:
-        BackendUnavailableError: torch's SDPA, the yardstick, is wrong here.
-    """
+def measure(job: Job) -> None:
+    """Time every side of every case; refuses where torch's SDPA, the yardstick, is wrong."""
     shapes = sdpa_grid(job.device.type)
     shapes = shapes[:: len(shapes) // 2] if job.quick else shapes
     table = table_in_force(job.device, job.table)
     rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
     rows: list[dict[str, Any]] = []
-    report = Report({"table": table, "matmul_teraflops": rate / 1e12, "rows": rows})
+    results = {"table": table, "matmul_teraflops": rate / 1e12, "rows": rows}
     for shape in job.in_time(shapes):
         rows += _rows(shape, rate, job)
-        job.keep(report.results)
+        job.keep(results)
     panels = dict.fromkeys(map(_panel, shapes))
-    report.tables = [_table(step, panel, rows) for panel in panels for step in STEPS]
-    report.summary = [f"measured: chosen by {table}", *_mean_gains(rows)]
-    return report
+    job.tables = [_table(step, panel, rows) for panel in panels for step in STEPS]
+    job.summary = [f"measured: chosen by {table}", *_mean_gains(rows)]
+    job.keep(results)
 
 
 def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:

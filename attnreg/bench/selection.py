@@ -22,22 +22,11 @@ from typing import Any
 import torch
 
 from attnreg import _registry, api
+from attnreg.bench import sides
 from attnreg.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
-from attnreg.bench.report import Job, Report, Table
+from attnreg.bench.report import Job, Table
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
-from attnreg.bench.sides import (
-    WARM_UP,
-    Side,
-    by_default,
-    called_directly,
-    forward,
-    layers,
-    layers_backward,
-    ran,
-    settings,
-    table_in_force,
-    torch_alone,
-)
+from attnreg.bench.sides import Side
 from attnreg.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
 from attnreg.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
@@ -49,15 +38,11 @@ DIRECTLY = "called directly, "
 SECONDS = 0.005
 
 
-def measure(job: Job) -> Report:
-    """Measure every case that the time allows.
-
-    Raises:
-        BackendUnavailableError: attnreg ran none of them.
-    """
+def measure(job: Job) -> None:
+    """Measure every case that the time allows; refuses where attnreg ran none of them."""
     shapes = held_out(job.device.type)
     shapes = shapes[: QUICK if job.device.type == "cuda" else QUICK // 2] if job.quick else shapes
-    table = table_in_force(job.device, job.table)
+    table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
     for number, shape in enumerate(shapes):
@@ -73,15 +58,15 @@ def measure(job: Job) -> Report:
         rows += [row] if row else []
         summed, gained = summary(rows), gains(rows)
         reached = aims(summed, gained)
-        results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": rows}
+        results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
         job.keep(results)
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
-    lines = [f"chosen by: {table}"]
+    job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
     for one in results["aims"]:
         word = "reached" if one["reached"] else "MISSED"
-        lines.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
-    return Report(results, _tables(results), lines)
+        job.summary.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
+    job.keep(results)
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
@@ -124,18 +109,19 @@ def _ran(one: Checked) -> dict[str, str]:
     """Return which backend each call runs: a forward without gradients may be another's than one with."""
     counters.reset_stats()
     one.side.results(backward=False)
-    return {FORWARD: ran()["forward"], "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
+    alone = sides.ran()["forward"]
+    return {FORWARD: alone, "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
 
 
 def strategies(batch: Batch, job: Job) -> dict[str, Side]:
     """Return every way to decide: by measurement, by order, always one backend first, torch alone."""
     within: dict[str, Any] = {
-        CHOSEN: functools.partial(settings, "measured", job.table, job.backends),
-        ORDER: functools.partial(settings, "order", among=job.backends),
+        CHOSEN: functools.partial(sides.settings, "measured", job.table, job.backends),
+        ORDER: functools.partial(sides.settings, "order", among=job.backends),
         **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
     }
     found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
-    return found | {TORCH: Side(batch.with_torch, batch.front_sets, torch_alone)}
+    return found | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
 
 
 def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
@@ -148,7 +134,10 @@ def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
             continue
         backward = batch.shape.backward and not entry.reasons(spec, "backward")
         kernels = entry.kernel("forward"), entry.kernel("backward") if backward else None
-        found[name] = Side(called_directly(*kernels, batch.call), batch.sets, by_default), backward
+        found[name] = (
+            Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
+            backward,
+        )
     return found
 
 
@@ -168,7 +157,7 @@ class Runner:
         taken, timer = {}, timer_for(device)
         with self._side.within():
             for direction, run, calls in self._steps():
-                for _ in range(WARM_UP):
+                for _ in range(sides.WARM_UP):
                     run()
                 if direction not in self._times:
                     once = timer.back_to_back(run, 2)
@@ -180,11 +169,11 @@ class Runner:
         """Yield each direction, what is timed, and how many calls of attention are in it."""
         front, sets = self._side.front, self._side.sets
         in_turn = cycle(sets)
-        yield FORWARD, lambda: forward(front, next(in_turn)), 1
+        yield FORWARD, lambda: sides.forward(front, next(in_turn)), 1
         if self._backward:
-            yield BOTH, lambda: layers_backward(layers(front, sets), sets), len(sets)
-            outs = layers(front, sets)  # isn't timed
-            yield BACKWARD, lambda: layers_backward(outs, sets, retain_graph=True), len(sets)
+            yield BOTH, lambda: sides.layers_backward(sides.layers(front, sets), sets), len(sets)
+            outs = sides.layers(front, sets)  # isn't timed
+            yield BACKWARD, lambda: sides.layers_backward(outs, sets, retain_graph=True), len(sets)
 
 
 def _tables(results: dict[str, Any]) -> list[Table]:
@@ -210,7 +199,6 @@ def _tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
-    """Return microseconds of each case in one direction."""
     here = [row for row in rows if direction in row["directions"]]
     names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
     cells = []

@@ -244,8 +244,7 @@ def settings(chosen_by: str, table: Path | None = None, among: Iterable[str] = (
 def table_in_force(device: torch.device, table: Path | None = None) -> str:
     """Return the name of the measured table that decides on a device, or why none does.
 
-    Raises:
-        ConfigError: a table was named, and isn't true of this machine.
+    Raises `ConfigError` if a table was named that was measured on another machine.
     """
     with settings("measured", table):
         tables = policy.current().tables

@@ -22,10 +22,8 @@ Row = Mapping[str, Any]
 def ratios(directly: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return, for each yardstick that there is, each strategy's time over that of the best.
 
-    Args:
-        directly: the time of each backend's kernel called directly.
-        front: the time of each strategy through the front; those that name a fixed order are the
-            candidates for the best one there.
+    `directly` has the time of each backend's kernel called directly, `front` that of each strategy through
+    the front; those that name a fixed order are the candidates for the best one there.
     """
     fixed = [time for name, time in front.items() if name.startswith(FIXED)]
     best = {DIRECT: min(directly.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnreg import _registry, api
 from attnreg.bench.compare import Batch, checked, named, table, timed
-from attnreg.bench.report import Job, Report
+from attnreg.bench.report import Job
 from attnreg.bench.shapes import BOTH, FORWARD, pull_request
 from attnreg.bench.sides import STEPS, Side, Tensors, by_default, torch_alone
 from attnreg.contract.backend import Backend, Kernels
@@ -33,15 +33,12 @@ DEFAULT, LED = "attnreg, default", "attnreg, "
 AIMS = {FORWARD: 1.4, BOTH: 1.6}
 
 
-def measure(job: Job) -> Report:
-    """Time every side of every case; the yardstick is torch's varlen_attn, padded SDPA where there is none.
-
-    Raises:
-        BackendUnavailableError: neither runs here.
-    """
+def measure(job: Job) -> None:
+    """Time every side of every case; the yardstick is torch's varlen_attn, else padded SDPA."""
     shapes = pull_request(job.device.type)[: 1 if job.quick else None]
     rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
-    report = Report({"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": []})
+    found: list[dict[str, Any]] = []
+    results = {"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": found}
     for shape in job.in_time(shapes):
         batch = Batch(shape, job.device, sets=3)
         padded = [tensors.mapped(functools.partial(_pad, batch)) for tensors in batch.sets]
@@ -52,14 +49,14 @@ def measure(job: Job) -> Report:
             raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
         rows = timed(shape, right, yardstick, rate, job)
         case = f"head dim {shape.dim}{', causal' if shape.causal else ''}"
-        report.results["rows"] += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
-        job.keep(report.results)
-        report.tables += [
+        found += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
+        job.keep(results)
+        job.tables += [
             table(f"{case}, {step}", [row for row in rows if row["step"] == step], yardstick)
             for step in STEPS
         ]
-    report.summary = [_aim(row) for row in report.results["rows"] if row["side"] == DEFAULT]
-    return report
+    job.summary = [_aim(row) for row in found if row["side"] == DEFAULT]
+    job.keep(results)
 
 
 def _aim(row: dict[str, Any]) -> str:
@@ -71,7 +68,6 @@ def _aim(row: dict[str, Any]) -> str:
 
 
 def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> dict[str, Side]:
-    """Return all that are compared."""
     sdpa, visible = F.scaled_dot_product_attention, _is_token(batch)[:, None, None, :]  # (B, 1, 1, S)
     if batch.shape.causal:
         longest = batch.call.max_q

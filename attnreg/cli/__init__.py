@@ -1,9 +1,9 @@
 """The command line: `attnreg` and `python -m attnreg`.
 
-A command is a function in a file of its own, both of its name; `output`, `options` and
-`backends` are shared. Any room may be imported, but torch, rich and what imports them only inside
-functions, so that `--help` is fast. Exit codes: 0; 1 nothing can run, or a backend is wrong;
-2 usage; 130 and 141 for Ctrl-C and a closed pipe. Read `info.py` first.
+A command is a function in a file of its own, both of its name; `output` and `options` are shared. Any room
+may be imported, but torch, rich and what imports them only inside functions, so that `--help` is fast. Exit
+codes: 0; 1 nothing can run, or a backend is wrong; 2 usage; 130 and 141 for Ctrl-C and a closed pipe. Read
+`info.py` first.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnreg.cli import options, output
-from attnreg.cli.backends import measurable
 from attnreg.cli.options import valued
 from attnreg.errors import AttnregError, InvalidInputError
 
 if TYPE_CHECKING:
-    from attnreg.bench.report import Job, Report
+    from attnreg.bench.report import Job
 
 Out = Annotated[Path | None, valued("--out", "FILE", "Save the results as JSON after every case.")]
 Plot = Annotated[Path | None, valued("--plot", "FILE", "Draw the results: a .png or .svg.")]
@@ -26,8 +25,7 @@ Rounds = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
 TableFile = Annotated[
-    Path | None,
-    valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg."),
+    Path | None, valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg.")
 ]
 
 # How often each alternative is measured: without and with `--quick`.
@@ -64,7 +62,7 @@ def _with_table(
         from attnreg.bench.report import Job, document
         from attnreg.bench.sides import untouched
 
-        entries = measurable(options.names("--backend", backend), place)
+        entries = options.measurable(options.names("--backend", backend), place)
         _check_files(out, plot, table)
         if place.type == "cuda":
             import torch
@@ -79,25 +77,24 @@ def _with_table(
             out=out,
             table=table and table.absolute(),
         )
-        report: Report | None = None
-        interrupted = True
+        measured, interrupted = False, True
         with contextlib.suppress(KeyboardInterrupt):
             measure = importlib.import_module(f"attnreg.bench.{name}").measure
             with untouched(), output.progress(None) as update:
                 job.advance = lambda done, total, text: update(completed=done, total=total, description=text)
-                report = measure(job)
-            job.keep(report.results)
+                measure(job)
+            measured = True
             if plot is not None:
                 from attnreg.bench import plots
 
-                plots.draw(name, report.results, plot)
+                plots.draw(name, job.kept, plot)
             interrupted = False
     if job.kept is not None:
         data = document(job.kept, job.left_out)
         if as_json:
             output.print_json(data)
-        elif report is not None:
-            _print(report, job, data["machine"])
+        elif measured:
+            _print(job, data["machine"])
         if interrupted and out is not None:
             typer.echo(f"attnreg: what was measured before is in {out}", err=True)
     if interrupted:
@@ -134,16 +131,16 @@ def _check_files(out: Path | None, plot: Path | None, table: Path | None) -> Non
         options.check_writable("--plot", plot.absolute())
 
 
-def _print(report: Report, job: Job, machine: dict[str, str]) -> None:
+def _print(job: Job, machine: dict[str, str]) -> None:
     """Print the machine, the tables, what was left out, and which targets are reached."""
     from attnreg.bench.report import show, show_machine
 
     place = output.console()
     show_machine(place, machine)
-    for title, header, rows in report.tables:
+    for title, header, rows in job.tables:
         if rows:
             show(title, header, rows, place)
-    for line in (*(f"left out: {line}" for line in job.left_out), *report.summary):
+    for line in (*(f"left out: {line}" for line in job.left_out), *job.summary):
         place.print(line, soft_wrap=True)
 
 

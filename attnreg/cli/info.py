@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from attnreg.cli import backends
 from attnreg.cli.options import AsJson
 from attnreg.cli.output import counted, import_torch, print_json, stdout_to_stderr, table
 from attnreg.errors import AttnregError
@@ -44,7 +43,7 @@ def info(as_json: AsJson = False) -> None:
 def inventory() -> dict[str, Any]:
     """Return what `info` shows, as plain data."""
     from attnreg import _registry, aten
-    from attnreg.cli import torch_facts
+    from attnreg.cli import facts
     from attnreg.dispatch import planning
     from attnreg.selection import policy
     from attnreg.selection.decision import Policy
@@ -55,10 +54,10 @@ def inventory() -> dict[str, Any]:
         in_force = policy.current()
     except AttnregError as error:
         problem = str(error)
-    devices = [(planning.device_of(device), facts) for device, facts in torch_facts.devices()]
+    devices = [(planning.device_of(device), named) for device, named in facts.devices()]
     return {
-        "versions": torch_facts.versions(),
-        "devices": [facts | backends.order(device, in_force) for device, facts in devices],
+        "versions": facts.versions(),
+        "devices": [named | facts.order(device, in_force) for device, named in devices],
         "backends": [_backend(entry, in_force) for entry in _registry.entries().values()],
         "settings": {
             "variables": list(_variables()),
@@ -68,16 +67,16 @@ def inventory() -> dict[str, Any]:
             ],
             "problem": problem,
         },
-        "tables": [{"device": facts["device"], **_table(device, in_force)} for device, facts in devices],
+        "tables": [{"device": named["device"], **_table(device, in_force)} for device, named in devices],
         "routers": {
             "installed": aten.installed(),
             "compiled": _compiled(),
             "serving": policy.is_active(),
             "shadowed_by": aten.shadowed_by(),
-            "untouched_programs": torch_facts.untouched_programs(),
+            "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],
-        "torch": torch_facts.own_choice(),
+        "torch": facts.own_choice(),
     }
 
 
@@ -106,7 +105,9 @@ def _library(library: Library) -> dict[str, str | None]:
 
 
 def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
-    state, reason = backends.state(entry, in_force)
+    from attnreg.cli import facts
+
+    state, reason = facts.state(entry, in_force)
     return {
         "name": entry.name,
         "version": entry.version(),
@@ -165,10 +166,10 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     for one in sources.loaded:
         for key in ("log_level", "policy", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
-                yield key, str(value), one.describe((key,))
-        if one.source is not None:
+                yield key, str(value), one.origin.describe((key,))
+        if one.origin.path is not None:
             by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
-            yield "settings file", str(one.source), by
+            yield "settings file", str(one.origin.path), by
 
 
 def _print(found: dict[str, Any]) -> None:

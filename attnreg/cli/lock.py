@@ -67,7 +67,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     from attnreg.dispatch.state import state
     from attnreg.selection.lockfile import FORMAT, Lockfile, Row
     from attnreg.tuning import traces
-    from attnreg.tuning.machine import environment
+    from attnreg.tuning.tables import environment
 
     check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):
@@ -107,7 +107,6 @@ def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
 
 
 def _decisions(spec: AttentionSpec, one: Recorded, policy: Policy) -> Iterator[Decision]:
-    """Yield the decision for each direction of a call."""
     from attnreg.selection.decision import tied_to
 
     forward = _decided(spec, "forward", policy)

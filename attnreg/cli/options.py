@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.errors import ConfigError, InvalidInputError, did_you_mean
+from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
+    from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec
 
 
@@ -41,10 +42,7 @@ Keys = Annotated[
 ]
 ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the value, if it differs.", min=1)]
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.")]
-Window = Annotated[
-    str,
-    valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all."),
-]
+Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
@@ -52,6 +50,9 @@ Deterministic = Annotated[
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
 Budget = Annotated[str, valued("--budget", "TIME", "Stop after 60s, 5m or 1h. Default: no limit.")]
 TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
+
+# On a GPU it takes longer than all others together, and is preferred to none of them.
+REFERENCE = "math"
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -140,6 +141,49 @@ def check_writable(option: str, file: Path, mark: str = "") -> None:
         table.check_writable(file, mark)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def candidates(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[tuple[Entry, str]]:
+    """Return the backends that are named by `--backend`, else all, each with why it can't run, or "".
+
+    Without `files` the table and the lockfile that settings name needn't be readable: the command may be
+    about to write them.
+    """
+    from attnreg import _registry
+    from attnreg.selection import policy
+
+    found = dict.fromkeys(_registry.find(name) for name in named) or _registry.entries().values()
+    disabled = policy.current().disabled if files else policy.disabled_backends()
+    return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in found]
+
+
+def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
+    """Return the backends to compare: those named, which have to run on the device, else all that do.
+
+    The reference is left out on a GPU, unless it is named or the only one.
+    """
+    found = candidates(named, device, files)
+    for entry, reason in found:
+        if named and reason:
+            raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
+    entries = [entry for entry, reason in found if not reason]
+    if not named and device.type == "cuda" and len(entries) > 1:
+        entries = [entry for entry in entries if entry.name != REFERENCE]
+    if not entries:
+        raise BackendUnavailableError(f"no backend can be measured on {device}")
+    return entries
+
+
+def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
+    if disabled_by:
+        return f"is disabled by {disabled_by}"
+    if entry.backend is not None and device.type not in entry.backend.devices:
+        return f"runs on {', '.join(entry.backend.devices)} only"
+    try:
+        entry.kernels()
+    except BackendUnavailableError:
+        return entry.unavailable()
+    return ""
 
 
 def spec_of(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from attnreg.cli import options, output
-from attnreg.cli.backends import measurable
 from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -145,11 +144,11 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     from attnreg.dispatch import planning
     from attnreg.measure import timing
     from attnreg.tuning.checks import Checks
-    from attnreg.tuning.machine import environment, file_name
     from attnreg.tuning.session import Session, kept
     from attnreg.tuning.table import Table, load
+    from attnreg.tuning.tables import environment, file_name
 
-    entries = measurable(named, place, files=False)
+    entries = options.measurable(named, place, files=False)
     here = environment(planning.device_of(place), _registry.entries())
     file = (out or Path(file_name(here.device))).absolute()
     options.check_writable("--out", file)

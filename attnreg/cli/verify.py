@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.cli import output
-from attnreg.cli.backends import candidates
-from attnreg.cli.options import AsJson, Backends, DeviceHere, dtype_name, names, present_device, valued
+from attnreg.cli import options, output
+from attnreg.cli.options import valued
 from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -28,16 +27,17 @@ WRONG:   the error exceeds twice PyTorch's plus the rounding error of the dtype"
 
 
 def verify(
-    backend: Backends = [],  # noqa: B006 - typer makes a new list for each call
-    device: DeviceHere = "",
+    backend: options.Backends = [],  # noqa: B006 - typer makes a new list for each call
+    device: options.DeviceHere = "",
     dtype: Annotated[
-        list[str], valued("--dtype", "DTYPES", "One or several with commas. Default: bf16, with --full all.")
+        list[str],
+        valued("--dtype", "DTYPES", "One or several with commas. Default: bf16, with --full all."),
     ] = [],  # noqa: B006
     full: Annotated[
         bool, typer.Option("--full/--quick", help="All cases, some of which take seconds each.")
     ] = False,
     case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Check every backend against a float64 reference.
 
@@ -49,11 +49,11 @@ def verify(
     output.import_torch()
     from attnreg import measure
 
-    place, named = present_device(device), names("--backend", backend)
+    place, named = options.present_device(device), options.names("--backend", backend)
     with output.stdout_to_stderr():
-        cases = _cases(full, names("--dtype", dtype), case)
+        cases = _cases(full, options.names("--dtype", dtype), case)
         tested: list[tuple[Entry, str, list[Outcome]]] = [
-            (entry, reason, []) for entry, reason in candidates(named, place)
+            (entry, reason, []) for entry, reason in options.candidates(named, place)
         ]
         running = [(one.backend, outcomes) for one, reason, outcomes in tested if one.backend and not reason]
         finished = False
@@ -80,7 +80,7 @@ def verify(
 def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> list[Case]:
     from attnreg.measure import CASES, QUICK
 
-    wanted = [dtype_name(name) for name in dtypes] or ([] if full else ["bfloat16"])
+    wanted = [options.dtype_name(name) for name in dtypes] or ([] if full else ["bfloat16"])
     of_dtype = [case for case in (CASES if full else QUICK) if not wanted or case.dtype in wanted]
     if not of_dtype:
         known = ", ".join(dict.fromkeys(case.dtype for case in CASES))

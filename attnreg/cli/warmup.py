@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.cli import options, output
-from attnreg.cli.backends import candidates
 from attnreg.errors import UnsupportedInputError
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def warmup(
     with output.stdout_to_stderr():
         found = [
             (entry, reason)
-            for entry, reason in candidates(named, place)
+            for entry, reason in options.candidates(named, place)
             # A backend for other devices is listed only if it is named.
             if named or entry.backend is None or place.type in entry.backend.devices
         ]

@@ -6,7 +6,6 @@ it becomes an `Entry` that keeps the exception, so that `info` and `explain` can
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 import threading
@@ -60,8 +59,7 @@ class Entry:
     def kernels(self) -> Kernels:
         """Load the backend, once per process, and return its kernels.
 
-        Raises:
-            BackendUnavailableError: it can't load here; the message says why and what to install.
+        If it can't load here, a `BackendUnavailableError` says why and what to install.
         """
         with _loading:
             if self._kernels is None and not self.unavailable() and self.backend is not None:
@@ -77,11 +75,6 @@ class Entry:
         if found is None:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
-
-    def specializer(self, direction: Direction) -> Callable[..., Any] | None:
-        """Return `Kernels.specialize` for one direction, loaded as by `kernels`; None if it has none."""
-        found = self.kernels().specialize
-        return None if found is None else functools.partial(found, direction)
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""

@@ -22,11 +22,7 @@ from attnreg.errors import InvalidInputError, RegistrationError
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
-    """Check that the arguments of a call fit each other.
-
-    Raises:
-        InvalidInputError: a rank, dtype, device, head count or length doesn't.
-    """
+    """Check that ranks, dtypes, devices, head counts and lengths of a call fit each other."""
     tensors = {"query": query, "key": key, "value": value}
     for what in ("dtype", "device"):
         if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
@@ -88,10 +84,9 @@ def check_values(query: Tensor, key: Tensor, call: Call) -> None:
 
     Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
 
-    Raises:
-        InvalidInputError: offsets don't start at 0, decrease or end past the last token; a sequence
-            is longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table`
-            has other pages, than there are.
+    Raises `InvalidInputError` if offsets don't start at 0, decrease or end past the last token; a sequence is
+    longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table` has other pages, than there
+    are.
     """
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None:
@@ -144,11 +139,7 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Check a softmax scale: any finite number, zero and negative ones included.
-
-    Raises:
-        InvalidInputError: it is NaN or infinite.
-    """
+    """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
     if not math.isfinite(scale):
         raise _wrong("scale", str(scale), "a finite number")
 

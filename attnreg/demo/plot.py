@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from attnreg.demo.train import LAYOUTS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from attnreg.demo.train import Result
+from attnreg.demo.train import LAYOUTS, Result
 
 # Blue and orange of Okabe and Ito's palette, distinct for every kind of colour vision and in grey.
 COLOURS = {"packed": "#0072B2", "padded": "#E69F00"}

@@ -49,10 +49,8 @@ def make_plan(
 ) -> Plan:
     """Decide about a spec and load the kernel; keeps the plan once its first results were checked.
 
-    Raises:
-        UnsupportedInputError: no backend can run it, or none may.
-        BackendUnavailableError: one that the settings ask for can't load here.
-        RanksDifferError: another rank of the job chooses by another table.
+    Raises `UnsupportedInputError` if no backend can run it, or none may; what `decide` raises; and
+    `RanksDifferError` if another rank of the job chooses by another table.
     """
     building.ensure_built()  # the program serves calls: its next start has the compiled part
     policy = now.policy.with_first(leading)
@@ -75,7 +73,8 @@ def make_plan(
             return made._replace(is_checked=False)
         now.keep(made)
         return made
-    made = made._replace(specialize=entries[made.backend.casefold()].specializer(direction))
+    if specialize := entries[made.backend.casefold()].kernels().specialize:
+        made = made._replace(specialize=functools.partial(specialize, direction))
 
     def passed() -> None:
         log_fallbacks()
@@ -92,10 +91,8 @@ def decide(
 ) -> Decision:
     """Select a backend, after checking that those asked for by name can load here.
 
-    Raises:
-        BackendUnavailableError: one that is asked for, and serves this kind of device, can't load;
-            says who asked, why, and what to install.
-        UnsupportedInputError: a lock says otherwise, or nothing, of this call.
+    A `BackendUnavailableError` says who asked for one that can't load here, why, and what to install. Raises
+    `UnsupportedInputError` if a lock says otherwise, or nothing, of this call.
     """
     spec = spec.of(direction)
     for preference in policy.preferences:

@@ -86,12 +86,7 @@ current = variable.get
 
 
 def exclusive(name: str, source: str = "") -> ScopedChoice:
-    """Return the choice for `backend=` on a call: that backend, or a refusal.
-
-    Raises:
-        UnknownBackendError: no backend has that name.
-        BackendUnavailableError: it can't load here.
-    """
+    """Return the choice for `backend=` on a call; raises if it is unknown or can't load here."""
     kept = _exclusive.get((name, source)) if isinstance(name, str) else None
     if kept is not None and kept[0] is _registry.generation:
         return kept[1]  # each call with `backend=` comes here

@@ -54,9 +54,7 @@ class Plan(NamedTuple):
     def run(self, *inputs: Any) -> Any:
         """Run the kernel and count the call.
 
-        Raises:
-            DeclinedError: the kernel can't run this call. The plan is dropped, so that calls like it are
-                decided anew.
+        If the kernel declines it, drops the plan, so that calls like it are decided anew.
         """
         try:
             results = self.kernel(*inputs)
@@ -92,11 +90,7 @@ def declined_by(key: tuple[object, ...]) -> dict[str, str]:
 
 
 def retry_on_decline(run: Callable[[], T]) -> T:
-    """Return what `run` returns, which decides about a call and runs its plan; once more after each decline.
-
-    Raises:
-        UnsupportedInputError: no backend is left that can run the call, or none may.
-    """
+    """Return what `run` returns, which decides about a call and runs it; once more after each decline."""
     try:
         return run()
     except DeclinedError as error:
@@ -146,9 +140,8 @@ class State:
     def policy(self) -> Policy:
         """What was asked for.
 
-        Raises:
-            ConfigError: the environment or a settings file can't be read: an error of every call that it
-                would have had a say in, until it is mended and read again.
+        What can't be read is an error of every call that it would have had a say in, until it is mended and
+        read again.
         """
         if self._error is not None:
             raise copy(self._error)  # what is raised holds the tensors of its frames

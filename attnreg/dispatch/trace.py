@@ -64,11 +64,7 @@ class Recording:
         return self.counted.setdefault(place, Counter())
 
     def write(self) -> None:
-        """Add what was counted since the last time to the file.
-
-        Raises:
-            ConfigError: the file can't be written, or is no trace.
-        """
+        """Add what was counted since the last time; raises `ConfigError` as `traces.merge` does."""
         with _writing:
             collect()
             with _lock:  # not for as long as the file takes: calls wait for it

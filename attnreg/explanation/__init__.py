@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+from torch import Tensor
 
 from attnreg import _registry, aten
 from attnreg.contract.backend import UNTRIED
+from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.explanation.call_spec import CallSpec, dense, packed
-from attnreg.selection.decision import Decision, Preference, select, tied_to
+from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.selection.render import decision_table
 from attnreg.tuning.kinds import kind_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attnreg.contract.discovery import Entry
-    from attnreg.selection.decision import Policy
 
 __all__ = ["Explanation", "explain"]
 
@@ -133,7 +130,7 @@ def explain(
                 "has no such argument"
             )
         described = packed(
-            query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), is_causal, window_size, scale,
+            query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
             seqused_k, block_table, num_splits, enable_gqa,
         )  # fmt: skip
         return _explained(described, leading)

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, flash
-from attnreg.aten.bhsd import call_of as dense_call_of
+from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.validation import check, check_scale, check_values
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
-from attnreg.varlen.plans import autocast, call_of, check_heads, window
+from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
 
 # The kernels that torch's selector sends a call to and that attnreg routes.
 ROUTED = {
@@ -71,8 +71,7 @@ def packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    offsets: tuple[Tensor, Tensor | None],
-    longest: tuple[int, int],
+    lengths: Lengths,
     is_causal: bool,
     window_size: Sequence[int] | None,
     scale: float | None,
@@ -82,7 +81,6 @@ def packed(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
-    lengths = (*offsets, *longest)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)

@@ -11,17 +11,6 @@ from attnreg.measure.rule import Error, Outcome, measure, measure_taken, verify
 from attnreg.measure.sample import Sample
 
 __all__ = [
-    "CASES",
-    "QUICK",
-    "Case",
-    "Error",
-    "Inputs",
-    "Outcome",
-    "Sample",
-    "copies",
-    "copies_beyond_the_cache",
-    "inputs",
-    "measure",
-    "measure_taken",
-    "verify",
-]
+    "CASES", "QUICK", "Case", "Error", "Inputs", "Outcome", "Sample", "copies", "copies_beyond_the_cache",
+    "inputs", "measure", "measure_taken", "verify",
+]  # fmt: skip

@@ -35,12 +35,8 @@ def inputs(
 ) -> Inputs:
     """Draw the tensors of a case; the values depend on the seed and on nothing else.
 
-    Args:
-        case: the call.
-        device: where the tensors are to be.
-        seed: of the random generator.
-        drawn_on: where the generator runs. Values drawn on the CPU are the same for every device; those
-            of a large call for a GPU are drawn there, which takes no time.
+    The generator runs on `drawn_on`. Values drawn on the CPU are the same for every device; those of a large
+    call for a GPU are drawn there, which takes no time.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -151,8 +147,6 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor | None) -> Call:
-    """Return the arguments other than query, key and value."""
-
     def int32(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(tuple(numbers), dtype=torch.int32, device=device)
 

@@ -112,11 +112,8 @@ def measure(
 def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
     """Return the larger error of one or more results for the same inputs of some dtype.
 
-    Args:
-        got: what kernels returned.
-        plain: what plain PyTorch operations give in the inputs' dtype.
-        truth: the same in float64.
-        dtype: that of the inputs.
+    `got` is what kernels returned, `plain` what plain PyTorch operations give in that dtype, `truth` the same
+    in float64.
     """
     return Error(max(_distance(one, truth) for one in got), _distance(plain, truth), _rounding(truth, dtype))
 

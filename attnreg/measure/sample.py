@@ -37,12 +37,7 @@ class Part(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether results are right.
-
-    Attributes:
-        error: the largest error, in units of the most that passes.
-        wrong: which result is wrong, where, and by how much; empty if none is.
-    """
+    """The largest error, in units of the most that passes, and which result is wrong, where, by how much."""
 
     error: float
     wrong: str
@@ -51,10 +46,7 @@ class Verdict(NamedTuple):
 class Sample:
     """What some parts of a call should give: the longest sequence, the shortest, and the last one.
 
-    Args:
-        case: the call.
-        given: its tensors, in the contract's layout.
-        backward: whether gradients are compared as well.
+    `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
     """
 
     def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:

@@ -116,8 +116,7 @@ def select(
     """Choose the backend for one direction of a call.
 
     Args:
-        spec: the call.
-        direction: the direction to decide about.
+        spec, direction: what to decide about.
         entries: the known backends by name in lower case.
         policy: preferences, disabled backends and strictness.
         native: the backend whose kernel torch itself has selected; first in the default order.

@@ -17,8 +17,8 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from attnreg.tuning import table
-from attnreg.tuning.machine import environment, matched, matched_simulated
 from attnreg.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
+from attnreg.tuning.tables import environment, matched, matched_simulated
 from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 FORMAT = "attnreg lockfile"
@@ -117,12 +117,7 @@ def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Di
 
 
 class Lock:
-    """A lockfile in force.
-
-    Args:
-        file: its contents.
-        entries: returns all backends; their versions have to be those of the file.
-    """
+    """A lockfile in force; the versions of `entries` have to be those of the file."""
 
     def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
         self.file = file

@@ -197,4 +197,4 @@ def _preferences(now: Sources) -> Iterator[Preference]:
         # "sm_90" before "cuda": an order for one architecture is stronger than one for all.
         for device in sorted(loaded.settings.devices, key=lambda key: not key.startswith("sm_")):
             order = loaded.settings.devices[device].order
-            yield Preference(loaded.describe(("devices", device, "order")), order, (device,))
+            yield Preference(loaded.origin.describe(("devices", device, "order")), order, (device,))

@@ -33,7 +33,7 @@ from attnreg.contract.spec import Device
 from attnreg.errors import RanksDifferError
 from attnreg.selection.decision import Policy
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.tuning.machine import environment
+from attnreg.tuning.tables import environment
 
 log = logging.getLogger("attnreg")
 
@@ -84,8 +84,7 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     of theirs to compare with. Nor is what the program asks for by `register_backend` and on calls: it
     may be meant for one rank.
 
-    Raises:
-        RanksDifferError: another rank's inputs are different; names the difference.
+    If another rank's inputs are different, a `RanksDifferError` names the difference.
     """
     global _store
     # A program that has initialised it has imported it.

@@ -59,8 +59,8 @@ def read(before: Sources) -> Sources:
 
     if now.environment.config is not None:
         now = replace(now, environment_file=config.load(now.environment.config))
-    if before.file is not None and before.file.source:
-        now = replace(now, file=config.load(before.file.source))
+    if before.file is not None and before.file.origin.path:
+        now = replace(now, file=config.load(before.file.origin.path))
     return now
 
 
@@ -84,7 +84,7 @@ def checked(fresh: Sources) -> Sources:
     tables = []
     for loaded in fresh.loaded:
         if loaded.settings.tuned is not None:
-            source = loaded.describe(("tuned",))
+            source = loaded.origin.describe(("tuned",))
             with _named(f"{source}: tuned"):
                 tables.append(Named(load_table(loaded.settings.tuned), source))
     lock = None
@@ -136,7 +136,7 @@ def disabled(now: Sources) -> dict[str, str]:
     found = {name.casefold(): "ATTNREG_DISABLE" for name in now.environment.disable}
     for loaded in now.loaded:
         for index, name in enumerate(loaded.settings.disabled):
-            found.setdefault(name.casefold(), loaded.describe(("disabled", index)))
+            found.setdefault(name.casefold(), loaded.origin.describe(("disabled", index)))
     return found
 
 
@@ -165,7 +165,7 @@ def _strongest(now: Sources, field: str) -> tuple[Any, str]:
     """Return a field of the strongest settings of the program or a file that have it, and their name."""
     for loaded in now.loaded:
         if field in loaded.settings.model_fields_set:
-            return getattr(loaded.settings, field), loaded.describe((field,))
+            return getattr(loaded.settings, field), loaded.origin.describe((field,))
     return None, ""
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,16 +23,11 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.errors import ConfigError, did_you_mean
 from attnreg.settings import toml_file
-from attnreg.settings.toml_file import Origin
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-    from attnreg.settings.toml_file import KeyPath
+from attnreg.settings.toml_file import KeyPath, Origin
 
 __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
@@ -207,22 +202,9 @@ class LoadedSettings:
     settings: Settings
     origin: Origin = field(default_factory=Origin)
 
-    @property
-    def source(self) -> Path | None:
-        """The absolute path of the file; None for a value."""
-        return self.origin.path
-
-    def describe(self, key: KeyPath = ()) -> str:
-        """Return where a key is, for example `attnreg.toml:7` for `("devices", "cuda", "order")`."""
-        return self.origin.describe(key)
-
 
 def load(path: str | os.PathLike[str]) -> LoadedSettings:
-    """Read a settings file; an empty one gives the defaults.
-
-    Raises:
-        ConfigError: it can't be read, or something in it is wrong; lists every problem.
-    """
+    """Read a settings file; an empty one gives the defaults; a `ConfigError` lists every problem."""
     data, origin = toml_file.read(path)
     settings = _validated(data, origin)
     if settings.tuned is not None and origin.path is not None:
@@ -231,11 +213,7 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
 
 
 def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
-    """Return the settings that a program passes to `configure`, checked.
-
-    Raises:
-        ConfigError: something in them is wrong; lists every problem, as `load` does.
-    """
+    """Return the settings that a program passes to `configure`, checked as `load` does."""
     if not isinstance(value, Settings | Mapping):
         raise ConfigError(f"configure(...): got {value!r}, expected Settings or a mapping of its fields")
     return _validated(value, Origin())
@@ -244,8 +222,7 @@ def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     """Check that settings name known backends only; the case of a name doesn't matter.
 
-    Raises:
-        ConfigError: lists every unknown name with its position, and the known names.
+    A `ConfigError` lists every unknown name with its position, and the known names.
     """
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}

@@ -91,7 +91,7 @@ VARIABLES = {
     "ATTNREG_DISABLE": Variable(_names, "backends that must not run, separated by commas"),
     "ATTNREG_CONFIG": Variable(_path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
-        _boolean, "whether a preferred backend that can't run a call is an error (1 or 0)"
+        _boolean, "whether it is an error if none of these backends can run a call (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
         _one_of("measured", "order"),
@@ -117,11 +117,10 @@ VARIABLES = {
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Parse the variables.
+    """Parse the variables; a `ConfigError` has one line for each problem.
 
-    Raises:
-        ConfigError: a value is wrong, two contradict each other, or a name that starts with
-            `ATTNREG_` is no variable of attnreg. The message has one line for each problem.
+    It is one if a value is wrong, two contradict each other, or a name that starts with `ATTNREG_` is no
+    variable of attnreg.
     """
     values: dict[str, Any] = {}
     problems = []

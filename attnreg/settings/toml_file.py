@@ -62,8 +62,7 @@ def _quoted(part: str) -> str:
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
     """Return the data of a TOML file and the positions of its keys.
 
-    Raises:
-        ConfigError: the file can't be read, isn't UTF-8 or isn't TOML.
+    Raises `ConfigError` if the file can't be read, isn't UTF-8 or isn't TOML.
     """
     file = Path(path)
     try:

@@ -1,7 +1,6 @@
 """Tables of measured times: their file, what they predict for a call, and how `attnreg tune` measures them.
 
-Read in this order: `points` and `table` (the file), `machine` (whether it applies here), `kinds`, `index` and
-`lookup` (what it predicts), `tables` (which one is in force); then `traces`, `workload`, `checks`, `measure`
-and `session` (measuring). May import: errors, settings, torchlib, contract, measure; `import
-attnreg` imports none of it.
+Read in this order: `points` and `table` (the file), `kinds`, `index` and `lookup` (what it predicts),
+`tables` (which one is in force); then `traces`, `workload`, `checks`, `measure` and `session` (measuring).
+May import: errors, settings, torchlib, contract, measure; `import attnreg` imports none of it.
 """

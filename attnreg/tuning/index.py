@@ -37,13 +37,6 @@ class Place(NamedTuple):
     work: float
 
 
-class Near(NamedTuple):
-    """A point near a call, and its distance: 1 is a factor of two in one of the sizes."""
-
-    place: Place
-    distance: float
-
-
 class Index:
     """The points of one family.
 
@@ -94,10 +87,13 @@ class Index:
         )
         return inside, outside
 
-    def nearest(self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None) -> list[Near]:
-        """Return the nearest few points, the nearest first; if one has these very coordinates, it alone.
+    def nearest(
+        self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None
+    ) -> list[tuple[float, Place]]:
+        """Return the nearest few points and their distances; if one has these very coordinates, it alone.
 
-        Several may have them, as windows and packed totals are no coordinates: `itself` then comes first.
+        A distance of 1 is a factor of two in one of the sizes. Several points may have the same coordinates,
+        as windows and packed totals are none: `itself` then comes first.
         """
         # A family has some dozens of points: a full scan takes a few microseconds.
         by_distance = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
@@ -105,9 +101,9 @@ class Index:
             complete = [one for one in by_distance if one[1] in self._complete]
             if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
                 by_distance = complete
-            return [Near(self.places[number], distance) for distance, number in by_distance[:NEAREST]]
+            return [(distance, self.places[number]) for distance, number in by_distance[:NEAREST]]
         exact = [self.places[number] for distance, number in by_distance if distance < EXACT]
-        return [Near(next((one for one in exact if one.point.place == itself), exact[0]), 0.0)]
+        return [(0.0, next((one for one in exact if one.point.place == itself), exact[0]))]
 
     def wrong_with(self, name: str, ratio: int) -> str:
         """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any."""

@@ -14,7 +14,7 @@ from math import dist, exp, log
 from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
-from attnreg.tuning.index import EXACT, Index, Kinds, Near
+from attnreg.tuning.index import EXACT, Index, Kinds, Place
 from attnreg.tuning.kinds import Kind, coordinates, family_of, kind_of, size_of, work
 from attnreg.tuning.points import Point
 
@@ -51,13 +51,9 @@ class Candidate:
 
 
 class Source(NamedTuple):
-    """A point that a prediction comes from.
+    """A point that a prediction comes from, at a distance in powers of two.
 
-    Attributes:
-        point: the point.
-        same_ratio: whether it has the call's ratio of heads.
-        distance: in powers of two.
-        itself: whether this very call was measured.
+    `same_ratio` says whether it has the call's ratio of heads, `itself` whether this very call was measured.
     """
 
     point: Point
@@ -114,7 +110,7 @@ def predict(
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
     amount = work(kind, size)
-    names = dict.fromkeys(name for one in near for name in one.place.point.backends)
+    names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     hosts = _hosts(kinds, kind, names, compiled)
     found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
@@ -123,7 +119,7 @@ def predict(
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
     points = tuple(
         Source(point, point.kind.ratio == kind.ratio, dist(place, at), point.place == (kind, size))
-        for (place, point, _), _ in near
+        for _, (place, point, _) in near
     )
     return Prediction(table, tuple(found), points, tuple(notes))
 
@@ -142,24 +138,32 @@ def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> di
 
 
 def _candidate(
-    name: str, index: Index, ratio: int, near: list[Near], amount: float, host: float | None, capturing: bool
+    name: str,
+    index: Index,
+    ratio: int,
+    near: Sequence[tuple[float, Place]],
+    amount: float,
+    host: float | None,
+    capturing: bool,
 ) -> Candidate:
-    known = [(one, one.place.point.backends[name]) for one in near if name in one.place.point.backends]
+    known = [
+        (distance, one.work, one.point.backends[name]) for distance, one in near if name in one.point.backends
+    ]
     # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
     # decides.
-    closest = known[0][1]
+    closest = known[0][2]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
     floor = index.floors[name]
     gpu = _mean(
         [
-            (floor + (found.gpu_us - floor) * amount / one.place.work, 1.0 / max(one.distance, EXACT) ** 2)
-            for one, found in known
+            (floor + (found.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)
+            for distance, measured, found in known
             if found.gpu_us is not None
         ]
     )
     if host is None:
-        host = closest.host_us if near[0].distance < EXACT else index.hosts[name]
+        host = closest.host_us if near[0][0] < EXACT else index.hosts[name]
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first)

@@ -17,10 +17,10 @@ from attnreg.errors import ConfigError
 from attnreg.measure.timing import Timer
 from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory
 from attnreg.tuning.kinds import Kind, Size, kind_of, size_of
-from attnreg.tuning.machine import matched
 from attnreg.tuning.measure import Measurement
 from attnreg.tuning.points import Front, Point
 from attnreg.tuning.table import Environment, Table, load
+from attnreg.tuning.tables import matched
 from attnreg.tuning.workload import unmeasurable
 
 # The least time that a call is expected to take; with less left, the session ends.

@@ -161,16 +161,10 @@ def unmeasurable(spec: AttentionSpec) -> str:
     options += ["dropout"] if spec.dropout > 0.0 else []
     if options:
         return f"{' and '.join(options)} can't be measured: the default order decides"
-    sizes = (
-        spec.max_q,
-        spec.max_k,
-        spec.tokens_q,
-        spec.tokens_k,
-        spec.heads_q,
-        spec.head_dim,
-        spec.head_dim_v,
+    tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
+    return (
+        "" if all((*tokens, spec.heads_q, spec.head_dim, spec.head_dim_v)) else "there is nothing to compute"
     )
-    return "" if all(sizes) else "there is nothing to compute"
 
 
 def copies(spec: AttentionSpec, device: torch.device) -> list[Inputs]:

@@ -122,12 +122,10 @@ class Transformable(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the op does."""
         return forward(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
         return _gradients(_TransformableBackward.apply, ctx, grad_out)
 
 

@@ -31,11 +31,7 @@ _AUTOCASTS = frozenset(
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
-    """Check that there are as many key as query heads, for calls without `enable_gqa`.
-
-    Raises:
-        InvalidInputError: there aren't, or something else is wrong with the call.
-    """
+    """Check a call without `enable_gqa`: it has to have as many key as query heads."""
     if query.shape[1:2] != key.shape[-2:-1]:
         # What is wrong otherwise is the better message: a key of other dimensions has no heads to compare.
         cu_seq_q, cu_seq_k, max_q, max_k = lengths
@@ -57,11 +53,7 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
-    """Return (left, right) from the two arguments that say it.
-
-    Raises:
-        InvalidInputError: it isn't two numbers, or one is below -1.
-    """
+    """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
     if window_size is None:
         window_size = UNBOUNDED
     elif len(window_size) != 2 or min(window_size) < -1:
@@ -82,8 +74,7 @@ def call_of(
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
-    Raises:
-        InvalidInputError: a length or the window isn't of integers.
+    Raises `InvalidInputError` if a length or the window isn't of integers.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = lengths
     left, right = bound

@@ -17,8 +17,8 @@ from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.errors import BuildError
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib import building
-from attnreg.tuning.machine import matched
 from attnreg.tuning.table import Environment
+from attnreg.tuning.tables import matched
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]

@@ -441,3 +441,12 @@ def test_a_file_that_the_command_has_not_written_is_not_replaced(trace, tmp_path
     assert result.exit_code == 2
     assert "exists, and isn't a file that this command writes" in words(result)
     assert file.read_text() == text
+
+
+def test_a_program_that_changes_its_threads_goes_on_under_the_lock(replaying, ran, monkeypatch):
+    replaying()
+    attend()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    attend(24, grad=True)
+    assert ran() == {"second": (2, 1)}

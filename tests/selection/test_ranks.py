@@ -20,8 +20,7 @@ from attnreg.contract.spec import Device
 from attnreg.selection import ranks
 from attnreg.selection.decision import Policy, Preference
 from attnreg.selection.lockfile import Lock, Lockfile, Row
-from attnreg.tuning.machine import environment
-from attnreg.tuning.tables import Named, Tables
+from attnreg.tuning.tables import Named, Tables, environment
 
 CPU = Device("cpu")
 

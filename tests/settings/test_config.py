@@ -225,8 +225,8 @@ def test_a_tuned_table_is_looked_for_beside_the_file_that_names_it(write, tmp_pa
 
 def test_a_loaded_setting_has_its_line_and_one_of_a_value_tells_that_it_is(write):
     loaded = load(write(GOOD))
-    assert loaded.source == write(GOOD)
-    assert loaded.describe() == "attnreg.toml"
+    assert loaded.origin.path == write(GOOD)
+    assert loaded.origin.describe() == "attnreg.toml"
     for key, line in {
         ("strict",): 1,
         ("disabled", 0): 2,
@@ -235,10 +235,10 @@ def test_a_loaded_setting_has_its_line_and_one_of_a_value_tells_that_it_is(write
         ("devices", "sm_90", "order"): 11,
         ("devices", "sm_90", "order", 1): 13,
     }.items():
-        assert loaded.describe(key) == f"attnreg.toml:{line}"
+        assert loaded.origin.describe(key) == f"attnreg.toml:{line}"
     given = LoadedSettings(settings_from({"strict": True}))
-    assert given.source is None
-    assert given.describe(("strict",)) == "configure(...)"
+    assert given.origin.path is None
+    assert given.origin.describe(("strict",)) == "configure(...)"
 
 
 def test_unknown_backends_are_refused_with_their_place_and_known_ones_taken_in_any_case(write):

@@ -69,7 +69,7 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
     for _ in range(50):
         at = tuple(draw.uniform(low, high) for low, high in zip(index.low, index.high, strict=True))
         every = sorted(math.dist(place.at, at) for place in index.places)
-        assert [near.distance for near in index.nearest(at)] == pytest.approx(every[:8])
+        assert [distance for distance, _ in index.nearest(at)] == pytest.approx(every[:8])
 
 
 # What the fronts take

@@ -21,8 +21,8 @@ from attnreg.dispatch.planning import Native
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.tuning import tables
-from attnreg.tuning.machine import environment, file_name
 from attnreg.tuning.points import Measured
+from attnreg.tuning.tables import environment, file_name
 
 CPU = Device("cpu")
 GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")

@@ -9,7 +9,7 @@ from attnreg import AttentionSpec, Device, _registry
 from attnreg.tuning import table, tables
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.lookup import predict
-from attnreg.tuning.machine import file_name
+from attnreg.tuning.tables import file_name
 
 FILES = sorted(tables.SHIPPED.glob("*.json"))
 H200 = tables.SHIPPED / "nvidia-h200.json"

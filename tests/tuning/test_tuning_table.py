@@ -11,9 +11,9 @@ from support.refusals import refusal
 from support.tuned import asked, point, table, took
 
 from attnreg.contract.spec import Device
-from attnreg.tuning.machine import matched, matched_simulated
 from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.table import Environment, load
+from attnreg.tuning.tables import matched, matched_simulated
 
 HERE = Environment(
     device="NVIDIA H200",

@@ -98,11 +98,7 @@ def visible(len_q: int, len_k: int, window: Window) -> tuple[int, int, Window] |
 
 
 def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
-    """Return the sequences of a call.
-
-    Raises:
-        InvalidInputError: offsets or counts of keys don't fit the tensors.
-    """
+    """Return the sequences of a call; raises `InvalidInputError` if offsets or counts don't fit."""
     used = None if call.seqused_k is None else tuple(call.seqused_k.tolist())
     return _sequences(_lengths(call.cu_seqlens_q, q), _lengths(call.cu_seqlens_k, k), used, call.window)
 

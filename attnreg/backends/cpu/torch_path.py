@@ -72,7 +72,6 @@ def _packed(x: Tensor) -> Tensor:
 def _packed_forward(
     flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, batches: Sequence[UniformBatch]
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of packed tensors."""
     rows, keys = _Spans(batches, "row"), _Spans(batches, "key")
     out = rows.result(q.shape, q.dtype)
     lse = rows.result(q.shape[:2], lse_dtype(q), -inf)
@@ -89,7 +88,6 @@ def _packed_forward(
 def _packed_backward(
     flash: Flash, tensors: Sequence[Tensor], scale: float, batches: Sequence[UniformBatch]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of packed tensors."""
     grad_out, q, k, v, out, lse = tensors
     rows, keys = _Spans(batches, "row"), _Spans(batches, "key")
     grads = rows.result(q.shape, q.dtype), keys.result(k.shape, k.dtype), keys.result(v.shape, v.dtype)

@@ -13,9 +13,8 @@ from attnreg.backends.cudnn.plans import Plans, lengths_of
 from attnreg.backends.cudnn.problem import Problem, describe, is_empty, lse_layout
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import AddressLauncher, Allocation, Launcher
-from attnreg.contract.offsets import facts
+from attnreg.contract.offsets import empty_results, facts
 from attnreg.contract.spec import Direction
-from attnreg.contract.unused_rows import empty_results
 from attnreg.torchlib.layout import (
     aligned,
     contiguous_strides,

@@ -17,8 +17,8 @@ from attnreg.backends.fa2.flash_attn_package import Package, installed, missing,
 from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.offsets import empty_results
 from attnreg.contract.spec import AttentionSpec
-from attnreg.contract.unused_rows import empty_results
 
 
 class _Forward(Capabilities):

@@ -2,7 +2,7 @@
 
 Layouts, LSE and masks are the contract's already. Three things have to be put right: an open side of a
 window is None there; rows past the last offset are never written; rows of no sequence have to be finite
-(`contract.unused_rows`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
+(`contract.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
 once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
 batch can still spread to the one before it.
 """
@@ -23,9 +23,8 @@ from attnreg.backends.fa4.recording import Description, describe
 from attnreg.backends.fa4.replay import Replays
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import Launcher
-from attnreg.contract.offsets import facts
+from attnreg.contract.offsets import empty_results, facts, find_unused
 from attnreg.contract.spec import Direction
-from attnreg.contract.unused_rows import empty_results, find_unused
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.locks import open_after_fork

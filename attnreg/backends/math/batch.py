@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.backend import Call
-
 
 class Span(NamedTuple):
     """One side of a group.
@@ -99,16 +97,6 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-def query_sequences(q: Tensor, call: Call) -> Sequences:
-    """Return the sequences of the queries."""
-    return _sequences(q, call.cu_seqlens_q, None, None, call.max_q)
-
-
-def key_sequences(k: Tensor, call: Call) -> Sequences:
-    """Return the sequences of the keys and values, without keys that `seqused_k` leaves out."""
-    return _sequences(k, call.cu_seqlens_k, call.block_table, call.seqused_k, call.max_k)
-
-
 def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
     """Yield the batch in groups of similar lengths; `cost` elements a token stay below `limit`.
 
@@ -130,10 +118,10 @@ def _group(queries: Sequences, keys: Sequences, batch: slice) -> Iterator[Group]
         yield Group(batch, queries.span(batch), keys.span(batch))
 
 
-def _sequences(
-    x: Tensor, offsets: Tensor | None, table: Tensor | None, used: Tensor | None, longest: int
+def sequences(
+    x: Tensor, offsets: Tensor | None, longest: int, table: Tensor | None = None, used: Tensor | None = None
 ) -> Sequences:
-    """Return the sequences of a tensor, of each only the first `used` tokens."""
+    """Return the sequences of a query, or of a key or value; of each only the first `used` tokens."""
     total, page_size = x.shape[:-2].numel(), x.shape[1]
     if offsets is None or table is not None:
         count, length = x.shape[:2] if table is None else (len(table), table.shape[1] * page_size)

@@ -17,7 +17,7 @@ from support.truth import varlen as true_varlen
 from attnreg import Call
 from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
-from attnreg.contract.unused_rows import find_unused
+from attnreg.contract.offsets import find_unused
 from attnreg.measure import QUICK, measure
 from attnreg.measure.inputs import inputs
 from attnreg.torchlib.layout import aligned

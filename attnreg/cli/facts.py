@@ -1,10 +1,11 @@
-"""What PyTorch reports about this machine and itself, as plain data. Nothing here raises."""
+"""What `info` shows of PyTorch, this machine, and the backends on it, as plain data."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,8 +13,14 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import _registry as torch_registry
 
-from attnreg import __version__
+from attnreg import __version__, _registry
 from attnreg.cli.output import counted
+from attnreg.contract.backend import UNTRIED
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch import planning
+from attnreg.errors import BackendUnavailableError
+from attnreg.selection.decision import Policy, select
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -82,3 +89,56 @@ def untouched_programs() -> str:
     if os.environ.get(AUTOLOAD, "1") != "1":
         return f"{AUTOLOAD}={os.environ[AUTOLOAD]} keeps torch from loading it"
     return ""
+
+
+def state(entry: Entry, in_force: Policy) -> tuple[str, str]:
+    """Return a backend's state and the reason for it; loads the backend, as looking is not enough."""
+    if by := in_force.disabled.get(entry.name.casefold()):
+        return "disabled", f"by {by}"
+    experimental = entry.backend is not None and entry.backend.experimental
+    try:
+        entry.kernels()
+    except BackendUnavailableError:
+        state = "can't load" if entry.cause is None else "broken"
+        reason = entry.unavailable().removeprefix("can't load here: ").removeprefix("failed to load: ")
+        return state, f"{reason}; experimental: it {UNTRIED}" if experimental else reason
+    return ("experimental", UNTRIED) if experimental else ("ready", "")
+
+
+def order(device: Device, in_force: Policy) -> dict[str, Any]:
+    """Return a device's backends in order of preference, each with its source, and what prevents calls."""
+    entries = _registry.entries()
+    # Selection takes a call; the order is the same for any.
+    spec = AttentionSpec(
+        device=device, dtype="float32", batch=1, max_q=1, max_k=1,
+        heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
+    )  # fmt: skip
+    problem = _lock_problem(in_force, device)
+    in_force = replace(in_force, lock=None)  # a lock has no row for this made-up call
+    try:
+        planning.decide(spec, "forward", entries, in_force)
+    except BackendUnavailableError as error:
+        problem = f"{error}; attention calls on this device are refused"
+    sources = {
+        name.casefold(): preference.source
+        for preference in reversed(in_force.preferences)
+        if preference.applies_to(device)
+        for name in preference.names
+    }
+    found = []
+    for name in select(spec, "forward", entries, in_force).order:
+        entry = entries[name.casefold()]
+        served = entry.backend is not None and device.type in entry.backend.devices
+        if served and name.casefold() not in in_force.disabled and not entry.unavailable():
+            source = sources.get(name.casefold(), f"default order for {device.keys[0]}")
+            found.append({"backend": name, "source": source})
+    return {"order": found, "problem": problem}
+
+
+def _lock_problem(in_force: Policy, device: Device) -> str:
+    """Return why the lock in force refuses the calls of a device; empty if it doesn't."""
+    if in_force.lock is None or in_force.lock.file.device != device.type:
+        return ""
+    backends = dict.fromkeys(row.backend for row in in_force.lock.file.rows)
+    differs = dict.fromkeys(filter(None, (in_force.lock.differences(device, name) for name in backends)))
+    return f"ATTNREG_LOCK: {'; '.join(differs)}: calls on this device are refused" if differs else ""
