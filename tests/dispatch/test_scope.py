@@ -237,3 +237,19 @@ def test_what_is_compiled_passes_the_choice_of_a_repeated_call_on(installed, ran
             out = compiled(*inputs)
         gradients(out, inputs)
         assert ran() == {name: (1, 1)}
+
+
+def test_what_remembers_a_choice_is_told_even_where_entering_or_leaving_is_interrupted(monkeypatch):
+    class Interrupted:
+        def set(self, _):
+            raise KeyboardInterrupt
+
+        reset = set
+
+    told = []
+    monkeypatch.setattr(scope, "variable", Interrupted())
+    monkeypatch.setattr(scope, "_remembering", [lambda: told.append(True)])
+    for change in (scope.enter, scope.leave):
+        with pytest.raises(KeyboardInterrupt):
+            change(None)
+    assert told == [True, True]
