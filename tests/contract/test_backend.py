@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.policies import refusal
+from support.refusals import refusal
 
 from attnreg import Backend, Call, Capabilities, Kernels, RegistrationError
 
@@ -58,7 +58,7 @@ BAD = [
 @pytest.mark.parametrize(("field", "value", "expected"), BAD)
 def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(field, value, expected):
     message = f"Backend.{field}: got {value!r}, expected {expected}"
-    assert refusal(RegistrationError, lambda: Backend(**LEAST | {field: value})) == message
+    assert refusal(lambda: Backend(**LEAST | {field: value}), kind=RegistrationError) == message
 
 
 def test_every_field_is_checked():

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support.policies import refusal
+from support.refusals import refusal
 
 from attnreg import AttentionSpec, Capabilities, Device, Range, RegistrationError
 from attnreg.contract.capabilities import ANY_SIZE
@@ -170,7 +170,7 @@ BAD = [
 @pytest.mark.parametrize(("field", "value", "expected"), BAD)
 def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(field, value, expected):
     message = f"Capabilities.{field}: got {value!r}, expected {expected}"
-    assert refusal(RegistrationError, lambda: Capabilities(**LEAST | {field: value})) == message
+    assert refusal(lambda: Capabilities(**LEAST | {field: value}), kind=RegistrationError) == message
 
 
 def test_every_field_is_checked():

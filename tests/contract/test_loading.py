@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from support.policies import SPEC, refusal
+from support.policies import SPEC
+from support.refusals import refusal
 
 import attnreg
 from attnreg import _registry
@@ -109,7 +110,7 @@ def test_a_backend_that_declares_no_backward_loads_without_one(fake):
     assert entry.kernels().backward is None
     assert entry.reasons(SPEC, "forward") == ()
     assert entry.reasons(SPEC, "backward") == ("has no backward",)
-    assert refusal(BackendUnavailableError, entry.kernel, "backward") == "mine has no backward"
+    assert refusal(entry.kernel, "backward", kind=BackendUnavailableError) == "mine has no backward"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(
     load, loads = counted(None)
     entry = Entry("mine", "a test", fake("mine", load=load, unavailable=unavailable, install=install).backend)
     assert entry.unavailable() == f"can't load here: {reason}"
-    assert refusal(BackendUnavailableError, entry.kernels) == f"mine {entry.unavailable()}"
+    assert refusal(entry.kernels, kind=BackendUnavailableError) == f"mine {entry.unavailable()}"
     assert loads == []
 
 

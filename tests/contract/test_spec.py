@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support.policies import refusal
+from support.refusals import refusal
 
 from attnreg import AttentionSpec, Device, InvalidInputError
 from attnreg.contract.spec import canonical_dtype
@@ -39,7 +39,7 @@ def test_a_device_is_read_from_its_usual_names(text, device):
 @pytest.mark.parametrize("text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x"])
 def test_what_names_no_device_is_refused_with_the_names_that_do(text):
     message = f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
-    assert refusal(InvalidInputError, Device.parse, text) == message
+    assert refusal(Device.parse, text, kind=InvalidInputError) == message
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED)
 def test_what_no_call_can_ask_is_refused_with_what_was_got_and_expected(asked, message):
-    assert refusal(InvalidInputError, lambda: AttentionSpec(**DENSE | asked)) == message
+    assert refusal(lambda: AttentionSpec(**DENSE | asked), kind=InvalidInputError) == message
 
 
 def test_zero_is_a_size_like_any_other_and_so_are_both_ends_of_a_probability():

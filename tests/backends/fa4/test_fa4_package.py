@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_fa4 import Package, call_of, dense, dense_call
-from support.policies import refusal
+from support.refusals import refusal
 
 from attnreg import BackendUnavailableError
 from attnreg.backends.fa4 import BACKEND
@@ -53,7 +53,7 @@ def test_a_function_that_is_gone_or_takes_something_else_is_reported_at_load(ins
     ):
         install(version="4.0.0b99", **{name: function})
         message = f"flash-attn-4 4.0.0b99: {problem} 4.0.0b19 to 4.0.0b36"
-        assert refusal(BackendUnavailableError, BACKEND.load) == message
+        assert refusal(BACKEND.load, kind=BackendUnavailableError) == message
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_results_of_another_form_are_reported_with_package_and_version(install, 
     other.__signature__ = inspect.signature(function)
     install(package, version="4.1", _flash_attn_fwd=other)
     query, key, value, _, call = dense_call()
-    assert refusal(BackendUnavailableError, BACKEND.load().forward, query, key, value, call) == (
+    assert refusal(BACKEND.load().forward, query, key, value, call, kind=BackendUnavailableError) == (
         f"flash-attn-4 4.1: _flash_attn_fwd returned {got}, expected 2 tensors or more; "
         "attnreg knows 4.0.0b19 to 4.0.0b36"
     )
