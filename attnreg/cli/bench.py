@@ -83,7 +83,7 @@ def _with_table(
             with untouched(), output.progress(None) as update:
                 job.advance = lambda done, total, text: update(completed=done, total=total, description=text)
                 measure(job)
-            measured = True
+                measured = True
             if plot is not None:
                 from attnreg.bench import plots
 

@@ -34,7 +34,7 @@ def run(
     config: Annotated[Path | None, valued("--config", "FILE", "Settings file (TOML).")] = None,
     strict: Annotated[
         bool | None,
-        typer.Option("--strict/--no-strict", help="Fail if none of these backends can run a call."),
+        typer.Option("--strict/--no-strict", help="Fail if none of the preferred backends can run a call."),
     ] = None,
     record: Annotated[
         Path | None, valued("--record", "FILE", "Record the attention calls, for `attnreg tune --from`.")

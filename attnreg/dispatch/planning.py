@@ -73,7 +73,7 @@ def make_plan(
             return made._replace(is_checked=False)
         now.keep(made)
         return made
-    if specialize := entries[made.backend.casefold()].kernels().specialize:
+    if (specialize := entries[made.backend.casefold()].kernels().specialize) is not None:
         made = made._replace(specialize=functools.partial(specialize, direction))
 
     def passed() -> None:

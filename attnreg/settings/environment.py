@@ -91,7 +91,7 @@ VARIABLES = {
     "ATTNREG_DISABLE": Variable(_names, "backends that must not run, separated by commas"),
     "ATTNREG_CONFIG": Variable(_path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
-        _boolean, "whether it is an error if none of these backends can run a call (1 or 0)"
+        _boolean, "whether it is an error if none of the preferred backends can run a call (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
         _one_of("measured", "order"),
