@@ -3,8 +3,8 @@
 A `Route` is one aten op as data. Its `serve` brings the op's arguments into the contract's layout, runs the
 plan, and brings the results back; what ops share is here. A router returns the op's results together with
 what the compiled call cache needs to run further calls like this one (`Kept`); without the compiled part that
-is dropped. Below SDPA torch's selector has chosen an op: its own kernel comes first in the default order, on the
-arguments as they came, and only another backend's call is brought into the contract's layout.
+is dropped. Below SDPA torch's selector has chosen an op: its own kernel comes first in the default order, on
+the arguments as they came, and only another backend's call is brought into the contract's layout.
 """
 
 from __future__ import annotations
