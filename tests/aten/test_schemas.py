@@ -156,6 +156,7 @@ def test_an_op_that_returns_no_saved_tensors_has_no_token():
 @pytest.fixture
 def ops(monkeypatch):
     """Return a library whose ops attnreg takes for aten's."""
+    aten.ensure()  # a scope would install the routers, over these ops
     library = torch.library.Library("attnreg_test", "FRAGMENT")
     monkeypatch.setattr(torch.ops, "aten", torch.ops.attnreg_test)
     yield library
