@@ -223,8 +223,8 @@ def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) ->
         bias = bias[..., :length_k] if bias is not None and bias.shape[-1] > 1 else bias
     elif given.is_causal:
         window = (-1, length_q - length_k)
-    # By place, as every planned call comes here: names cost half a microsecond.
     window = calls.bounds(window, False, length_q, length_k)
+    # By place, as every planned call comes here: names cost a quarter of a microsecond.
     return Call(
         calls.scale_of(query, given.scale), length_q, length_k, window,
         None, None, None, None, bias, None, given.dropout_p, rng_state, None, calls.wants_deterministic(),
