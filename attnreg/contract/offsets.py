@@ -38,9 +38,10 @@ T = TypeVar("T")
 
 
 _lock = open_after_fork(threading.Lock())
-# Keys: stream (another one doesn't wait for a value derived on this one), purpose, and ids and versions of
-# the tensors. Values: references to the tensors, because ids are reused, and the derived value.
-_cache: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object]] = {}
+# Keys: stream (another one doesn't wait for a value derived on this one), purpose, and of each tensor its id,
+# its version and its address, as `x.data = y` changes that alone. Values: references to the tensors and their
+# storages, because ids and addresses are reused, and the derived value.
+_cache: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object, object]] = {}
 
 
 def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -48,17 +49,19 @@ def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...]
     if tensors and needs_graph_memory(tensors[0]):
         return make()
     try:
-        source = (stream, purpose, *[(id(x), x._version) for x in tensors])
+        source = (stream, purpose, *[(id(x), x._version, x.data_ptr()) for x in tensors])
     except RuntimeError:
         return make()  # an inference tensor has no version counter
     found = _cache.get(source)
     if found is not None and all(map(operator.is_, [ref() for ref in found[0]], tensors)):
         return found[1]  # type: ignore[return-value]
+    storages = [x.untyped_storage() for x in tensors]
     made = make()
     with _lock:
         while len(_cache) >= _MOST_CACHED:
             _cache.pop(next(iter(_cache), ()), None)
-        _cache[source] = tuple(weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors), made
+        alive = tuple(weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors)
+        _cache[source] = alive, made, storages
     return made
 
 

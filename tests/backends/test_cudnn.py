@@ -137,6 +137,11 @@ def test_layers_share_what_is_derived_from_offsets_until_these_change(kernels, m
     changed, _ = kernels.forward(query, key, value, call)
     assert len(made) == 2
     assert torch.equal(changed, kernels.forward(query, key, value, ragged([5, 7])[-1]._replace(max_q=9))[0])
+    for length in (4, 6, 8):  # in memory that the offsets before may have left
+        call.cu_seqlens_q.data = torch.tensor([0, length, 12], dtype=torch.int32)
+        changed, _ = kernels.forward(query, key, value, call)
+        fresh = ragged([length, 12 - length])[-1]._replace(max_q=9)
+        assert torch.equal(changed, kernels.forward(query, key, value, fresh)[0])
 
 
 @pytest.mark.parametrize("what", ["inference tensors", "a capture"])

@@ -95,6 +95,10 @@ def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(packed, pai
     pair[1] = 1
     assert [packed(pair) for _ in range(2)] == [True, False]
     assert packed.kernel.offsets == [0, 1, 6]
+    for begin in (3, 2, 5):  # in memory that the one before may have left
+        pair.data = torch.tensor([0, begin, 6], dtype=torch.int32)
+        assert [packed(pair) for _ in range(2)] == [True, False]
+        assert packed.kernel.offsets == [0, begin, 6]
 
 
 def test_what_is_derived_goes_with_the_offsets_that_it_was_derived_of(packed):

@@ -180,6 +180,8 @@ def test_offsets_that_are_not_known_are_planned_once(packed_plan, pair):
     packed_plan.keeps = False
     assert [packed_plan.planned(*inputs, others, others)[0] for _ in range(2)] == [True, True]
     assert not packed_plan.planned(*inputs, pair, pair)[0]
+    pair.data = offsets(0, 0, 6)
+    assert packed_plan.planned(*inputs, pair, pair)[0]
 
 
 def test_offsets_at_the_address_of_others_are_not_taken_for_them(packed_plan):

@@ -72,10 +72,8 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
 };
 
 struct Offsets {  // a pair of which it is known that every row sees a key
-  Weak queries, keys;
-  Version queries_version, keys_version;
+  SeenOffsets seen;
   int64_t tokens_q, tokens_k;
-  c10::Stream stream;  // another one doesn't wait for what was written on this one
 };
 
 struct Cache {
@@ -113,10 +111,7 @@ inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& ke
   }
   const c10::Stream stream = stream_of(queries);
   for (const Offsets& one : cache.offsets) {
-    if (one.queries._unsafe_get_target() == queries.unsafeGetTensorImpl() && !one.queries.expired() &&
-        one.keys._unsafe_get_target() == keys.unsafeGetTensorImpl() && !one.keys.expired() &&
-        one.queries_version == queries._version() && one.keys_version == keys._version() &&
-        one.tokens_q == tokens_q && one.tokens_k == tokens_k && one.stream == stream) {
+    if (one.seen.are(queries, keys, stream) && one.tokens_q == tokens_q && one.tokens_k == tokens_k) {
       return true;
     }
   }
@@ -159,8 +154,7 @@ inline void keep_offsets(uint64_t generation, const at::Tensor& queries, const a
       every_row_sees_a_key(queries, keys, tokens_q, tokens_k)) {
     return;
   }
-  Offsets found{Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries._version(), keys._version(),
-                tokens_q, tokens_k, stream_of(queries)};
+  Offsets found{{Seen(queries), Seen(keys), stream_of(queries)}, tokens_q, tokens_k};
   if (cache.offsets.size() < kMostOffsets) {
     cache.offsets.push_back(std::move(found));
   } else {

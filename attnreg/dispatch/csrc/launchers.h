@@ -36,10 +36,39 @@ struct Allocation {
   at::ScalarType dtype;
 };
 
+inline bool counts_versions(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference();
+}
+
+// A tensor as it was at some time: torch counts writes to it, but not what `x.data = y` does, which gives it another
+// storage. Weak references keep the addresses of what they refer to from being used again.
+struct Seen {
+  Weak tensor;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const void* address;
+  Version version;
+
+  explicit Seen(const at::Tensor& x)
+      : tensor(x.getIntrusivePtr()), storage(x.storage().getWeakStorageImpl()), address(x.const_data_ptr()), version(x._version()) {}
+
+  // Whether this is the very same tensor, as it was.
+  bool is(const at::Tensor& x) const {
+    return tensor._unsafe_get_target() == x.unsafeGetTensorImpl() && !tensor.expired() && version == x._version() &&
+        storage._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && address == x.const_data_ptr();
+  }
+};
+
+struct SeenOffsets {
+  Seen queries, keys;
+  c10::Stream stream;  // another one doesn't wait for what was written on this one
+
+  bool are(const at::Tensor& other_queries, const at::Tensor& other_keys, c10::Stream other_stream) const {
+    return queries.is(other_queries) && keys.is(other_keys) && stream == other_stream;
+  }
+};
+
 struct Derived {  // what was derived of a pair of offsets; Python owns the tensors
-  Weak queries, keys;
-  Version queries_version, keys_version;
-  c10::Stream stream;
+  SeenOffsets offsets;
   std::vector<Weak> tensors;
 };
 
@@ -52,10 +81,6 @@ struct AddressLauncher {  // a kernel that is given the addresses of its tensors
   Object derive;                           // none of dense calls
   mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
 };
-
-inline bool counts_versions(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_inference();
-}
 
 // A tensor with these strides; a copy unless it has them.
 inline at::Tensor with_strides(const at::Tensor& x, at::IntArrayRef strides) {
@@ -84,10 +109,7 @@ inline void launch(const OpLauncher& launcher, const Tensors& given, c10::Dispat
 inline std::optional<Tensors> kept_derived(
     const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const auto& last = launcher.derived;
-  if (!last || last->queries._unsafe_get_target() != queries.unsafeGetTensorImpl() || last->queries.expired() ||
-      last->keys._unsafe_get_target() != keys.unsafeGetTensorImpl() || last->keys.expired() ||
-      last->queries_version != queries._version() || last->keys_version != keys._version() ||
-      last->stream != stream) {
+  if (!last || !last->offsets.are(queries, keys, stream)) {
     return std::nullopt;
   }
   Tensors tensors;
@@ -104,14 +126,14 @@ inline std::optional<Tensors> kept_derived(
 // What the kernel reads of the offsets; nothing if it can't run any more. Holding the interpreter's lock.
 inline std::optional<Tensors> derive(
     const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
-  const bool versioned = counts_versions(queries) && counts_versions(keys);
-  if (versioned) {
+  std::optional<SeenOffsets> seen;
+  if (counts_versions(queries) && counts_versions(keys)) {
     if (auto kept = kept_derived(launcher, queries, keys, stream)) {
       return kept;
     }
+    // Before Python looks at them: another thread may write to them meanwhile.
+    seen.emplace(SeenOffsets{Seen(queries), Seen(keys), stream});
   }
-  // Before Python looks at them: another thread may write to them meanwhile.
-  const Version queries_version = versioned ? queries._version() : 0, keys_version = versioned ? keys._version() : 0;
   const Object found = call_python(
       launcher.derive.get(), {owned(THPVariable_Wrap(queries)), owned(THPVariable_Wrap(keys))});
   if (found.get() == Py_None) {
@@ -128,10 +150,8 @@ inline std::optional<Tensors> derive(
     tensors.push_back(THPVariable_Unpack(one));
     weak.emplace_back(tensors.back().getIntrusivePtr());
   }
-  if (versioned) {
-    launcher.derived.emplace(Derived{
-        Weak(queries.getIntrusivePtr()), Weak(keys.getIntrusivePtr()), queries_version, keys_version, stream,
-        std::move(weak)});
+  if (seen) {
+    launcher.derived.emplace(Derived{std::move(*seen), std::move(weak)});
   }
   return tensors;
 }
