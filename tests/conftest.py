@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import hashlib
 import logging
 import os
 import shutil
@@ -150,8 +151,11 @@ def fresh_registry(monkeypatch):
     _registry.changed()
 
 
-# Compiled once for all processes of a run, and for those to come; `make clean` takes it away.
+# Compiled once for all processes of a run, and for those to come; `make clean` takes it away. What another
+# compiler makes, or one with other flags, lies beside it.
 BUILT = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
+if os.environ.get("CXX"):
+    BUILT = BUILT.with_name(f"compiled-{hashlib.sha256(os.environ['CXX'].encode()).hexdigest()[:8]}")
 
 
 @contextlib.contextmanager

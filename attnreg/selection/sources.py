@@ -170,8 +170,11 @@ def _strongest(now: Sources, field: str) -> tuple[Any, str]:
 
 
 def without_implementation(now: Sources) -> Sources:
-    """Return the sources without variables that change how calls are served, and not which backend runs."""
-    return replace(now, environment=now.environment._replace(routers="", build=""))
+    """Return the sources without what doesn't say which backend runs: such variables, and empty settings."""
+    program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
+    return replace(
+        now, environment=now.environment._replace(routers="", build=""), program=program, file=file
+    )
 
 
 def only_records(now: Sources) -> bool:

@@ -56,6 +56,17 @@ def test_each_layer_is_stronger_than_the_next_named_as_the_source_and_what_reall
     runs("two", "attnreg.toml:2")
 
 
+def test_empty_settings_ask_for_nothing(write, ran):
+    attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
+    sdpa()
+    assert ran() == {"one": (1, 0)}
+    attnreg.configure({})
+    attnreg.configure(write("# all of it is commented out"))
+    sdpa()
+    assert ran() == {}
+    assert not policy.is_active()
+
+
 def test_several_backends_of_one_variable_are_tried_in_its_order(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "two, ONE")
     assert attnreg.explain(SPEC).forward.order[:3] == ("two", "one", "env")
