@@ -10,7 +10,7 @@ GPU_PROCESSES ?= 4
 ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu test-gpu-slow demo bench clean
+.PHONY: help venv lint test test-slow sanitize test-gpu test-gpu-slow demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,17 @@ test: $(READY) ## every test that needs no GPU and no minutes; ROUTERS=python le
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"
+
+# Torch isn't compiled with the sanitizers: its classes can't be checked, and what it keeps looks like leaks. The test that
+# is left out limits the address space, of which ASan takes terabytes.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZED := tests/dispatch tests/aten tests/varlen $(wildcard tests/backends/test_cpu_*.py)
+
+sanitize: $(READY) ## the tests of attnreg's C++, compiled by g++ with ASan and UBSan
+	CXX="g++ $(SANITIZE)" LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
+		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=compiled $(SANITIZED) \
+		--deselect tests/backends/test_cpu_kernel.py::test_a_thread_without_memory_is_an_error_and_not_the_end
 
 test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
 	$(PY) -m pytest -m "gpu and not slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
