@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,7 +11,7 @@ from attnreg.backends.math import batch, mask
 from attnreg.contract.backend import Call
 from attnreg.contract.spec import Device
 from attnreg.errors import InvalidInputError
-from attnreg.measure import CASES, QUICK, inputs, measure
+from attnreg.measure import CASES, QUICK, Case, inputs, measure
 
 forward, backward, *_ = reference.BACKEND.load()
 CAUSAL = (-1, 0)
@@ -31,6 +32,17 @@ def use_tiles(monkeypatch, queries, keys):
 def lengths_unread(monkeypatch):
     """Let the lengths be unknown to the host, as they are on a GPU."""
     monkeypatch.setattr(batch, "_on_host", lambda lengths: False)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(("dtype", "rows", "keys"), [("float32", 257, 1), ("bfloat16", 2, 2)])
+def test_gradients_are_right_where_their_terms_cancel(monkeypatch, dtype, rows, keys, tiled):
+    if tiled:
+        use_tiles(monkeypatch, 64, 1)
+    sizes = {"lens_q": (rows,) * 8, "lens_k": (keys,) * 8, "dims": (96, 96)}
+    case = Case(name="few keys", **sizes, dtype=dtype, scale=0.5)
+    for seed in range(5):
+        assert_accurate(reference.BACKEND.load(), case, seed)
 
 
 def tensors(*shapes, dtype=torch.float64):

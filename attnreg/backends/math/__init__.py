@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,15 +72,15 @@ def backward(
     work = _working_dtype(q)
     if torch.finfo(lse.dtype).bits < torch.finfo(work).bits:
         lse = forward(q, k, v, call)[1]
-    of_queries = [as_rows(x) for x in (grad_out, q, out, lse.transpose(-1, -2)[..., None])]
+    of_queries = [as_rows(x) for x in (grad_out, q, lse.transpose(-1, -2)[..., None])]
     of_keys = [as_rows(k), as_rows(v)]
     grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
     with _without_autocast(q.device):
         for group in _groups(q, k, v, call):
-            grad, query, output, stats = (group.queries.gather(x, work) for x in of_queries)
+            grad, query, stats = (group.queries.gather(x, work) for x in of_queries)
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, output, stats, mask)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, stats, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -134,28 +135,48 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
     return weighted / total.masked_fill(total == 0, 1.0), peak + total.log()
 
 
+class _Rows(NamedTuple):
+    """Some rows of what a backward is given, with all keys and values."""
+
+    grad_out: Tensor
+    q: Tensor
+    lse: Tensor
+    k: Tensor
+    v: Tensor
+
+
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `lse` is (b, H, S_q, 1)."""
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # Equal to sum(weights * grad_weights) of each row, which the softmax's backward needs, and cheaper.
-    delta = (grad_out * out).sum(-1, keepdim=True)
     for rows in mask.row_blocks():
-        for tile in mask.tiles(rows):
-            q_rows, grad_rows = _seen_rows(q[:, :, rows], tile), _seen_rows(grad_out[:, :, rows], tile)
-            keys = _seen_keys(k, tile)
-            weights = _hide((_scores(q_rows, keys, tile, mask) - lse[:, :, rows]).exp_(), tile, 0.0)
-            grad_weights = _times(grad_rows, _seen_keys(v, tile).mT)
-            kept = mask.kept(tile, q.dtype)
-            if kept is not None:
-                grad_weights *= kept
+        of = _Rows(grad_out[:, :, rows], q[:, :, rows], lse[:, :, rows], k, v)
+        # The softmax's backward subtracts it. sum(grad_out * out) is equal and cheaper, but outputs are rounded,
+        # and the error stays in the gradients where the terms cancel, as with one or two keys.
+        delta, tiles = torch.zeros_like(of.lse), list(mask.tiles(rows))
+        for tile in tiles:
+            weights, grad_weights, kept = _weights(of, tile, mask)
+            delta += (weights * grad_weights).sum(-1, keepdim=True)
+        for tile in tiles:
+            if len(tiles) > 1:
+                weights, grad_weights, kept = _weights(of, tile, mask)
+            q_rows, grad_rows = _seen_rows(of.q, tile), _seen_rows(of.grad_out, tile)
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grad_rows, k)
-            grad_scores = weights.mul_(grad_weights.sub_(delta[:, :, rows])).mul_(mask.call.scale)
+            grad_scores = weights.mul_(grad_weights.sub_(delta)).mul_(mask.call.scale)
             grad_scores = _hide(grad_scores, tile, 0.0)
-            grad_q[:, :, rows] += _times(grad_scores, keys)
+            grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
             grad_k[:, :, tile.cols] += _summed(grad_scores, q_rows, k)
     return grad_q, grad_k, grad_v
+
+
+def _weights(of: _Rows, tile: Tile, mask: Mask) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the weights of a tile, their gradients, and the factors of dropout."""
+    scores = _scores(_seen_rows(of.q, tile), _seen_keys(of.k, tile), tile, mask)
+    weights = _hide((scores - of.lse).exp_(), tile, 0.0)
+    grad_weights = _times(_seen_rows(of.grad_out, tile), _seen_keys(of.v, tile).mT)
+    kept = mask.kept(tile, of.q.dtype)
+    return weights, _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
 
 
 def _scores(q: Tensor, keys: Tensor, tile: Tile, mask: Mask) -> Tensor:
