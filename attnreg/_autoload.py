@@ -45,10 +45,14 @@ def _warn(text: str) -> None:
 
 
 def offer() -> None:
-    """Make "attnreg" a name that `torch.nn.attention.activate_flash_attention_impl` knows."""
+    """Make "attnreg" a name that `torch.nn.attention.activate_flash_attention_impl` knows; never an error."""
     registry = sys.modules.get("torch.nn.attention._registry")
-    if registry is not None:
+    if registry is None:
+        return
+    try:
         registry.register_flash_attention_impl("attnreg", register_fn=_activated_by_torch)
+    except Exception as error:  # noqa: BLE001 - it is private, and both `import torch` and ours call this
+        _warn(f"attnreg can't be activated in torch.nn.attention: {type(error).__name__}: {error}")
 
 
 def _activated_by_torch() -> SimpleNamespace:

@@ -2,7 +2,7 @@
 
     AttnregError
     ├── UnknownBackendError      (LookupError)   no backend has that name
-    ├── BackendUnavailableError  (RuntimeError)  known, but it can't load on this machine
+    ├── BackendUnavailableError  (RuntimeError)  known, but it, or a kernel of it, can't be loaded here
     ├── UnsupportedInputError    (RuntimeError)  no backend, or not the requested one, can run the call
     ├── InvalidInputError        (ValueError)    the arguments of a call contradict each other
     ├── ConfigError              (ValueError)    a settings file or environment variable is wrong
@@ -17,6 +17,7 @@ PyTorch's own errors keeps working. All of them can be pickled.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError", "did_you_mean",
+    "is_of_device",
 ]  # fmt: skip
 
 
@@ -37,7 +39,10 @@ class UnknownBackendError(AttnregError, LookupError):
 
 
 class BackendUnavailableError(AttnregError, RuntimeError):
-    """The backend is known, but it can't load on this machine."""
+    """The backend is known, but it can't load on this machine.
+
+    A kernel raises it where it can't be loaded, compiled or planned for a call.
+    """
 
 
 class UnsupportedInputError(AttnregError, RuntimeError):
@@ -70,6 +75,23 @@ class BuildError(AttnregError, RuntimeError):
 
 class RanksDifferError(AttnregError, RuntimeError):
     """Ranks of one job would choose different kernels for the same call."""
+
+
+def is_of_device(error: BaseException | None) -> bool:
+    """Whether memory ran out or CUDA failed, by an error or its cause; packages have classes of their own.
+
+    What is wrong then isn't the kernel: memory may be there later, and a CUDA error often ends the context.
+    """
+    while error is not None:
+        classes = {one.__name__ for one in type(error).__mro__}
+        if classes & _OF_DEVICE or re.search(_SAYS_DEVICE, str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+_OF_DEVICE = {"MemoryError", "OutOfMemoryError", "AcceleratorError"}
+_SAYS_DEVICE = r"(?i)out[ _]of[ _]memory|allocate memory|alloc\w*_failed|cuda[ _]?error"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -138,6 +138,7 @@ def fresh_registry(monkeypatch):
     monkeypatch.setattr(_registry, "_entries", None)
     monkeypatch.setattr(_registry, "_registrations", ())
     monkeypatch.setattr(counters, "_fallbacks", {})
+    monkeypatch.setattr(counters, "_failures", {})
     # A table that comes with attnreg would order the backends of a GPU that it was measured on.
     monkeypatch.setattr(tables, "SHIPPED", tables.SHIPPED / "none")
     tables._shipped.cache_clear()

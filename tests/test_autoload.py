@@ -127,6 +127,18 @@ def test_what_fails_in_the_hook_is_a_warning_and_no_error_of_the_import(monkeypa
     assert messages == [f"attnreg is not active: {type(error).__name__}: {error}"]
 
 
+def test_a_registry_of_torchs_that_has_changed_is_a_warning_and_the_routers_are_installed(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    monkeypatch.setattr(aten, "ensure", installing := Mock())
+    changed = Mock(side_effect=TypeError("got an unexpected keyword argument 'register_fn'"))
+    monkeypatch.setattr(attention._registry, "register_flash_attention_impl", changed)
+    with pytest.warns(
+        UserWarning, match=r"attnreg can't be activated in torch\.nn\.attention: TypeError: got"
+    ):
+        _autoload.activate()
+    installing.assert_called_once_with()
+
+
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
     # Importing torch imports attnreg again, which is half-way in then.
     program = "import attnreg.dispatch.planning, torch\nprint('[1]')"

@@ -102,7 +102,11 @@ class RoutedCall(NamedTuple):
 
         Unless the kernel draws a dropout mask, or its backward would be wrong, further calls may be kept.
         """
-        result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
+        try:
+            result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
+        except Exception as error:
+            counters.failed(plan.counters[0], error)
+            raise
         counters.count(plan.counters)
         keeps = keeps and plan.is_checked and call_cache.load() is not None
         return result, Kept(None, plan.counters) if keeps else None

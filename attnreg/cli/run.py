@@ -97,6 +97,9 @@ def _print_stats() -> None:
     if counted.fallbacks:
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
         table("What could not run, and why", rows, ("backend", "calls", "reason"), place=place)
+    if counted.failures:
+        failures = ((row.backend, str(row)) for row in counted.failures)
+        table("What failed", failures, ("backend", "error"), place=place)
 
 
 def _start(name: str, arguments: list[str], as_module: bool) -> None:

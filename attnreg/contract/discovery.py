@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -46,6 +46,7 @@ class Entry:
     own: bool = False
     _kernels: Kernels | None = field(default=None, init=False)
     _missing: str | None = field(default=None, init=False)
+    _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
 
     def unavailable(self) -> str:
         """Return why the backend can't load here, or an empty string; imports no kernel package."""
@@ -76,6 +77,15 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
+    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str) -> str:
+        """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or planned.
+
+        It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
+        reason that it gives.
+        """
+        reason = f"set aside for calls like this: {problem}"
+        return self._set_aside.setdefault(_without_lengths(spec, direction), reason)
+
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""
         if self.backend is None:
@@ -95,6 +105,9 @@ class Entry:
                 against = tuple(against)
             if not against and not missing:
                 against = known_issues.against(self.name, self.backend.version, spec, direction)
+            if not against and self._set_aside:
+                found = self._set_aside.get(_without_lengths(spec, direction))
+                against = (found,) if found else ()
         except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
@@ -130,6 +143,13 @@ class Entry:
             self.cause = strip_tracebacks(error)  # kept for good, and its frames may hold a call's tensors
             return None
         return kernels
+
+
+def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:
+    """Return what calls have in common that differ in their lengths, and in how far a window reaches."""
+    left, right = spec.window
+    alike = replace(spec.of(direction), batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
+    return direction, replace(alike, window=(min(left, 1), min(right, 1)), needs_backward=False)
 
 
 def discover() -> list[Entry]:

@@ -24,13 +24,16 @@ from attnreg.contract.validation import check_values
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.counters import Counter
 from attnreg.dispatch.state import Plan
-from attnreg.errors import AttnregError, BuildError, UnsupportedInputError
+from attnreg.errors import AttnregError, BackendUnavailableError, BuildError, UnsupportedInputError
 from attnreg.settings import environment
 from attnreg.torchlib import building, captured
 
 log = logging.getLogger("attnreg")
 
 FORWARD_TENSORS = 3  # query, key and value
+
+# A kernel raises them before it is launched: a new plan finds out what runs the call.
+DECLINES = UnsupportedInputError, BackendUnavailableError
 
 # The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
 active: Any = None
@@ -107,8 +110,8 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
         def run(*tensors: Tensor) -> Any:
             try:
                 return kernel(*tensors, call)
-            except UnsupportedInputError:
-                return None  # a new plan finds out what runs the call
+            except DECLINES:
+                return None
 
         return run
 
@@ -122,7 +125,7 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
             check_values(tensors[0], tensors[1], call)
         try:
             return kernel(*tensors, call)
-        except UnsupportedInputError:
+        except DECLINES:
             return None
 
     return run_packed
@@ -223,6 +226,7 @@ def _load() -> Any:
     _registry.on_change(module.drop)
     scope.on_enter(module.forget_choices)
     counters.count_also(module.drain)
+    module.on_failure(counters.failed)
     scope.on_first_choice(module.watch)
     if _plans is not None:
         module.set_plans(*_plans)

@@ -1,4 +1,4 @@
-"""What really ran: calls per backend and direction, and fallbacks with their reasons.
+"""What really ran: calls per backend and direction, fallbacks with their reasons, and failures.
 
 The hot path holds its counters and adds to them under one lock; names are looked up only when a
 decision is made.
@@ -6,22 +6,32 @@ decision is made.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from attnreg.contract.capabilities import one_line
 from attnreg.contract.spec import Direction
+from attnreg.errors import InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
 
-__all__ = ["Fallback", "Stats", "reset_stats", "stats"]
+__all__ = ["Failure", "Fallback", "Stats", "reset_stats", "stats"]
 
 # Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
 MOST_FALLBACKS = 1000
 FURTHER = ("*", "(further reasons)")
 
+# How much of an error's text is kept.
+MOST_CHARACTERS = 300
+
+log = logging.getLogger("attnreg")
+
 _lock = open_after_fork(threading.Lock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
+_failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
 _elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
 
 
@@ -30,13 +40,15 @@ class Counter:
 
     Attributes:
         level: the level of the log line about what is counted; 0 before there is one.
+        call: the backend and the direction of a counter of calls; else None.
     """
 
-    __slots__ = ("level", "value")
+    __slots__ = ("call", "level", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, call: tuple[str, Direction] | None = None) -> None:
         self.value = 0
         self.level = 0
+        self.call = call
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,21 @@ class Fallback:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a backend's kernels in one direction: its class, what the first one said, how often."""
+
+    backend: str
+    direction: Direction
+    error: str
+    message: str
+    count: int
+
+    def __str__(self) -> str:
+        times = f"{self.count} times" if self.count > 1 else "once"
+        return f"failed {times} in a {self.direction} of this process: {self.error}: {self.message}"
+
+
 @dataclass(frozen=True)
 class Stats:
     """A copy of the counters.
@@ -56,20 +83,23 @@ class Stats:
         calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
         fallbacks: backends that would have come first but couldn't run a call, with the reason; what
             goes beyond a thousand rows is counted in one more, of the backend "*".
+        failures: errors of kernels, whether they ended a call or another backend ran it.
     """
 
     calls: dict[str, dict[str, int]]
     fallbacks: tuple[Fallback, ...]
+    failures: tuple[Failure, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
-        return {"calls": self.calls, "fallbacks": [asdict(row) for row in self.fallbacks]}
+        fallbacks, failures = [asdict(row) for row in self.fallbacks], [asdict(row) for row in self.failures]
+        return {"calls": self.calls, "fallbacks": fallbacks, "failures": failures}
 
 
 def call_counter(backend: str, direction: Direction) -> Counter:
     """Return the counter of a backend's calls in one direction."""
     with _lock:
-        return _calls.setdefault((backend, direction), Counter())
+        return _calls.setdefault((backend, direction), Counter((backend, direction)))
 
 
 def fallback_counter(backend: str, reason: str) -> Counter:
@@ -79,8 +109,24 @@ def fallback_counter(backend: str, reason: str) -> Counter:
         return _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
 
 
+def failed(call: Counter, error: BaseException) -> None:
+    """Count an error of the kernel whose calls a counter counts; logs the first of each class."""
+    # Wrong arguments are no fault of the kernel that finds them.
+    if call.call is None or isinstance(error, InvalidInputError):
+        return
+    name, message = type(error).__name__, "its text can't be read"
+    with contextlib.suppress(Exception):
+        message = one_line([str(error)])[:MOST_CHARACTERS]
+    with _lock:
+        counter, message = _failures.setdefault((*call.call, name), (Counter(), message))
+        counter.value += 1
+    if not_yet_logged(counter, logging.WARNING):
+        text = "%s failed in a %s: %s: %s (said once; attnreg.stats() counts all failures)"
+        log.warning(text, *call.call, name, message)
+
+
 def not_yet_logged(counter: Counter, level: int) -> bool:
-    """Whether to log a fallback: once, and again if it gets more severe. It counts as logged then."""
+    """Whether to log what is counted: once, and again if it gets more severe. It counts as logged then."""
     with _lock:
         before, counter.level = counter.level, max(counter.level, level)
         return level > before
@@ -115,12 +161,14 @@ def stats() -> Stats:
             if counter.value:
                 calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
         rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
-        return Stats(calls, tuple(rows))
+        failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
+        return Stats(calls, tuple(rows), tuple(failures))
 
 
 def reset_stats() -> None:
     """Set every counter to zero."""
     collect()
     with _lock:
-        for counter in (*_calls.values(), *_fallbacks.values()):
+        failures = (counter for counter, _ in _failures.values())
+        for counter in (*_calls.values(), *_fallbacks.values(), *failures):
             counter.value = 0

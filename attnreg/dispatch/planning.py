@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -73,7 +72,9 @@ def make_plan(
             return made._replace(is_checked=False)
         now.keep(made)
         return made
-    if (specialize := entries[made.backend.casefold()].kernels().specialize) is not None:
+    entry = entries[made.backend.casefold()]
+    made = made._replace(set_aside=functools.partial(entry.set_aside, spec, direction))
+    if (specialize := entry.kernels().specialize) is not None:
         made = made._replace(specialize=functools.partial(specialize, direction))
 
     def passed() -> None:
@@ -229,8 +230,6 @@ def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callabl
     def log_fallbacks() -> None:
         for counter, level, line in fallbacks:
             if counters.not_yet_logged(counter, level):
-                # A program's handler that raises must not cost it its attention.
-                with contextlib.suppress(Exception):
-                    log.log(level, "%s", line)
+                log.log(level, "%s", line)
 
     return tuple(found), log_fallbacks

@@ -3,7 +3,9 @@
 What some packages can run only they know, and only at the call: cuDNN when it builds a plan. A kernel that
 finds out that it can't run a call which its backend's limits admit *declines* it: it raises
 `UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
-whose reason is what the kernel said.
+whose reason is what the kernel said. A kernel that can't be loaded, compiled or planned raises
+`BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well. Any
+other error may come from a kernel that was launched: it is counted, and passes through.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from torch import Tensor
 
 from attnreg import _registry
 from attnreg.contract.backend import Call
+from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import Launcher
 from attnreg.dispatch import counters, trace
-from attnreg.errors import AttnregError, UnsupportedInputError
+from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import policy
 from attnreg.selection.decision import Policy
 
@@ -37,10 +40,11 @@ class Plan(NamedTuple):
         backend: the name of the backend that runs the call.
         kernel: its function; None where the router is to call torch's own kernel of the op.
         is_native: whether that is so.
-        counters: what to add to once it has run.
+        counters: what to add to once it has run; that of the backend's calls comes first.
         is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         key: what the plan is kept under.
+        set_aside: the backend's `Entry.set_aside` for this call.
     """
 
     backend: str
@@ -50,6 +54,7 @@ class Plan(NamedTuple):
     is_checked: bool = True
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
     key: tuple[object, ...] = ()
+    set_aside: Callable[[str], str] | None = None
 
     def run(self, *inputs: Any) -> Any:
         """Run the kernel and count the call.
@@ -59,12 +64,22 @@ class Plan(NamedTuple):
         try:
             results = self.kernel(*inputs)
         except UnsupportedInputError as error:
-            state().plans.pop(self.key, None)
             # The refusal of a call that the kernel itself makes has a table under its headline.
             reason = str(error).partition("\n")[0] if error.rejected else str(error)
-            raise DeclinedError(self.key, self.backend, reason) from error
+            raise self._declined(reason) from error
+        except BackendUnavailableError as error:
+            counters.failed(self.counters[0], error)
+            reason = one_line([str(error)])
+            raise self._declined(self.set_aside(reason) if self.set_aside else reason) from error
+        except Exception as error:
+            counters.failed(self.counters[0], error)
+            raise
         counters.count(self.counters)
         return results
+
+    def _declined(self, reason: str) -> DeclinedError:
+        state().plans.pop(self.key, None)
+        return DeclinedError(self.key, self.backend, reason)
 
 
 class DeclinedError(UnsupportedInputError):

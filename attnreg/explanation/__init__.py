@@ -17,7 +17,7 @@ from attnreg import _registry, aten
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
-from attnreg.dispatch import scope
+from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
@@ -167,6 +167,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_front_notes(),
         *_assumptions(spec, decided["forward"], entries),
         *_untried(decided.values(), entries),
+        *_failures(decided.values()),
         *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
         *_unmeasured(spec, policy, directions),
     )
@@ -206,6 +207,14 @@ def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Ite
         entry = entries.get(name.casefold())
         if entry is not None and entry.backend is not None and entry.backend.experimental:
             yield f"{name} is experimental: it {UNTRIED}"
+
+
+def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield how the backends that would run the call have failed in this process."""
+    chosen = {(one.backend, one.direction) for one in decisions}
+    for row in counters.stats().failures:
+        if (row.backend, row.direction) in chosen:
+            yield f"{row.backend} {row}"
 
 
 def _decision(

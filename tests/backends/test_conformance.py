@@ -7,6 +7,7 @@ import torch
 
 from attnreg.backends import cpu as cpu_backend
 from attnreg.backends import math as math_backend
+from attnreg.backends.cpu import bfloat16
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import Capabilities
 from attnreg.measure import CASES, QUICK, measure, verify
@@ -29,6 +30,24 @@ def test_a_backend_is_at_most_twice_as_wrong_as_plain_pytorch(name, case):
         assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}
     elif not outcome.errors:
         pytest.skip("; ".join(outcome.reasons))
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_computes_in_the_dtypes_of_its_inputs_whatever_torchs_default_is(
+    name, default, monkeypatch
+):
+    monkeypatch.setattr(bfloat16, "_is_fast", lambda: True)
+    cases = [BY_NAME[f"{case} bfloat16"] for case in ("heads 6:3", "varlen heads 6:3", "window (4, 0)")]
+    torch.set_default_dtype(default)
+    try:
+        outcomes = list(verify(BACKENDS[name], "cpu", cases))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for outcome in outcomes:
+        assert not outcome.failure
+        assert len(outcome.errors) == 5
+        assert all(error.passed for error in outcome.errors.values())
 
 
 @pytest.mark.parametrize("forward", BACKENDS)

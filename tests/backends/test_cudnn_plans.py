@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 from support.truth import assert_accurate
 
-from attnreg import UnsupportedInputError
+from attnreg import BackendUnavailableError, UnsupportedInputError
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import adapter, rounding
 from attnreg.backends.cudnn import plans as cudnn_plans
@@ -268,6 +269,29 @@ def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_pla
             kernels.forward(*ragged(lens))
     assert not kernels.forward.args[0]._plans
     assert len(module.graphs) == 2, "batches of one problem have been described more than once"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        fake_cudnn.GraphNotSupportedError("no engine: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_plan_for_which_there_was_no_memory_is_built_by_the_next_call(kernels, monkeypatch, error):
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_cudnn.Graph, "build_plans", Mock(side_effect=error))
+        with pytest.raises(type(error)) as caught:
+            kernels.forward(*ragged([3, 9]))
+        assert caught.value is error
+    assert kernels.forward(*ragged([3, 9]))[0].isfinite().all()
+
+
+def test_a_plan_that_fails_to_be_built_is_a_kernel_that_cannot_be_had(kernels, monkeypatch):
+    monkeypatch.setattr(fake_cudnn.Graph, "validate", Mock(side_effect=TypeError("no such keyword")))
+    with pytest.raises(BackendUnavailableError) as caught:
+        kernels.forward(*ragged([3, 9]))
+    assert str(caught.value) == "building a forward plan failed: TypeError: no such keyword"
 
 
 def test_a_capture_builds_no_plan_and_takes_an_exact_or_a_shared_one(kernels, module, monkeypatch):

@@ -7,9 +7,12 @@ import textwrap
 import zipfile
 
 import pytest
+import torch
 from support.command_line import in_a_process
 
+import attnreg
 from attnreg import _registry, cli
+from attnreg.cli.run import _print_stats
 
 
 @pytest.fixture
@@ -88,6 +91,15 @@ def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
     printed = " ".join(done.stderr.split())
     assert "What ran backend forward backward math 1 1" in printed
     assert "What could not run, and why backend calls reason picky 1 dtype must be float16, got" in printed
+
+
+def test_stats_say_what_failed(fake, capsys):
+    failing = fake("failing", load=lambda: attnreg.Kernels(lambda *given: 1 / 0, lambda *given: 1 / 0))
+    with attnreg.register_backend(failing.backend), pytest.raises(ZeroDivisionError):
+        torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 4, 8))
+    _print_stats()
+    said = "failing failed once in a forward of this process: ZeroDivisionError: division by zero"
+    assert f"What failed backend error {said}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_stats_of_a_program_without_attention_say_so(here):

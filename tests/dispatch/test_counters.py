@@ -1,5 +1,6 @@
 """Promises of the counters: what really ran, exactly, and every fallback with its reason."""
 
+import contextlib
 import io
 import json
 import logging
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg.dispatch import counters
-from attnreg.dispatch.counters import Fallback, Stats
+from attnreg.dispatch import call_cache, counters
+from attnreg.dispatch.counters import Failure, Fallback, Stats
+from attnreg.torchlib import building
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,9 @@ def test_a_kernel_that_fails_has_not_run(routers, fake):
     broken = fake("broken", load=lambda: attnreg.Kernels(fails, fails)).backend
     with attnreg.register_backend(broken), pytest.raises(RuntimeError, match="out of memory"):
         sdpa()
-    assert attnreg.stats() == Stats({}, ())
+    assert attnreg.stats() == Stats(
+        {}, (), (Failure("broken", "forward", "RuntimeError", "out of memory", 1),)
+    )
 
 
 # Fallbacks
@@ -161,22 +165,51 @@ class Raising(logging.Handler):
         raise OSError("disk full")
 
 
-def closed_stream():
-    stream = io.StringIO()
-    stream.close()
-    return logging.StreamHandler(stream)
+class Closed(logging.StreamHandler):
+    """A handler of a closed stream, which reports that to a closed stderr."""
+
+    def __init__(self):
+        super().__init__(io.StringIO())
+        self.stream.close()
+
+    def emit(self, record):
+        with contextlib.redirect_stderr(self.stream):
+            super().emit(record)
 
 
-@pytest.mark.parametrize("make", [Raising, closed_stream])
-def test_a_logging_handler_that_fails_does_not_stop_attention(routers, fake, capsys, make):
-    handler = make()
-    logging.getLogger("attnreg").addHandler(handler)
-    try:
-        with attnreg.register_backend(fake("mine", dtypes=("float16",)).backend):
-            sdpa()
-    finally:
-        logging.getLogger("attnreg").removeHandler(handler)
+@pytest.fixture(params=[Raising, Closed])
+def failing_handler(request):
+    """Have every line that attnreg logs go to a handler that fails."""
+    handler, log = request.param(), logging.getLogger("attnreg")
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    yield
+    log.removeHandler(handler)
+
+
+def test_a_logging_handler_that_fails_does_not_stop_attention(failing_handler, routers, fake):
+    with attnreg.register_backend(fake("mine", dtypes=("float16",)).backend):
+        sdpa()
     assert [row.count for row in attnreg.stats().fallbacks] == [1]
+
+
+def test_nor_does_it_where_nothing_is_compiled(failing_handler, packed, monkeypatch):
+    for name, value in (("_module", None), ("_wanted", lambda: "")):
+        monkeypatch.setattr(call_cache, name, value)
+    monkeypatch.setattr(building, "built", lambda: None)
+    call_cache.forget()
+    for _ in range(2):
+        attnreg.varlen_attn(*packed((3, 4)), backend="math").sum().backward()
+    assert attnreg.stats().calls == {"math": {"forward": 2, "backward": 2}}
+
+
+def test_nor_does_it_replace_the_error_of_a_kernel(failing_handler, routers, fake):
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("full")
+
+    broken = fake("broken", load=lambda: attnreg.Kernels(fails, fails)).backend
+    with attnreg.register_backend(broken), pytest.raises(torch.OutOfMemoryError, match="full"):
+        sdpa()
 
 
 def test_a_thousand_reasons_have_rows_of_their_own_and_all_further_ones_share_one():
@@ -226,8 +259,18 @@ def test_stats_are_a_copy_that_later_calls_do_not_change(routers):
 
 
 def test_stats_are_plain_data_for_json():
-    stats = Stats({"a": {"forward": 1, "backward": 0}}, (Fallback("b", "too new", 3),))
+    failure = Failure("a", "backward", "RuntimeError", "no image", 2)
+    stats = Stats({"a": {"forward": 1, "backward": 0}}, (Fallback("b", "too new", 3),), (failure,))
     assert json.loads(json.dumps(stats.to_dict())) == {
         "calls": {"a": {"forward": 1, "backward": 0}},
         "fallbacks": [{"backend": "b", "reason": "too new", "count": 3}],
+        "failures": [
+            {
+                "backend": "a",
+                "direction": "backward",
+                "error": "RuntimeError",
+                "message": "no image",
+                "count": 2,
+            }
+        ],
     }

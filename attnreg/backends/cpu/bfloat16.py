@@ -93,7 +93,7 @@ def _solve(
         return _product(q, grad_out, k, v, blocks[0], groups, scale)
     # Each key belongs to one block, a row to several.
     size = v.size(2) - _COLUMNS
-    grad_q = torch.zeros(*q.shape[:2], size, device="cpu")
+    grad_q = torch.zeros(*q.shape[:2], size, dtype=torch.float32, device="cpu")
     grad_k, grad_v = (x.new_zeros(*x.shape[:2], size) for x in (k, v))
     for block in blocks:
         rows = slice(block.row * groups, (block.row + block.rows) * groups)

@@ -40,7 +40,10 @@ class Places(NamedTuple):
 
     def padded(self, x: Tensor | None, padding: float) -> Tensor:
         """Return a number for each place, that of its head or 0, and for padding the one given."""
-        found = torch.zeros(self.source.shape, device="cpu") if x is None else x[self.source]
+        if x is None:
+            found = torch.zeros(self.source.shape, dtype=torch.float32, device="cpu")
+        else:
+            found = x[self.source]
         return found if self.is_padding is None else found.masked_fill_(self.is_padding, padding)
 
     def taken(self, x: Tensor, columns: Sequence[Tensor | float]) -> Tensor:

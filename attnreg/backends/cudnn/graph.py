@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot, Strides
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
 _OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
 _OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value
@@ -55,13 +55,18 @@ def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
 
     Raises:
         UnsupportedInputError: cuDNN has no kernel for it; with cuDNN's reason.
+        BackendUnavailableError: building it failed, but not for want of memory.
     """
     try:
         return _Description(cudnn, problem, handle).build()
-    except cudnn.cudnnGraphNotSupportedError as error:
-        raise UnsupportedInputError(
-            f"cuDNN has no {problem.direction} plan for this call: {error}"
-        ) from error
+    except Exception as error:
+        if is_of_device(error):
+            raise  # there may be memory the next time, so nothing is to remember this as a lack of cuDNN's
+        if isinstance(error, cudnn.cudnnGraphNotSupportedError):
+            reason = f"cuDNN has no {problem.direction} plan for this call: {error}"
+            raise UnsupportedInputError(reason) from error
+        reason = f"building a {problem.direction} plan failed: {type(error).__name__}: {error}"
+        raise BackendUnavailableError(reason) from error
 
 
 class _Description:

@@ -25,7 +25,7 @@ from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import Launcher
 from attnreg.contract.offsets import empty_results, facts, find_unused
 from attnreg.contract.spec import Direction
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.locks import open_after_fork
 
@@ -179,9 +179,14 @@ def _run(
             else:
                 results = package_call()
     except Exception as error:
-        if new:
-            error.add_note(f"{release()} has loaded, but its first {direction} of this kind failed")
-        raise
+        if not new or isinstance(error, BackendUnavailableError):
+            raise
+        problem = f"{release()} has loaded, but its first {direction} of this kind failed"
+        if is_of_device(error):
+            error.add_note(problem)
+            raise
+        # A launch fails by an error of the device: this is the package's compiler, or a check of it.
+        raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
     if new:
         compiled_kinds.have_run.update((kind, exact))
     return results

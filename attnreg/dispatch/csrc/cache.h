@@ -71,6 +71,29 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   }
 };
 
+inline PyObject* on_failure = nullptr;  // a function of `counters`; there as long as the process lives
+
+// Run a kept call. What it throws is counted as a failure of its backend, and thrown on.
+template <class Run>
+bool counting_failures(const Entry& entry, const Run& run) {
+  try {
+    return run();
+  } catch (...) {
+    const WithGil gil;
+    if (on_failure && !entry.tallies.empty()) {
+      PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
+      torch::translate_exception_to_python(std::current_exception());
+      PyErr_Fetch(&type, &error, &traceback);
+      PyErr_NormalizeException(&type, &error, &traceback);
+      const Object owners[] = {owned(type), owned(error), owned(traceback)};
+      PyObject* given[] = {entry.tallies[0]->counter, error};
+      owned(error ? PyObject_Vectorcall(on_failure, given, 2, nullptr) : nullptr);
+      PyErr_Clear();
+    }
+    throw;
+  }
+}
+
 struct Offsets {  // a pair of which it is known that every row sees a key
   SeenOffsets seen;
   int64_t tokens_q, tokens_k;

@@ -28,7 +28,8 @@ class Router final : public c10::OperatorKernel {
       key = choice < 0 ? Key{} : key_of(site_, choice, arguments, layout_.tensors(), layout_.query);
       found = look_up(key);
       if (found.entry && !found.entry->is_due()) {
-        if (run_kept(*found.entry, choice, arguments, op, keys, stack)) {
+        const auto run = [&] { return run_kept(*found.entry, choice, arguments, op, keys, stack); };
+        if (counting_failures(*found.entry, run)) {
           found.entry->count();
           return;
         }

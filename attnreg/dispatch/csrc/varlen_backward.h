@@ -50,6 +50,23 @@ inline bool offsets_are_known(const Tensors& tensors, size_t query) {
   return every_row_sees_a_key(tensors[count - 2], tensors[count - 1], tensors[query].size(0), tensors[query + 1].size(0));
 }
 
+// Check what the launcher of a forward or a backward has returned.
+inline void check_results(const Tensors& tensors, size_t query, const Tensors& results) {
+  const bool is_forward = query == 0;
+  const size_t expected = is_forward ? 2 : 3;
+  TORCH_CHECK(results.size() == expected, "attnreg: a launcher breaks the contract: got ", results.size(),
+              is_forward ? " results" : " gradients");
+  if (is_forward) {
+    const at::Tensor& q = tensors[0];
+    check_result(results[0], {q.size(0), q.size(1), tensors[2].size(2)}, q.scalar_type(), "the output");
+    const auto lse = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    check_result(results[1], {q.size(1), q.size(0)}, lse, "the LSE");
+  }
+  for (size_t i = 0; i < 3 && !is_forward; i++) {
+    check_result(results[i], tensors[1 + i].sizes(), tensors[1 + i].scalar_type(), "a gradient");
+  }
+}
+
 // Run a kept call; false where there is none, or it can't be run so.
 inline bool run_varlen(const Key& key, const LookedUp& found, const Tensors& tensors, size_t query, bool known, Tensors& results) {
   const Entry* entry = found.entry.get();
@@ -57,8 +74,15 @@ inline bool run_varlen(const Key& key, const LookedUp& found, const Tensors& ten
       (entry->needs_offsets && !known && !offsets_are_known(tensors, query))) {
     return false;
   }
-  Spare spare;
-  if (!run(*entry, tensors, tensors[query].key_set(), results, spare)) {
+  const auto run_and_check = [&] {
+    Spare spare;
+    const bool done = run(*entry, tensors, tensors[query].key_set(), results, spare);
+    if (done) {
+      check_results(tensors, query, results);
+    }
+    return done;
+  };
+  if (!counting_failures(*entry, run_and_check)) {
     erase(key);
     return false;
   }
@@ -178,10 +202,6 @@ struct VarlenBackward final : public torch::autograd::Node {
     Tensors results;
     if (!run_varlen(key, found, tensors, 1, known, results)) {
       results = planned(key, found.generation, tensors);
-    }
-    TORCH_CHECK(results.size() == 3, "attnreg: a launcher breaks the contract: got ", results.size(), " gradients");
-    for (size_t i = 0; i < 3; i++) {
-      check_result(results[i], tensors[1 + i].sizes(), tensors[1 + i].scalar_type(), "a gradient");
     }
     return results;
   }

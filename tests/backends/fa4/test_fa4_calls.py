@@ -14,7 +14,7 @@ from support.fake_fa4 import BOTH, Package, both, call_of, dense, dense_call, en
 from support.packages import SHORT
 from support.truth import varlen as true_varlen
 
-from attnreg import Call
+from attnreg import BackendUnavailableError, Call
 from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
 from attnreg.contract.offsets import find_unused
@@ -274,20 +274,30 @@ def test_without_the_lock_two_threads_would_be(package, kernels, monkeypatch):
     assert run_in_threads(kernels, package) == 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError("ptxas"), torch.OutOfMemoryError("full"), AssertionError()])
-def test_an_error_of_the_package_is_raised_as_it_is_with_a_note_on_what_was_tried(package, kernels, error):
+NOTE = "flash-attn-4 4.0.0b36 has loaded, but its first forward of this kind failed"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error: misaligned")])
+def test_an_error_of_the_device_is_raised_as_it_is_with_a_note_on_what_was_tried(package, kernels, error):
     query, key, value, _ = dense()
     package.fails = error
     for _ in range(2):  # a kind that failed has not run
         with pytest.raises(type(error)) as caught:
             kernels.forward(query, key, value, call_of(query, key))
         assert caught.value is error
-    assert set(error.__notes__) == {
-        "flash-attn-4 4.0.0b36 has loaded, but its first forward of this kind failed"
-    }
+    assert set(error.__notes__) == {NOTE}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ptxas"), AssertionError("head dim")])
+def test_what_fails_while_a_kind_is_compiled_is_a_kernel_that_cannot_be_had(package, kernels, error):
+    query, key, value, _ = dense()
+    package.fails = error
+    with pytest.raises(BackendUnavailableError) as caught:
+        kernels.forward(query, key, value, call_of(query, key))
+    assert str(caught.value) == f"{NOTE}: {type(error).__name__}: {error}"
+    assert caught.value.__cause__ is error
     package.fails = None
     kernels.forward(query, key, value, call_of(query, key))
-    package.fails = type(error)("later")
-    with pytest.raises(type(error)) as caught:
+    package.fails = type(error)("later")  # maybe of a launch
+    with pytest.raises(type(error), match="later"):
         kernels.forward(query, key, value, call_of(query, key))
-    assert not hasattr(caught.value, "__notes__")
