@@ -4,13 +4,15 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 BACKENDS ?= FA2,FA4,cuDNN,math
+# How long `make fuzz` goes on.
+SECONDS ?= 60
 # Processes that share the GPU: the tests wait for the host, which compiles kernels and computes references.
 GPU_PROCESSES ?= 4
 # The tests run with what attnreg compiles where there is a C++ compiler; ROUTERS=python leaves it out.
 ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow sanitize test-gpu test-gpu-slow demo bench clean
+.PHONY: help venv lint test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +53,12 @@ sanitize: $(READY) ## the tests of attnreg's C++, compiled by g++ with ASan and 
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
 		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=compiled $(SANITIZED) \
 		--deselect tests/backends/test_cpu_kernel.py::test_a_thread_without_memory_is_an_error_and_not_the_end
+
+fuzz: $(READY) ## random calls compared with float64; SECONDS=600, ARGS="--seed 3 --only 17" repeats one
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+fuzz-gpu: $(READY) ## the same on a GPU, with each of BACKENDS
+	$(PY) tests/fuzz.py --seconds $(SECONDS) --device cuda --backends $(BACKENDS) $(ARGS)
 
 test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
 	$(PY) -m pytest -m "gpu and not slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)

@@ -35,13 +35,13 @@ def lengths_unread(monkeypatch):
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize(("dtype", "rows", "keys"), [("float32", 257, 1), ("bfloat16", 2, 2)])
-def test_gradients_are_right_where_their_terms_cancel(monkeypatch, dtype, rows, keys, tiled):
+@pytest.mark.parametrize(("dtype", "rows", "keys", "seeds"), [("float32", 257, 1, 3), ("bfloat16", 2, 2, 40)])
+def test_gradients_are_right_where_their_terms_cancel(monkeypatch, dtype, rows, keys, seeds, tiled):
     if tiled:
         use_tiles(monkeypatch, 64, 1)
-    sizes = {"lens_q": (rows,) * 8, "lens_k": (keys,) * 8, "dims": (96, 96)}
+    sizes = {"lens_q": (rows,), "lens_k": (keys,), "heads": (1, 1), "dims": (96, 96)}
     case = Case(name="few keys", **sizes, dtype=dtype, scale=0.5)
-    for seed in range(5):
+    for seed in range(seeds):
         assert_accurate(reference.BACKEND.load(), case, seed)
 
 

@@ -152,8 +152,8 @@ def _attend_backward(
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
         of = _Rows(grad_out[:, :, rows], q[:, :, rows], lse[:, :, rows], k, v)
-        # The softmax's backward subtracts it. sum(grad_out * out) is equal and cheaper, but outputs are rounded,
-        # and the error stays in the gradients where the terms cancel, as with one or two keys.
+        # The softmax's backward subtracts it. sum(grad_out * out) is equal and cheaper, but outputs are
+        # rounded, and the error stays in the gradients where the terms cancel, as with one or two keys.
         delta, tiles = torch.zeros_like(of.lse), list(mask.tiles(rows))
         for tile in tiles:
             weights, grad_weights, kept = _weights(of, tile, mask)
