@@ -13,6 +13,7 @@ import attnreg
 from attnreg import aten, errors, explain
 from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
+from attnreg.torchlib import captured
 
 NOT_SERVED = "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
 
@@ -291,7 +292,7 @@ def test_a_call_that_torchs_selector_keeps_from_attnreg_is_explained_as_its_deci
 
 def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(routers, monkeypatch):
     attnreg.install()
-    monkeypatch.setattr(aten, "shadowed_by", lambda: "FA4")
+    monkeypatch.setattr(captured, "shadowed_by", lambda: "FA4")
     assert explain(spec()).notes == (
         "torch.nn.attention has 'FA4' active above attnreg's routers: the flash ops on CUDA go there; "
         "restore_flash_attention_impl() gives them back",

@@ -1,5 +1,6 @@
 """Installing routers with overrides, with the registry of `torch.nn.attention`, and in other torches."""
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog,
             f"falls back, and chooses for each call from now on; {advice}",
         )
     ]
-    assert aten.shadowed_by() == ""
+    assert captured.shadowed_by() == ""
     attnreg.uninstall()
     assert table(FLASH_OP, "CUDA") == ""
 
@@ -159,11 +160,69 @@ def attention_ops_of_varlen_attn_on_cuda():
     return [name for name in called.names if "attn" in name or "attention" in name]
 
 
+@pytest.fixture
+def torch_2_12(monkeypatch):
+    """Have torch.library refuse a second override of an op in Python, as up to torch 2.12."""
+    real = torch.library.Library.impl
+
+    def impl(self, op_name, fn, dispatch_key="", **options):
+        if f"{self.ns}/{op_name}/{dispatch_key}" in torch.library._impls:
+            raise RuntimeError(f"already a kernel registered from python overriding {op_name}")
+        return real(self, op_name, fn, dispatch_key, **options)
+
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+
+
+def test_an_implementation_can_be_activated_after_also_where_torch_allows_one_override(fa4, torch_2_12):
+    before = tables()
+    attnreg.install()
+    torch_registry.activate_flash_attention_impl("FA4")
+    assert captured.shadowed_by() == "FA4"
+    assert not is_ours((FLASH_OP, "CUDA"))
+    torch_registry.restore_flash_attention_impl()
+    assert all(map(is_ours, PLACES))
+    attnreg.uninstall()
+    assert tables() == before
+    attnreg.install()
+    assert all(map(is_ours, PLACES))
+
+
+@pytest.mark.parametrize("moment", ["a new plan", "register_backend", "install"])
+def test_an_implementation_activated_after_is_warned_of_once(fa4, packed, caplog, moment):
+    lengths = itertools.count(1)
+
+    def comes():
+        if moment == "a new plan":
+            attnreg.varlen_attn(*packed([3, next(lengths)]))
+        else:
+            attnreg.install() if moment == "install" else attnreg.register_backend("math")
+
+    attnreg.install()
+    comes()
+    assert caplog.records == []
+    for name in ("FA4", "FA99"):
+        torch_registry.activate_flash_attention_impl(name)
+        caplog.clear()
+        comes()
+        comes()
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+            (
+                "WARNING",
+                f"torch.nn.attention has '{name}' active above attnreg's routers: the flash ops "
+                "on CUDA go there; restore_flash_attention_impl() gives them back",
+            )
+        ]
+    torch_registry.restore_flash_attention_impl()
+    caplog.clear()
+    comes()
+    assert caplog.records == []
+
+
 def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran):
     query, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     attnreg.install()
     torch_registry.activate_flash_attention_impl("FA4")
-    assert aten.shadowed_by() == "FA4"
+    assert captured.shadowed_by() == "FA4"
     assert not is_ours((FLASH_OP, "CUDA"))
     (note,) = [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
     assert note == (
@@ -176,7 +235,7 @@ def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran)
     truth.assert_near(out, truth.varlen(query, query, query, cu, cu)[0])
     assert sum(forward for forward, _ in ran().values()) == 1
     torch_registry.restore_flash_attention_impl()
-    assert aten.shadowed_by() == ""
+    assert captured.shadowed_by() == ""
     assert all(map(is_ours, PLACES))
     assert not [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
 
