@@ -66,7 +66,7 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console on stdout or stderr; without colours where that isn't a terminal."""
     from rich.console import Console
 
-    # Messages have brackets and colons that are no markup: `pip install 'attnreg[fa2]'`.
+    # Messages have brackets and colons that are no markup: `pip install 'attnreg[fa4]'`.
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
