@@ -56,9 +56,11 @@ def import_torch() -> None:
 
     Torch's entry point installs attnreg's routers if an environment variable selects backends. It must
     not run while a module of attnreg is half imported. Its warning about settings that can't be read is
-    silenced, because the command reports them as an error.
+    silenced, because the command reports them as an error; torch's own that there is no NumPy, because no
+    command needs it.
     """
-    warnings.filterwarnings("ignore", message="attnreg", category=UserWarning)
+    for message in ("attnreg", "Failed to initialize NumPy"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
     import torch  # noqa: F401
 
 
