@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry
 from attnreg.aten import cpu, cudnn, flash
@@ -24,6 +23,7 @@ from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
+from attnreg.torchlib.captured import torch_registry
 from attnreg.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
@@ -54,14 +54,15 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     the kernels beneath it are the ones to fall back to. Of one that was activated after the routers were
     registered there is a warning alone.
 
-    Raises `RegistrationError` if torch lacks an op, declares it in another way, or other Python code
-    overrides it; every op is as it was then.
+    Raises `RegistrationError` if torch is too old, lacks an op, declares it in another way, or other Python
+    code overrides it; every op is as it was then.
     """
     global _remove
     with _lock:
         if _remove is not None:
             captured.warn_if_shadowed()
             return
+        captured.check_version()
         checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
         above = captured.shadowed_by()
         if above:

@@ -166,6 +166,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
         *_front_notes(),
+        *described.notes,
         *_assumptions(spec, decided["forward"], entries),
         *_untried(decided.values(), entries),
         *(policy.tables.notes(spec.device) if policy.tables is not None else ()),

@@ -14,11 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import _registry as torch_registry
 
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.locks import open_after_fork
 
+try:
+    from torch.nn.attention import _registry
+except ImportError as error:
+    raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}") from error
+
+torch_registry = _registry  # of the implementations that `torch.nn.attention` can activate
 log = logging.getLogger("attnreg")
 
 # Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
@@ -27,6 +32,12 @@ call_cache_in_use: bool | None = None
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 _told = ""  # which implementation above the routers has been warned of
+
+
+def check_version() -> None:
+    """Raise RegistrationError if torch is older than any that attnreg supports."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}")
 
 
 def capture(op: str, key: str) -> Callable[..., Any] | None:

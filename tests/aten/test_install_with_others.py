@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support import truth
 from support.dense import qkv
 from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, same, table, tables
+from support.processes import python
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -248,13 +249,40 @@ def test_a_torch_that_hands_out_no_kernels_is_an_error_with_both_versions(monkey
     before = tables()
     with monkeypatch.context() as patch:
         patch.delattr(torch.library, "get_kernel")
-        patch.setattr(torch, "__version__", "2.8.1")
+        patch.setattr(torch, "__version__", "2.99.1")
         with pytest.raises(RegistrationError) as error:
             attnreg.install()
     assert str(error.value) == (
-        "torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, found 2.8.1"
+        "torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, found 2.99.1"
     )
     assert tables() == before
+
+
+def test_a_torch_that_is_too_old_is_one_error_whatever_else_it_lacks(monkeypatch):
+    before = tables()
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    with pytest.raises(RegistrationError) as error:
+        aten.ensure((swapped(CPU_OP), swapped("_no_such_attention")))
+    assert str(error.value) == "attnreg needs torch 2.11 or newer, found 2.10.1+cpu"
+    assert tables() == before
+
+
+TOO_OLD = """
+import sys, torch
+torch.__version__ = "2.8.1"
+sys.modules["torch.nn.attention._registry"] = None
+del torch.nn.attention._registry
+import attnreg
+try:
+    attnreg.install()
+except attnreg.RegistrationError as error:
+    print(error)
+"""
+
+
+def test_a_torch_without_a_registry_of_implementations_is_the_same_error():
+    done = python("-c", TOO_OLD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout == "attnreg needs torch 2.11 or newer, found 2.8.1\n", done.stderr
 
 
 class Swapped(NamedTuple):
