@@ -15,6 +15,7 @@ import attnreg
 from attnreg import _autoload, aten
 from attnreg.errors import RegistrationError, UnknownBackendError
 from attnreg.selection import policy
+from attnreg.torchlib import captured
 
 # A training step of a program that imports torch only. What it prints at its end is for the tests.
 PROGRAM = """\
@@ -240,7 +241,8 @@ def other(monkeypatch):
 
 def test_activating_another_in_torch_ends_attnregs_activation(no_routers, other):
     attention.activate_flash_attention_impl("attnreg")
+    assert captured.shadowed_by() == ""
     attention.activate_flash_attention_impl("FA99")
     assert not aten.installed()
     assert sdpa() == "torch"
-    assert aten.shadowed_by() == "FA99"
+    assert captured.shadowed_by() == "FA99"

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.known import know
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import aten, errors, explain
 from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
+from attnreg.torchlib import captured
 
 NOT_SERVED = "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
 
@@ -291,11 +292,25 @@ def test_a_call_that_torchs_selector_keeps_from_attnreg_is_explained_as_its_deci
 
 def test_an_implementation_activated_in_torch_above_the_routers_has_a_note(routers, monkeypatch):
     attnreg.install()
-    monkeypatch.setattr(aten, "shadowed_by", lambda: "FA4")
+    monkeypatch.setattr(captured, "shadowed_by", lambda: "FA4")
     assert explain(spec()).notes == (
         "torch.nn.attention has 'FA4' active above attnreg's routers: the flash ops on CUDA go there; "
         "restore_flash_attention_impl() gives them back",
     )
+
+
+def test_that_varlen_attn_obeys_no_sdpa_kernel_has_a_note(routers, packed, ran):
+    attnreg.install()
+    given = packed([3, 4], grad=False)
+    note = (
+        "attnreg.varlen_attn doesn't ask what sdpa_kernel allows, as torch's own varlen_attn does from torch "
+        "2.15 on: backend= or use_backend chooses"
+    )
+    assert note not in explain(*given).notes
+    with sdpa_kernel(SDPBackend.MATH), attnreg.use_backend("cpu"):
+        assert note in explain(*given).notes
+        attnreg.varlen_attn(*given)
+    assert ran() == {"cpu": (1, 0)}
 
 
 # Wrong input

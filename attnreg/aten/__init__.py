@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import _registry as torch_registry
 
 from attnreg import _registry
 from attnreg.aten import cpu, cudnn, flash
@@ -24,11 +23,11 @@ from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
+from attnreg.torchlib.captured import torch_registry
 from attnreg.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
 
-NAME = "attnreg"
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
 
 # Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
@@ -52,17 +51,20 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     """Register the routers, all or none; no change if they are registered.
 
     An implementation that was activated in `torch.nn.attention` is restored first, with a warning:
-    the kernels beneath it are the ones to fall back to.
+    the kernels beneath it are the ones to fall back to. Of one that was activated after the routers were
+    registered there is a warning alone.
 
-    Raises `RegistrationError` if torch lacks an op, declares it in another way, or other Python code
-    overrides it; every op is as it was then.
+    Raises `RegistrationError` if torch is too old, lacks an op, declares it in another way, or other Python
+    code overrides it; every op is as it was then.
     """
     global _remove
     with _lock:
         if _remove is not None:
+            captured.warn_if_shadowed()
             return
+        captured.check_version()
         checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
-        above = shadowed_by()
+        above = captured.shadowed_by()
         if above:
             torch_registry.restore_flash_attention_impl()
         try:
@@ -92,12 +94,6 @@ def restore() -> None:
             _remove()
             _remove, captured.call_cache_in_use = None, None
             _registry.changed()
-
-
-def shadowed_by() -> str:
-    """Return the implementation of `torch.nn.attention` that overrides ops above the routers, or ''."""
-    name = torch_registry.current_flash_attention_impl()
-    return "" if name in (None, NAME) else str(name)
 
 
 def _is_present(route: Route) -> bool:
@@ -146,6 +142,9 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         call_cache.routers_added()
     else:
         captured.call_cache_in_use = False
+        # Up to torch 2.12 an op that stands in this set can't be overridden by anyone else: no implementation
+        # of `torch.nn.attention` could be activated.
+        torch.library._impls.difference_update(library._op_impls)
     _registry.changed()
     return remove
 

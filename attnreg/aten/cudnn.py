@@ -1,7 +1,8 @@
 """Aten's cuDNN ops: dense (B, H, S, D), and varlen (T, H, D).
 
 On Hopper and Blackwell torch prefers the cuDNN op below `F.scaled_dot_product_attention`, which calls the
-dense one. A causal mask of these ops is aligned top-left.
+dense one, and from 2.15 on the varlen ones below its `varlen_attn`. A causal mask of these ops is aligned
+top-left.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from attnreg.aten import routing
 from attnreg.aten.routing import Layout, Route, RoutedCall, Served
-from attnreg.aten.schemas import CudnnBackward, CudnnForward
+from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
@@ -35,7 +36,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     if given.return_debug_mask or given.attn_bias is not None or _is_top_left(given):
         return routed.untouched("a varlen call with a debug mask, a bias or a mask aligned top-left")
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
-    call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
+    call = _packed_call(given, dropout, seqused_k=given.seqused_k, block_table=given.block_table)
     needs_backward = wants_gradient(query, key, value)
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
     choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
@@ -51,6 +52,19 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     offset = query.new_empty((), dtype=torch.uint64)
     result = out, lse, given.cum_seq_q, given.cum_seq_k, given.max_q, given.max_k, seed, offset, None
     return _with_choice(result, choice), None
+
+
+def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
+    if _is_top_left(given):
+        return routed.untouched("a varlen call with a mask aligned top-left")
+    inputs = given.query, given.key, given.value
+    call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
+    plan = plan_for("forward", *inputs, call, routed.choice, routed.native, needs_backward=False)
+    if plan.is_native:
+        return routed.run_native(plan, keeps=False)
+    out, lse = plan.run(*inputs, call)
+    given.out.copy_(out)
+    return lse.contiguous(), None
 
 
 def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
@@ -111,7 +125,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
         return routed.untouched("a varlen call with a bias or a mask aligned top-left")
     dropout = given.dropout_p
     rng_state = given.philox_seed if dropout > 0.0 else None
-    call = _packed_call(given, rng_state=rng_state, deterministic=wants_deterministic())
+    call = _packed_call(given, dropout, rng_state=rng_state, deterministic=wants_deterministic())
     inputs = given.query, given.key, given.value
     plan = plan_for("backward", *inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
@@ -134,7 +148,9 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
-def _packed_call(given: CudnnForward | CudnnBackward, **rest: Any) -> Call:
+def _packed_call(
+    given: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
+) -> Call:
     window = bounds((-1, -1), given.is_causal, given.max_q, given.max_k)
     return Call(
         scale_of(given.query, given.scale),
@@ -143,12 +159,12 @@ def _packed_call(given: CudnnForward | CudnnBackward, **rest: Any) -> Call:
         window,
         given.cum_seq_q,
         given.cum_seq_k,
-        dropout=given.dropout_p,
+        dropout=dropout,
         **rest,
     )
 
 
-def _is_top_left(given: CudnnForward | CudnnBackward) -> bool:
+def _is_top_left(given: CudnnForward | CudnnForwardInplace | CudnnBackward) -> bool:
     """Whether this op's causal mask differs from the contract's, which is aligned bottom-right."""
     return given.is_causal and given.cum_seq_q is not given.cum_seq_k
 
@@ -166,8 +182,10 @@ def _no_gradient(given: CudnnForward) -> str:
 
 _FORWARD = Layout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
 _BACKWARD = Layout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
+_INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
     Route(OP + "_forward", ("CUDA",), CudnnForward, _forward, CUDNN, _FORWARD),
     Route(OP + "_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, _BACKWARD, token="philox_offset"),
+    Route(_INPLACE, ("CUDA",), CudnnForwardInplace, _forward_inplace, CUDNN, Layout(query=1), since=(2, 15)),
 )

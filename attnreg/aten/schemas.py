@@ -108,6 +108,23 @@ class CudnnForward(NamedTuple):
     block_table: Tensor | None = None  # torch 2.14
 
 
+class CudnnForwardInplace(NamedTuple):
+    """`_cudnn_attention_forward_no_dropout_inplace` (torch 2.15): (T, H, D) with offsets, into `out`."""
+
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cum_seq_q: Tensor
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    is_causal: bool = False
+    scale: float | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+
+
 class CudnnBackward(NamedTuple):
     """`_cudnn_attention_backward`."""
 

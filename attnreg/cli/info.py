@@ -47,7 +47,7 @@ def inventory() -> dict[str, Any]:
     from attnreg.dispatch import planning
     from attnreg.selection import policy
     from attnreg.selection.decision import Policy
-    from attnreg.torchlib import building
+    from attnreg.torchlib import building, captured
 
     in_force, problem = Policy(), ""
     try:
@@ -72,7 +72,7 @@ def inventory() -> dict[str, Any]:
             "installed": aten.installed(),
             "compiled": _compiled(),
             "serving": policy.is_active(),
-            "shadowed_by": aten.shadowed_by(),
+            "shadowed_by": captured.shadowed_by(),
             "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],

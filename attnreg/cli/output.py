@@ -56,9 +56,11 @@ def import_torch() -> None:
 
     Torch's entry point installs attnreg's routers if an environment variable selects backends. It must
     not run while a module of attnreg is half imported. Its warning about settings that can't be read is
-    silenced, because the command reports them as an error.
+    silenced, because the command reports them as an error; torch's own that there is no NumPy, because no
+    command needs it.
     """
-    warnings.filterwarnings("ignore", message="attnreg", category=UserWarning)
+    for message in ("attnreg", "Failed to initialize NumPy"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
     import torch  # noqa: F401
 
 
@@ -66,7 +68,7 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console on stdout or stderr; without colours where that isn't a terminal."""
     from rich.console import Console
 
-    # Messages have brackets and colons that are no markup: `pip install 'attnreg[fa2]'`.
+    # Messages have brackets and colons that are no markup: `pip install 'attnreg[fa4]'`.
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 

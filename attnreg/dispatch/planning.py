@@ -20,7 +20,7 @@ from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
-from attnreg.torchlib import building
+from attnreg.torchlib import building, captured
 
 log = logging.getLogger("attnreg")
 
@@ -52,6 +52,7 @@ def make_plan(
     `RanksDifferError` if another rank of the job chooses by another table.
     """
     building.ensure_built()  # the program serves calls: its next start has the compiled part
+    captured.warn_if_shadowed()
     policy = now.policy.with_first(leading)
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries

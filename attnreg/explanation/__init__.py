@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from attnreg import _registry, aten
+from attnreg import _registry
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -24,6 +24,7 @@ from attnreg.errors import BackendUnavailableError, InvalidInputError, Unsupport
 from attnreg.explanation.call_spec import CallSpec, dense, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.selection.render import decision_table
+from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
 
 __all__ = ["Explanation", "explain"]
@@ -165,6 +166,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
         *_front_notes(),
+        *described.notes,
         *_assumptions(spec, decided["forward"], entries),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
@@ -230,8 +232,5 @@ def _decision(
 def _front_notes() -> Iterator[str]:
     if not state().active:
         yield "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
-    if shadow := aten.shadowed_by():
-        yield (
-            f"torch.nn.attention has {shadow!r} active above attnreg's routers: the flash ops "
-            "on CUDA go there; restore_flash_attention_impl() gives them back"
-        )
+    if note := captured.shadow_note():
+        yield note

@@ -26,6 +26,11 @@ ROUTED = {
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
 }
 
+NOT_ASKED = (
+    "attnreg.varlen_attn doesn't ask what sdpa_kernel allows, as torch's own varlen_attn does from torch "
+    "2.15 on: backend= or use_backend chooses"
+)
+
 
 class CallSpec(NamedTuple):
     """A call as selection sees it."""
@@ -33,6 +38,7 @@ class CallSpec(NamedTuple):
     spec: AttentionSpec
     native: Native | None = None  # the backend whose kernel torch itself was about to run
     elsewhere: str = ""  # the kernel that torch's own selector takes, if attnreg never sees the call
+    notes: tuple[str, ...] = ()
 
 
 def dense(
@@ -90,4 +96,7 @@ def packed(
     check_scale(call.scale)
     if query.is_cpu:
         check_values(query, key, call)
-    return CallSpec(spec_of(query, key, value, call, wants_gradient(query, key, value)))
+    spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
+    return CallSpec(spec, notes=() if all_allowed else (NOT_ASKED,))

@@ -1,4 +1,4 @@
-"""PyTorch's own kernels, captured before any router covers them.
+"""PyTorch's own kernels, captured before any router covers them, and what may lie above the routers.
 
 A router that calls an op by its name would call itself. `kernel` returns the C++ kernel that was
 registered for an (op, dispatch key) at the first `capture` of the pair; `aten` captures all of them
@@ -8,6 +8,7 @@ before it registers a single router.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,26 @@ import torch
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.locks import open_after_fork
 
+try:
+    from torch.nn.attention import _registry
+except ImportError as error:
+    raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}") from error
+
+torch_registry = _registry  # of the implementations that `torch.nn.attention` can activate
+log = logging.getLogger("attnreg")
+
 # Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
 call_cache_in_use: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
+_told = ""  # which implementation above the routers has been warned of
+
+
+def check_version() -> None:
+    """Raise RegistrationError if torch is older than any that attnreg supports."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}")
 
 
 def capture(op: str, key: str) -> Callable[..., Any] | None:
@@ -75,3 +91,28 @@ def _get(op: str, key: str) -> Callable[..., Any] | None:
     # A fixed key set is enough: these are backend kernels, and no functionality key above them may run twice.
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return functools.partial(found.call_boxed, keys)
+
+
+def shadowed_by() -> str:
+    """Return the implementation of `torch.nn.attention` that overrides ops above the routers, or ''."""
+    name = torch_registry.current_flash_attention_impl()
+    return "" if name in (None, "attnreg") else str(name)
+
+
+def shadow_note() -> str:
+    """Return what to know of that implementation, or ''."""
+    name = shadowed_by()
+    return name and (
+        f"torch.nn.attention has {name!r} active above attnreg's routers: the flash ops "
+        "on CUDA go there; restore_flash_attention_impl() gives them back"
+    )
+
+
+def warn_if_shadowed() -> None:
+    """Warn once of an implementation that was activated after the routers were installed."""
+    global _told
+    name = shadowed_by() if call_cache_in_use is not None else ""
+    if name != _told:
+        _told = name
+        if name:
+            log.warning("%s", shadow_note())

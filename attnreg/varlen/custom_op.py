@@ -17,9 +17,10 @@ from attnreg.contract.backend import Call
 from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
 from attnreg.dispatch import scope
-from attnreg.varlen.plans import call_of, run
+from attnreg.varlen.plans import call_of, check_heads, run, window
 
 
+# torch's own `torch_attn::_varlen_attn` has these arguments in this order, up to `num_splits`.
 @torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
 def forward(
     query: Tensor,
@@ -29,33 +30,56 @@ def forward(
     cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
-    scale: float | None,
-    window_size: list[int],
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    backend: str,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str = "",
     needs_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
-    lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), (window_size[0], window_size[1])
-    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
+    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+    if not enable_gqa:
+        check_heads(query, key, value, lengths)
+    call = call_of(query, lengths, scale, window(window_size, is_causal), seqused_k, block_table, num_splits)
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
-    # The backward gets `backend` as an argument of its own, the choice of a scope by a token.
-    token = scope.choice_token(None if backend else choice, query).zero_()
+    # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
+    # one that the torch.export.save of torch 2.11 can write, which knows no uint64.
+    token = scope.choice_token(None if backend else choice, query).view(torch.int64).zero_()
     return out.contiguous(), lse.float().contiguous(), token
 
 
+# Fakes are given the arguments without those at the end that are as by default.
 @forward.register_fake
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    cu_seq_q, cu_seq_k, max_q, max_k, _scale, _window, seqused_k, block_table = rest[:8]
+def _forward_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not enable_gqa:
+        check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
     check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
-    tokens, heads, _ = query.shape
+    tokens, heads, _dim = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
-    return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.uint64)
+    return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.int64)
 
 
+# As torch's own `torch_attn::_varlen_attn_backward`, up to `window_size`.
 @torch.library.custom_op("attnreg::_varlen_attn_backward", mutates_args=())
 def backward(
     grad_out: Tensor,
@@ -64,25 +88,27 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    token: Tensor | None,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
-    scale: float | None,
-    window_size: list[int],
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    backend: str,
+    is_causal: bool,
+    rng_state: Tensor | None,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    backend: str = "",
     choice: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes.
 
-    The choice that the forward ran by is `backend`, or comes by its number, or with the forward's token.
+    The choice that the forward ran by is `backend`, or comes by its number, or with the forward's token,
+    its third result: that is `rng_state`, as there is no dropout.
     """
-    lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), (window_size[0], window_size[1])
+    lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
     call = call_of(query, lengths, scale, bound, seqused_k, block_table)
-    scoped = scope.by_number(choice) if token is None else scope.read_token(token)
+    scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
@@ -96,16 +122,18 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_q, cu_seq_k, *numbers, seqused_k, block_table = inputs[:11]
+    query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size = inputs[:10]
+    _gqa, seqused_k, block_table, _splits, backend = inputs[10:15]
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
-    ctx.numbers, ctx.backend = numbers, inputs[12]
+    ctx.numbers, ctx.backend = (longest, is_causal, scale, window_size), backend
     ctx.mark_non_differentiable(output[1], output[2])
 
 
 def _gradients(op: Any, ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
-    offsets = (cu_seq_q, cu_seq_k, *ctx.numbers, seqused_k, block_table)
-    return (*op(grad_out, *tensors, *offsets, ctx.backend), *(None,) * 11)
+    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+    longest, is_causal, scale, window_size = ctx.numbers
+    given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
+    return (*op(grad_out, *given, seqused_k, block_table, ctx.backend), *(None,) * 13)
 
 
 forward.register_autograd(lambda ctx, grad_out, *_: _gradients(backward, ctx, grad_out), setup_context=_save)
@@ -145,21 +173,23 @@ class _TransformableBackward(torch.autograd.Function):
         raise NotImplementedError("the backward of attnreg.varlen_attn is not differentiable")
 
 
+# These, too, are given the arguments without those at the end that are as by default.
 @register_flop_formula(torch.ops.attnreg._varlen_attn, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    return 2 * _scores(query, *rest) * (query.shape[-1] + value.shape[-1])
+    lengths, seqused_k = rest[:4], rest[8] if len(rest) > 8 else None
+    return 2 * _scores(query, lengths, seqused_k) * (query.shape[-1] + value.shape[-1])
 
 
 @register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    _out, _lse, _token, *arguments = rest
+    lengths, seqused_k = rest[2:6], rest[10] if len(rest) > 10 else None
     # The scores once more and the gradients of query and key; that of the weights and of the value.
-    return 2 * _scores(query, *arguments) * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return 2 * _scores(query, lengths, seqused_k) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _scores(query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *rest: Any) -> int:
+def _scores(query: Tensor, lengths: tuple[Any, ...], seqused_k: Tensor | None) -> int:
     """Count the scores of all heads; like torch's own formulas it doesn't take off what a mask hides."""
-    max_q, max_k, _scale, _window, seqused_k = rest[:5]
+    cu_seq_q, cu_seq_k, max_q, max_k = lengths
     known = [x for x in (cu_seq_q, cu_seq_k, seqused_k) if x is not None]
     batch = len(cu_seq_q) - 1
     lengths_q, lengths_k = [max_q] * batch, [max_k] * batch

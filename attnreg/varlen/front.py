@@ -59,7 +59,9 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
-    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
+    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device. What
+    `torch.nn.attention.sdpa_kernel` allows isn't asked, as torch's own does from 2.15 on: `backend` or
+    `attnreg.use_backend` chooses.
     Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
     so does a row that sees no key.
 
@@ -122,8 +124,8 @@ def varlen_attn(
     if compiling or not _is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
         op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
-            query, key, value, *lengths, scale, list(bound), seqused_k, block_table, num_splits,
-            backend or "", wants_gradient(query, key, value),
+            query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
+            block_table, num_splits, backend or "", wants_gradient(query, key, value),
         )  # fmt: skip
     elif wants_gradient(query, key, value):
         rest = lengths, scale, bound, seqused_k, block_table, num_splits
@@ -200,9 +202,9 @@ class _VarlenAttention(torch.autograd.Function):
         query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
         longest, scale, bound = ctx.numbers
         if torch.compiler.is_compiling():  # by compiled autograd
-            tensors = grad_out, query, key, value, out, lse, None, cu_seq_q, cu_seq_k
+            tensors = grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k
             number = 0 if ctx.choice is None else ctx.choice.number
-            rest = *longest, scale, list(bound), seqused_k, block_table, "", number
+            rest = *longest, False, None, scale, list(bound), seqused_k, block_table, "", number
             return (*custom_op.backward(*tensors, *rest), *(None,) * 7)
         call = call_of(query, (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table)
         # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them

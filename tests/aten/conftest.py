@@ -51,6 +51,8 @@ def route(either_routers, routes):
             for op, kernel in sdpa_kernels().items():
                 routers.impl(op, kernel, "CPU")
         for op, found in routes.items():
+            if not aten._is_present(found):
+                continue
             aten._register(module or routers, op, "CPU", router(found, kernels.get(op)), found.layout)
         # These are the routers now, so that registering a backend installs no others.
         aten._remove, captured.call_cache_in_use = remove, module is not None

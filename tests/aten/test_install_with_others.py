@@ -1,5 +1,6 @@
 """Installing routers with overrides, with the registry of `torch.nn.attention`, and in other torches."""
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from support import truth
 from support.dense import qkv
 from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, same, table, tables
+from support.processes import python
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,7 +114,7 @@ def test_an_implementation_active_before_is_restored_with_a_warning(fa4, caplog,
             f"falls back, and chooses for each call from now on; {advice}",
         )
     ]
-    assert aten.shadowed_by() == ""
+    assert captured.shadowed_by() == ""
     attnreg.uninstall()
     assert table(FLASH_OP, "CUDA") == ""
 
@@ -159,11 +161,69 @@ def attention_ops_of_varlen_attn_on_cuda():
     return [name for name in called.names if "attn" in name or "attention" in name]
 
 
+@pytest.fixture
+def torch_2_12(monkeypatch):
+    """Have torch.library refuse a second override of an op in Python, as up to torch 2.12."""
+    real = torch.library.Library.impl
+
+    def impl(self, op_name, fn, dispatch_key="", **options):
+        if f"{self.ns}/{op_name}/{dispatch_key}" in torch.library._impls:
+            raise RuntimeError(f"already a kernel registered from python overriding {op_name}")
+        return real(self, op_name, fn, dispatch_key, **options)
+
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+
+
+def test_an_implementation_can_be_activated_after_also_where_torch_allows_one_override(fa4, torch_2_12):
+    before = tables()
+    attnreg.install()
+    torch_registry.activate_flash_attention_impl("FA4")
+    assert captured.shadowed_by() == "FA4"
+    assert not is_ours((FLASH_OP, "CUDA"))
+    torch_registry.restore_flash_attention_impl()
+    assert all(map(is_ours, PLACES))
+    attnreg.uninstall()
+    assert tables() == before
+    attnreg.install()
+    assert all(map(is_ours, PLACES))
+
+
+@pytest.mark.parametrize("moment", ["a new plan", "register_backend", "install"])
+def test_an_implementation_activated_after_is_warned_of_once(fa4, packed, caplog, moment):
+    lengths = itertools.count(1)
+
+    def comes():
+        if moment == "a new plan":
+            attnreg.varlen_attn(*packed([3, next(lengths)]))
+        else:
+            attnreg.install() if moment == "install" else attnreg.register_backend("math")
+
+    attnreg.install()
+    comes()
+    assert caplog.records == []
+    for name in ("FA4", "FA99"):
+        torch_registry.activate_flash_attention_impl(name)
+        caplog.clear()
+        comes()
+        comes()
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+            (
+                "WARNING",
+                f"torch.nn.attention has '{name}' active above attnreg's routers: the flash ops "
+                "on CUDA go there; restore_flash_attention_impl() gives them back",
+            )
+        ]
+    torch_registry.restore_flash_attention_impl()
+    caplog.clear()
+    comes()
+    assert caplog.records == []
+
+
 def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran):
     query, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     attnreg.install()
     torch_registry.activate_flash_attention_impl("FA4")
-    assert aten.shadowed_by() == "FA4"
+    assert captured.shadowed_by() == "FA4"
     assert not is_ours((FLASH_OP, "CUDA"))
     (note,) = [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
     assert note == (
@@ -176,7 +236,7 @@ def test_an_implementation_activated_after_shadows_and_attnreg_says_so(fa4, ran)
     truth.assert_near(out, truth.varlen(query, query, query, cu, cu)[0])
     assert sum(forward for forward, _ in ran().values()) == 1
     torch_registry.restore_flash_attention_impl()
-    assert aten.shadowed_by() == ""
+    assert captured.shadowed_by() == ""
     assert all(map(is_ours, PLACES))
     assert not [note for note in attnreg.explain(*qkv()).notes if "FA4" in note]
 
@@ -189,13 +249,40 @@ def test_a_torch_that_hands_out_no_kernels_is_an_error_with_both_versions(monkey
     before = tables()
     with monkeypatch.context() as patch:
         patch.delattr(torch.library, "get_kernel")
-        patch.setattr(torch, "__version__", "2.8.1")
+        patch.setattr(torch, "__version__", "2.99.1")
         with pytest.raises(RegistrationError) as error:
             attnreg.install()
     assert str(error.value) == (
-        "torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, found 2.8.1"
+        "torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, found 2.99.1"
     )
     assert tables() == before
+
+
+def test_a_torch_that_is_too_old_is_one_error_whatever_else_it_lacks(monkeypatch):
+    before = tables()
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    with pytest.raises(RegistrationError) as error:
+        aten.ensure((swapped(CPU_OP), swapped("_no_such_attention")))
+    assert str(error.value) == "attnreg needs torch 2.11 or newer, found 2.10.1+cpu"
+    assert tables() == before
+
+
+TOO_OLD = """
+import sys, torch
+torch.__version__ = "2.8.1"
+sys.modules["torch.nn.attention._registry"] = None
+del torch.nn.attention._registry
+import attnreg
+try:
+    attnreg.install()
+except attnreg.RegistrationError as error:
+    print(error)
+"""
+
+
+def test_a_torch_without_a_registry_of_implementations_is_the_same_error():
+    done = python("-c", TOO_OLD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout == "attnreg needs torch 2.11 or newer, found 2.8.1\n", done.stderr
 
 
 class Swapped(NamedTuple):

@@ -102,6 +102,84 @@ def test_arguments_that_the_backward_lacks_are_right_in_the_forward_and_refused_
     assert [sum(n) for n in zip(*ran().values(), strict=True)] == [1, 0]
 
 
+INPLACE = "_cudnn_attention_forward_no_dropout_inplace"
+SCHEMA = (
+    f"{INPLACE}(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor cum_seq_q, Tensor? cum_seq_k, "
+    "SymInt max_q, SymInt max_k, bool is_causal=False, *, float? scale=None, Tensor? seqused_k=None, "
+    "Tensor? block_table=None) -> Tensor logsumexp"
+)
+
+
+@pytest.fixture
+def inplace():
+    """Have the op of torch 2.15 that `varlen_attn_out` calls on Hopper and Blackwell, and return it."""
+    library = None
+    if not hasattr(torch.ops.aten, INPLACE):
+        library = torch.library.Library("aten", "FRAGMENT")
+        library.define(SCHEMA)
+    yield lambda *given, **options: getattr(torch.ops.aten, INPLACE)(*given, **options)
+    if library is not None:
+        library._destroy()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"seqused_k": USED}], ids=str)
+def test_the_inplace_op_writes_the_output_and_returns_the_lse_of_a_backend(
+    inplace, route, packed, ran, fake, options
+):
+    route()
+    query, key, value, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    meant = {"window": CAUSAL} if "is_causal" in options else {"used": USED} if options else {}
+    if "is_causal" in options:  # it is aligned as attnreg's where both sides have the same lengths
+        query, cu_q, max_q = key.flip(0), cu_k, max_k
+    recorder = fake("mine")
+    for repeated in range(3):
+        out = torch.full_like(query, torch.nan)
+        with attnreg.register_backend(recorder.backend):
+            lse = inplace(out, query, key, value, cu_q, cu_k, max_q, max_k, scale=0.3, **options)
+        expected, expected_lse = truth.varlen(query, key, value, cu_q, cu_k, scale=0.3, **meant)
+        truth.assert_near(out, expected)
+        truth.assert_near(lse, expected_lse)
+        assert (lse.shape, lse.is_contiguous()) == ((4, len(query)), True)
+        assert ran() == {"mine": (1, 0)}, repeated
+        query = query.neg()
+
+
+def test_the_inplace_op_runs_torchs_kernel_where_nothing_else_is_asked_for_or_can_run(
+    inplace, route, packed, ran, fake
+):
+    def native(out, query, key, value, cu_q, cu_k, *rest, **options):
+        out.fill_(3.0)
+        return query.new_full((4, 17), 5.0)
+
+    kernel = NativeKernel(native)
+    route({INPLACE: kernel})
+    query, key, value, *lengths = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+
+    def attend(**options):
+        out = torch.full_like(query, torch.nan)
+        lse = inplace(out, query, key, value, *lengths, **options)
+        assert bool((out == 3.0).all()) and bool((lse == 5.0).all())
+
+    attend()
+    assert ran() == {}
+    with attnreg.register_backend(fake("mine", dtypes=("float16",)).backend):
+        attend(scale=0.3)
+    assert kernel.calls[-1][1] == {"scale": 0.3}
+    assert ran() == {"cuDNN": (1, 0)}
+
+
+def test_the_inplace_op_leaves_a_mask_of_another_alignment_to_torch(inplace, route, packed, ran):
+    route()
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+    with attnreg.register_backend("math"), pytest.raises(UnsupportedInputError) as error:
+        inplace(torch.empty_like(inputs[0]), *inputs, cu_q, cu_k, max_q, max_k, True)
+    assert str(error.value) == (
+        f"aten::{INPLACE}: a varlen call with a mask aligned top-left, "
+        "and torch has no kernel for this device"
+    )
+    assert ran() == {}
+
+
 # ---- the flash op
 
 

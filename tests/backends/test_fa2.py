@@ -281,7 +281,10 @@ def reasons(direction, **changes):
 
 
 PAGED = {"page_size": 256, "varlen": True, "seqused_k": True}
-HINT = "the package flash-attn, which isn't installed; install it with: pip install 'attnreg[fa2]'"
+HINT = (
+    "the package flash-attn, which isn't installed; install it with: pip install --no-build-isolation "
+    "'flash-attn>=2.8,<3' (a build, which takes nvcc, setuptools, ninja, packaging and psutil)"
+)
 
 
 def test_without_the_package_a_refusal_names_it(monkeypatch):

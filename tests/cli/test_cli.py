@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support.command_line import in_a_process, rows
+from support.processes import environment
 from typer.main import get_command
 
 import attnreg
@@ -194,3 +195,32 @@ def test_tables_fit_80_columns_and_have_no_colours_on_a_pipe(call, fake, plugins
         assert max(map(len, output.splitlines())) <= 80
         assert "\x1b" not in output
         assert all(line == line.rstrip() for line in output.splitlines())
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = sys.modules["matplotlib"] = None
+from attnreg import cli
+for line in sys.stdin:
+    sys.argv = ["attnreg", *line.split()]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        print("exit", ended.code)
+"""
+QUICK = """info --json
+explain --device cpu --q 1,64,4,32 --dtype fp32
+"""
+SLOW = """demo --steps 2 --device cpu --json
+verify --backend math --device cpu --case odd --json
+tune --q 1,8,2,16 --backend math --device cpu --dtype fp32 --no-backward --json
+bench sdpa --quick --rounds 1 --device cpu --backend cpu --budget 1s --json
+"""
+
+
+@pytest.mark.parametrize("lines", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_commands_work_without_numpy_and_say_nothing_of_it(tmp_path, lines):
+    done = in_a_process("-c", WITHOUT_NUMPY, input=lines, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
+    exits = [line for line in done.stdout.splitlines() if line.startswith("exit")]
+    assert exits == ["exit 0"] * len(lines.splitlines()), done.stderr
+    assert "NumPy" not in done.stderr and "Traceback" not in done.stderr

@@ -8,8 +8,8 @@ import torch
 from support.command_line import broken_loader, rows, words
 
 import attnreg
-from attnreg import aten
 from attnreg.dispatch import planning
+from attnreg.torchlib import captured
 
 
 def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkeypatch):
@@ -158,7 +158,7 @@ def test_info_says_what_torch_would_do(call):
 
 
 def test_info_says_when_torch_has_another_implementation_above_the_routers(call, monkeypatch):
-    monkeypatch.setattr(aten, "shadowed_by", lambda: "FA4")
+    monkeypatch.setattr(captured, "shadowed_by", lambda: "FA4")
     assert "torch.nn.attention has activated 'FA4' above the routers" in words(call("info"))
 
 

@@ -122,7 +122,7 @@ def test_four_query_heads_share_a_key_head(named, front, ran):
 
 def test_the_op_passes_every_check_of_torch(named, ran):
     given = gpu.packed((5, 64, 42))
-    arguments = (*given, None, [-1, -1], None, None, None, named)
+    arguments = (*given, False, None, [-1, -1], False, None, None, None, named)
     checked = opcheck(torch.ops.attnreg._varlen_attn, arguments, atol=2e-2, rtol=2e-2)
     assert set(checked.values()) == {"SUCCESS"}
     assert len(checked) == 4

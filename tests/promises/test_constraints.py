@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -31,6 +32,18 @@ def requirements():
             *project["dependency-groups"]["dev"],
         )
     ]
+
+
+def test_the_extras_that_messages_advise_exist_and_none_of_them_has_to_be_built():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = [file.read_text(encoding="utf-8") for file in (ROOT / "attnreg").rglob("*.py")]
+    advised = {name for text in code for name in re.findall(r"pip install 'attnreg\[(\w+)\]'", text)}
+    assert advised == {"fa4", "cudnn", "plots"}
+    assert extras.keys() == advised | {"all"}
+    assert extras["all"] == [f"attnreg[{','.join(name for name in extras if name != 'all')}]"]
+    # Source only: pip can't even resolve it where torch and nvcc aren't at hand.
+    needed = [Requirement(line).name for lines in extras.values() for line in lines]
+    assert "flash-attn" not in map(canonicalize_name, needed)
 
 
 def test_every_pin_is_one_exact_version():

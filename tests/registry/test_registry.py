@@ -1,6 +1,7 @@
 """Promises of `register_backend`: what it asks for holds, can be taken back, and fails whole."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -153,6 +154,19 @@ def test_a_handle_ends_its_registration_with_the_block_also_when_the_block_fails
         assert sdpa() == "mine"
         1 / 0  # noqa: B018
     assert sdpa() == "torch"
+
+
+def test_a_registration_outlives_its_handle_and_its_routers_being_taken_out(fake):
+    attnreg.register_backend(fake("mine").backend)
+    gc.collect()
+    assert sdpa() == "mine"
+    handle = attnreg.register_backend("math")
+    attnreg.uninstall()
+    assert sdpa() == "torch"
+    attnreg.install()
+    assert sdpa() == "math"
+    handle.remove()
+    assert sdpa() == "mine"
 
 
 def test_a_handle_has_its_backend_and_whether_it_is_in_force():

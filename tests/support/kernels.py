@@ -10,7 +10,7 @@ from attnreg import aten
 
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_OP = "_flash_attention_forward"
-PLACES = [(route.op, key) for route in aten.ROUTES for key in route.keys]
+PLACES = [(route.op, key) for route in aten.ROUTES if hasattr(torch.ops.aten, route.op) for key in route.keys]
 
 
 def table(op, key):

@@ -4,7 +4,9 @@ import functools
 
 import pytest
 import torch
+from support import dense, truth
 from support.packed_calls import (
+    CAUSAL,
     LENGTHS_K,
     LENGTHS_Q,
     LSE,
@@ -15,10 +17,13 @@ from support.packed_calls import (
 )
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
+from torch.nn.attention import varlen as torch_varlen  # noqa: F401 - it defines torch's own op
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
+from attnreg.errors import InvalidInputError
 
 OP = torch.ops.attnreg._varlen_attn.default
 BACKWARD = torch.ops.attnreg._varlen_attn_backward.default
@@ -36,8 +41,8 @@ def arguments(packed):
             key, value = (torch.randn(6, 4, heads_k, 16, generator=generator) for _ in range(2))
             cu_k, max_k, options["block_table"] = None, 8, pages
         inputs = [x.detach().requires_grad_(grad) for x in (query, key, value)]
-        rest = {"scale": None, "window_size": [-1, -1], "seqused_k": None, "block_table": None}
-        rest |= {"num_splits": None, "backend": ""} | options
+        rest = {"is_causal": False, "scale": None, "window_size": [-1, -1], "enable_gqa": heads_k != 4}
+        rest |= {"seqused_k": None, "block_table": None, "num_splits": None, "backend": ""} | options
         return (*inputs, cu_q, cu_k, max_q, max_k, *rest.values())
 
     return make
@@ -45,14 +50,17 @@ def arguments(packed):
 
 def of_backward(given, results):
     """Return the arguments of the backward of a call."""
-    *rest, _num_splits, backend = given[3:]
-    return random_like(results[0]), *given[:3], *results, *rest, backend
+    *lengths, is_causal, scale, window, _gqa, seqused_k, block_table, _splits, backend = given[3:]
+    out, lse, rng_state = results
+    rest = is_causal, rng_state, scale, window, seqused_k, block_table, backend
+    return random_like(out), *given[:3], out, lse, *lengths, *rest
 
 
 PAGES = {"pages": integers(5, 2, 0, 1).view(2, 2), "seqused_k": integers(7, 4)}
 SAMPLES = {
     "plain": ((LENGTHS_Q, LENGTHS_K), {}),
-    "causal": ((LENGTHS_Q, LENGTHS_K), {"window_size": [-1, 0]}),
+    "causal": ((LENGTHS_Q, LENGTHS_K), {"is_causal": True}),
+    "causal by the window": ((LENGTHS_Q, LENGTHS_K), {"window_size": [-1, 0]}),
     "window and scale": ((LENGTHS_Q, LENGTHS_K), {"window_size": [2, 1], "scale": 0.3}),
     "grouped heads": ((LENGTHS_Q, LENGTHS_K), {"heads_k": 2}),
     "narrow values": ((LENGTHS_Q, LENGTHS_K), {"dim_v": 8}),
@@ -76,6 +84,85 @@ def test_the_op_and_its_backward_pass_the_checks_of_torch(arguments, lengths, op
     found = opcheck(BACKWARD, of_backward(given, results), test_utils=checks)
     assert found == dict.fromkeys(checks, "SUCCESS")
     assert all(x.is_contiguous() for x in (*results, *BACKWARD(*of_backward(given, results))))
+
+
+@pytest.mark.parametrize("name", ["_varlen_attn", "_varlen_attn_backward"])
+def test_the_arguments_of_torchs_own_op_come_first_in_its_order(name):
+    ours, theirs = (
+        [(x.name, str(x.type), x.default_value) for x in getattr(ops, name).default._schema.arguments]
+        for ops in (torch.ops.attnreg, torch.ops.torch_attn)
+    )
+    # Torch 2.15 has the kernel that it chose as a number, where attnreg has a backend by its name.
+    theirs = [x for x in theirs if x[0] != "backend"]
+    assert len(ours) > len(theirs) > 9
+    for our, their in zip(ours, theirs, strict=False):
+        # None of some can stand where torch takes a tensor alone, as for the offsets of paged keys.
+        assert our in (their, (their[0], f"Optional[{their[1]}]", None))
+
+
+# Torch's own, of what its check does with gradients from 2.14 on.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_short_form_of_torchs_op_is_right_in_both_directions_and_passes_the_checks(packed, ran):
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    query, key, value = (x.detach() for x in inputs)
+    short = (cu_q, cu_k, max_q, max_k, True)
+    out, lse, rng_state = torch.ops.attnreg._varlen_attn(*inputs, *short)
+    expected = truth.varlen(*inputs, cu_q, cu_k, window=CAUSAL)
+    truth.assert_near(lse, expected[1])
+    grad_out = random_like(out)
+    grads = torch.autograd.grad(out, inputs, grad_out)
+    saved = (out.detach(), lse, *short, rng_state)
+    own = torch.ops.attnreg._varlen_attn_backward(grad_out, query, key, value, *saved)
+    assert all(map(torch.equal, grads, own))
+    assert total(ran()) == (1, 2)
+    dense.assert_near((out, *grads), inputs, expected[0])
+    assert set(opcheck(torch.ops.attnreg._varlen_attn, (*inputs, *short)).values()) == {"SUCCESS"}
+    checks, given = ("test_schema", "test_faketensor"), (grad_out, query, key, value, *saved)
+    found = opcheck(torch.ops.attnreg._varlen_attn_backward, given, test_utils=checks)
+    assert found == dict.fromkeys(checks, "SUCCESS")
+
+
+@pytest.mark.parametrize("kind", ["real", "fake"])
+def test_the_op_takes_fewer_key_heads_only_where_that_is_allowed(packed, ran, kind):
+    given = packed(LENGTHS_Q, LENGTHS_K, heads_k=2, grad=False)
+    if kind == "fake":
+        mode = FakeTensorMode()
+        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+    with pytest.raises(InvalidInputError) as error:
+        OP(*given)
+    assert str(error.value) == ("heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)")
+    assert ran() == {}
+
+
+class Called(TorchDispatchMode):
+    """Keep the names of the ops of `varlen_attn` that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "varlen_attn" in str(func):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["not traced under modes", "traced"])
+def test_a_mode_sees_the_op_of_a_function_that_was_compiled(front, packed, ran, monkeypatch, traced):
+    # Torch compiles nothing under a mode, unless that says that it minds none of the compiler's doing.
+    monkeypatch.setattr(Called, "ignore_compile_internals", classmethod(lambda cls: traced))
+    *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
+    torch._dynamo.reset()
+    attend = torch.compile(
+        lambda q, k, v: attnreg.varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k), backend="eager"
+    )
+    with Called() as mode:
+        out = attend(*inputs)
+        grads = torch.autograd.grad(out, inputs, random_like(out))
+    torch._dynamo.reset()
+    assert mode.names == ["attnreg._varlen_attn.default", "attnreg._varlen_attn_backward.default"]
+    dense.assert_near((out, *grads), inputs, truth.varlen(*inputs, cu_q, cu_k)[0])
+    assert total(ran()) == (1, 1)
 
 
 def test_of_its_results_the_output_alone_is_differentiable(arguments):

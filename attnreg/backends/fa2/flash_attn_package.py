@@ -22,7 +22,10 @@ from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.layout import readable
 
 NAME = "flash-attn"
-INSTALL = "pip install 'attnreg[fa2]'"
+INSTALL = (
+    "pip install --no-build-isolation 'flash-attn>=2.8,<3' "
+    "(a build, which takes nvcc, setuptools, ninja, packaging and psutil)"
+)
 
 _MASK = (
     *("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right"),
