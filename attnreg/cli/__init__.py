@@ -74,8 +74,7 @@ def _ended_by_closed_pipe() -> Iterator[None]:
 def _any_encoding() -> Iterator[None]:
     """Replace what the encoding of stdout lacks: an error would come after the work. Not for `run`."""
 
-    def replacement(error: UnicodeError) -> tuple[str, int]:
-        assert isinstance(error, UnicodeEncodeError)
+    def replacement(error: Any) -> tuple[str, int]:
         return IN_ASCII.get(error.object[error.start], "?"), error.start + 1
 
     codecs.register_error("attnreg", replacement)
