@@ -206,7 +206,6 @@ def wanted_cpu_kernel(request):
     found = request.getfixturevalue("cpu_kernel") if compiled else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_compiled, "load", lambda: found)
-        patch.setattr(cpu_compiled, "is_there", lambda: compiled)
         yield
 
 

@@ -8,8 +8,10 @@ codes: 0; 1 nothing can run, or a backend is wrong; 2 usage; 130 and 141 for Ctr
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -37,11 +39,15 @@ app = typer.Typer(
 )
 
 
+# What stands for a character that the encoding of stdout lacks; "?" for all others.
+IN_ASCII = {"µ": "u", "·": "."}
+
+
 def main() -> None:
     """Run the command line of this process; the program of `attnreg run` starts once that has returned."""
     programs: list[Callable[[], None]] = []
     try:
-        with _ended_by_closed_pipe():
+        with _ended_by_closed_pipe(), _any_encoding():
             get_command(app).main(obj=programs)
     except SystemExit:
         if not programs:
@@ -62,6 +68,26 @@ def _ended_by_closed_pipe() -> Iterator[None]:
     finally:
         sys.stdout.flush()  # what is still in the buffer would otherwise fail when Python ends
         signal.signal(signal.SIGPIPE, before)
+
+
+@contextlib.contextmanager
+def _any_encoding() -> Iterator[None]:
+    """Replace what the encoding of stdout lacks: an error would come after the work. Not for `run`."""
+
+    def replacement(error: Any) -> tuple[str, int]:
+        return IN_ASCII.get(error.object[error.start], "?"), error.start + 1
+
+    codecs.register_error("attnreg", replacement)
+    stdout = sys.stdout
+    if not isinstance(stdout, io.TextIOWrapper):
+        yield
+        return
+    before = stdout.errors
+    stdout.reconfigure(errors="attnreg")
+    try:
+        yield
+    finally:
+        stdout.reconfigure(errors=before)
 
 
 def _print_version(wanted: bool) -> None:

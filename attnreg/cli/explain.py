@@ -1,5 +1,6 @@
 """`attnreg explain`: which backend would run a call, on this machine or on a simulated device."""
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from attnreg.cli import options
 from attnreg.cli.options import valued
 from attnreg.cli.output import FAILED, import_torch, print_json
+from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec
@@ -66,6 +68,8 @@ def explain(
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
     """
     import_torch()
+    if scale is not None and not math.isfinite(scale):
+        raise InvalidInputError(f"--scale: got {scale}, expected a finite number")
     spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,

@@ -95,13 +95,17 @@ def _compiled() -> dict[str, str | None]:
 
 
 def _library(library: Library) -> dict[str, str | None]:
-    """Return whether a library in C++ is compiled for the torch and the Python that run this."""
+    """Return whether a library in C++ is compiled for the torch and the Python that run this, and loads."""
     from attnreg.torchlib import building
 
-    found = building.status(library)
-    file = str(found.file) if found.file else None
+    state, path, reason = building.status(library)
+    if state == "built":
+        try:
+            (building.loaded if library is building.CALL_CACHE else building.loaded_cpu_kernel)()
+        except AttnregError as error:
+            state, reason = "can't load", str(error)
     title = library.title.removeprefix("the ")
-    return {"library": title, "state": found.state, "file": file, "reason": found.reason}
+    return {"library": title, "state": state, "file": str(path) if path else None, "reason": reason}
 
 
 def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
@@ -185,7 +189,10 @@ def _print(found: dict[str, Any]) -> None:
     table("Measured tables", _table_rows(found["tables"]))
     table("PyTorch's entry points", _router_rows(found["routers"], found["settings"]["problem"]))
     compiled = found["compiled"]
-    libraries = ((one["library"], one["file"] or f"{one['state']}: {one['reason']}") for one in compiled)
+    libraries = (
+        (one["library"], one["file"] if one["state"] == "built" else f"{one['state']}: {one['reason']}")
+        for one in compiled
+    )
     table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
     table("What torch does without attnreg", _torch_rows(found["torch"]))
 

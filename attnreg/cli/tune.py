@@ -152,11 +152,11 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     here = environment(planning.device_of(place), _registry.entries())
     file = (out or Path(file_name(here.device))).absolute()
     options.check_writable("--out", file)
-    if fresh and file.exists():
-        load(file)  # raises unless it is a table: no other file is overwritten
+    replaced = load(file) if fresh and file.exists() else None  # raises unless it is a table
     known = Table(here, ()) if fresh else kept(file, here)
     points = {point.place: point for point in known.points}
-    return Session(file, here, entries, place, Checks(place), timing.timer_for(place), points, known.fronts)
+    timer = timing.timer_for(place)
+    return Session(file, here, entries, place, Checks(place), timer, points, known.fronts, replaced)
 
 
 def measure_fronts(session: Session) -> None:

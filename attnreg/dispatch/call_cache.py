@@ -220,7 +220,7 @@ def _load() -> Any:
         module = building.loaded()
     except BuildError as error:
         # Where the variable asks for it this is an error of the settings as well.
-        level = logging.WARNING if building.built() else logging.DEBUG
+        level = logging.WARNING if building.has_file(building.CALL_CACHE) else logging.DEBUG
         log.log(level, "calls are planned in Python: %s", error)
         return None
     _registry.on_change(module.drop)

@@ -44,6 +44,7 @@ class Recording:
         counted: the counter of each direction of each spec.
         written: what of each counter is in the file.
         full: whether calls were left out, as there were too many.
+        failed: whether writing has failed, which is logged once.
         over: set when it ends.
     """
 
@@ -51,6 +52,7 @@ class Recording:
     counted: dict[tuple[AttentionSpec, Direction], Counter] = field(default_factory=dict)
     written: dict[tuple[AttentionSpec, Direction], int] = field(default_factory=dict)
     full: bool = False
+    failed: bool = False
     over: threading.Event = field(default_factory=threading.Event)
 
     def counter(self, spec: AttentionSpec, direction: Direction) -> Counter | None:
@@ -133,7 +135,8 @@ def _write(recording: Recording) -> None:
     try:
         recording.write()
     except AttnregError as error:  # not a reason to lose a training run
-        log.warning("%s", error)
+        log.log(logging.DEBUG if recording.failed else logging.WARNING, "%s", error)
+        recording.failed = True
 
 
 def _forget_the_parents() -> None:

@@ -60,7 +60,8 @@ def sources() -> Sources:
             raise copy(_unreadable)  # an exception that was raised holds the tensors of its frames
         if _sources is None:
             try:
-                _sources = reread()
+                # A call needn't fail because it can't be recorded; `reload` and `attnreg run` say so.
+                _sources = reread(needs_record=False)
             except AttnregError as error:
                 _unreadable = copy(error)
                 raise
@@ -152,9 +153,9 @@ def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str
     return checked(replace(sources(), program=program))
 
 
-def reread() -> Sources:
-    """Return the settings after reading the environment and the files again; raises `ConfigError`."""
-    return checked(read(_sources or Sources()))
+def reread(needs_record: bool = True) -> Sources:
+    """Return the settings after reading the environment and the files again, as `checked` has them."""
+    return checked(read(_sources or Sources()), needs_record)
 
 
 def apply(fresh: Sources) -> None:

@@ -5,6 +5,7 @@ Reading puts nothing in force; `policy` keeps what is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:
     from attnreg.settings.config import LoadedSettings
+
+log = logging.getLogger("attnreg")
 
 UNSET = Environment()
 REFERENCE = "math"
@@ -64,12 +67,12 @@ def read(before: Sources) -> Sources:
     return now
 
 
-def checked(fresh: Sources) -> Sources:
+def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     """Check sources against the registry, the files that they name, and each other.
 
     Returns the same with the measured tables and the lockfile that they name. Besides wrong names, a file
     that is no table or no lockfile, a recording that can't be written, and compiled routers that aren't there
-    are a `ConfigError`.
+    are a `ConfigError`. Unless one `needs_record`, such a recording is logged and left out.
     """
     check_names(fresh)
     variables = fresh.environment
@@ -79,8 +82,14 @@ def checked(fresh: Sources) -> Sources:
         except BuildError as error:
             raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
     if variables.record is not None:
-        with _named("ATTNREG_RECORD"):
-            check_writable(variables.record)
+        try:
+            with _named("ATTNREG_RECORD"):
+                check_writable(variables.record)
+        except ConfigError as error:
+            if needs_record:
+                raise
+            log.warning("calls are not recorded: %s", error)
+            fresh = replace(fresh, environment=variables._replace(record=None))
     tables = []
     for loaded in fresh.loaded:
         if loaded.settings.tuned is not None:

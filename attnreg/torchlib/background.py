@@ -31,14 +31,18 @@ log = logging.getLogger("attnreg")
 # The first of two processes ends at once: the program has no child left that it would have to wait for.
 # It inherits the lock, and with it the say over the file that names its holder.
 DETACHED = """
-import os, signal
-lock = int(arguments[0])
+import importlib.util, os, signal
+lock, package = int(arguments[0]), arguments[1]
 if child := os.fork():
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(child).encode(), 0)
     os._exit(0)
 os.nice(19)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it would hide how the compiler ended
+# The folder that attnreg lies in isn't on the path: it may hold modules of any name.
+spec = importlib.util.spec_from_file_location("attnreg", package)
+sys.modules["attnreg"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["attnreg"])
 from attnreg.torchlib import background
 background.build_missing()
 """
@@ -140,13 +144,16 @@ def is_left_out() -> bool:
 def status(library: Library) -> Status:
     """Return whether a library is built, and else why not."""
     try:
-        file = target(library)
-        if file.is_file():
-            return Status("built", file)
+        if file := existing(library):
+            left_out = "ATTNREG_ROUTERS=python leaves it out" if is_left_out() else ""
+            return Status("off" if left_out else "built", file, left_out)
         if process := locks.holder(_lock_path()):
             return Status("building", reason=f"process {process} is compiling now")
         if failure := _failure(library):
             return Status("failed", reason=failure)
+        file = target(library)
+        if file.is_file():
+            libraries.checked(library)
         caches.check_writable(file.parent)
         libraries.find()
     except (BuildError, OSError, RuntimeError) as error:
@@ -185,11 +192,9 @@ def _start() -> None:
 
 
 def _check_places() -> None:
-    """Raise OSError if this user can't write where the libraries go, or others can too."""
+    """Make the folders that the libraries go to; raises OSError as `caches.check_writable` does."""
     for folder in (_lock_path().parent, *(target(library).parent for library in LIBRARIES)):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if problem := caches.unsafe(folder):
-            raise PermissionError(problem)
+        caches.make(folder)
         caches.check_writable(folder)
 
 
@@ -207,7 +212,7 @@ def _detach(found: list[str]) -> None:
         if not (missing := _missing()):
             return  # another process has just ended
         process = subprocess.Popen(
-            libraries.python(DETACHED, str(lock)),
+            libraries.python(DETACHED, str(lock), str(libraries.ROOT / "__init__.py")),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=path.parent, pass_fds=(lock,), start_new_session=True,
             env=libraries.child_environment() | {"CXX": shlex.join(found)},
@@ -239,8 +244,9 @@ def _locked() -> Iterator[None]:
 
 
 def _build(library: Library) -> Path:
-    for left in target(library).parent.glob(f"{libraries.SCRATCH}*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
+    for each in LIBRARIES:
+        for left in target(each).parent.glob(f"{libraries.SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
     record = _record(library)
     try:
         file = libraries.compile_library(library)

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import ModuleType
 
 from attnreg.errors import BuildError
-from attnreg.torchlib import caches
+from attnreg.torchlib import libraries
 from attnreg.torchlib.background import Status, build, ensure_built, is_left_out, status, wait_built
-from attnreg.torchlib.libraries import CALL_CACHE, CPU_KERNEL, LIBRARIES, existing, target
+from attnreg.torchlib.libraries import CALL_CACHE, CPU_KERNEL, LIBRARIES, Library, existing, target
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_cpu_kernel",
-    "has_cpu_kernel_file", "loaded", "loaded_cpu_kernel", "status", "target",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_file", "loaded",
+    "loaded_cpu_kernel", "status", "target",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
@@ -34,18 +34,17 @@ def built() -> Path | None:
 def loaded() -> ModuleType:
     """Return the call cache as a module, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises BuildError if it isn't compiled, or can't be loaded, or others can write to it.
+    Raises BuildError if it isn't compiled, is damaged or can't be loaded, or others can write to it.
     """
     wait_built()
-    file = built()
-    if file is None:
-        raise BuildError("the call cache isn't compiled for this torch and Python; `attnreg build` does it")
-    return _load(file)
+    if file := built():
+        return _load(file)
+    libraries.checked(CALL_CACHE)  # raises with the reason
+    raise BuildError("the call cache isn't compiled for this torch and Python; `attnreg build` does it")
 
 
 @functools.cache
 def _load(file: Path) -> ModuleType:
-    _check_safe(file)
     loader = importlib.machinery.ExtensionFileLoader(CALL_CACHE.name, str(file))
     spec = importlib.util.spec_from_file_location(CALL_CACHE.name, file, loader=loader)
     try:
@@ -62,7 +61,10 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
 
     Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
     """
-    file = _cpu_kernel_to_load()
+    if is_left_out():
+        raise BuildError("ATTNREG_ROUTERS=python leaves it out")
+    wait_built()
+    file = libraries.checked(CPU_KERNEL)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
@@ -71,35 +73,9 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
     return library
 
 
-def has_cpu_kernel() -> bool:
-    """Return whether there is a kernel of the CPU backend to load; doesn't open the file."""
+def has_file(library: Library) -> bool:
+    """Return whether a library was compiled and no setting leaves it out, even if it can't be loaded."""
     try:
-        _cpu_kernel_to_load()
-    except BuildError:
+        return not is_left_out() and target(library).is_file()
+    except (BuildError, OSError):
         return False
-    return True
-
-
-def has_cpu_kernel_file() -> bool:
-    """Return whether it was compiled and no setting leaves it out, even if it can't be loaded."""
-    return not is_left_out() and existing(CPU_KERNEL) is not None
-
-
-def _cpu_kernel_to_load() -> Path:
-    if is_left_out():
-        raise BuildError("ATTNREG_ROUTERS=python leaves it out")
-    wait_built()
-    file = existing(CPU_KERNEL)
-    if file is None:
-        raise BuildError("it isn't compiled for this torch and this machine; `attnreg build` does it")
-    _check_safe(file)
-    return file
-
-
-def _check_safe(file: Path) -> None:
-    try:
-        problem = caches.unsafe(file.parent, file)
-    except OSError as error:
-        raise BuildError(f"{file} can't be read: {error}") from error
-    if problem:
-        raise BuildError(f"{file} isn't loaded: {problem}")

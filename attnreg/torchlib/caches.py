@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from pathlib import Path
@@ -18,20 +19,56 @@ def folder(purpose: str) -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "attnreg" / purpose
 
 
+def make(folder: Path) -> None:
+    """Make a folder and those above it that aren't there, for this user alone whatever the umask is."""
+    if not folder.exists():
+        make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def check_writable(folder: Path) -> None:
-    """Raise OSError if this user can't make files in a folder, or can't make the folder; makes neither."""
+    """Raise OSError if this user can't make files in a folder, or others can, or can replace it; makes none.
+
+    A folder that isn't there yet has to be one that could be made.
+    """
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
+    if problem := unsafe(there.resolve(), to_be_made_in=there != folder):
+        raise PermissionError(problem)
 
 
-def unsafe(*places: Path) -> str:
-    """Return why code in these files and folders must not be run: others can write to it; empty if none can.
+def unsafe(place: Path, to_be_made_in: bool = False) -> str:
+    """Return why code in a file or folder must not be run: another user can replace it; empty if none can.
 
+    Where it is empty, what is opened by the path afterwards is what was looked at: nobody else can rename or
+    write to the path's files and folders up to the root. The path has to be without links, as `Path.resolve`
+    returns it. With `to_be_made_in` it is a folder in which this user is about to make one for the code.
     Raises OSError if one of them isn't there or can't be looked at.
     """
-    for place in places:
-        found = place.stat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"{place} belongs to another user, or others may write to it"
+    for each in (place, *place.parents):
+        found = each.lstat()
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to another user (id {found.st_uid})"
+        # In a folder with the sticky bit, as /tmp has it, others can't rename or remove what isn't theirs.
+        is_sticky = (each != place or to_be_made_in) and found.st_mode & stat.S_ISVTX
+        others = stat.S_IWOTH if _is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_mode & others and not is_sticky:
+            return (
+                f"others may write to {each} (mode {stat.S_IMODE(found.st_mode):o}; `chmod go-w` ends that)"
+            )
     return ""
+
+
+@functools.cache
+def _is_private(group: int) -> bool:
+    """Return whether this user is alone in a group: many systems make one of each user's name."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    # In some containers every user is in the group root.
+    return group != 0 and found.gr_name == user and set(found.gr_mem) <= {user}

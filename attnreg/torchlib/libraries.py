@@ -99,6 +99,11 @@ CPU_KERNEL = Library(
 LIBRARIES = (CALL_CACHE, CPU_KERNEL)
 
 
+# A library ends with the digest of all before it, which loaders ignore: one file can't be half replaced.
+DIGEST = hashlib.sha256
+DIGEST_BYTES = DIGEST().digest_size
+
+
 @functools.cache
 def target(library: Library = CALL_CACHE) -> Path:
     """Return the file of a library: another for each torch, Python and state of the source.
@@ -109,7 +114,7 @@ def target(library: Library = CALL_CACHE) -> Path:
     try:
         files = library.main, *sorted(library.main.parent.glob("*.h"))
         sources = [file.read_text(encoding="utf-8") for file in files]
-        parts = (*sources, *library.all_flags(), *map(str, _versions()))
+        parts = (*sources, *library.all_flags(), *map(str, _versions()), DIGEST.__name__)
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         return caches.folder(library.folder) / f"{library.name}-{name}.so"
     except (OSError, RuntimeError) as error:
@@ -117,12 +122,39 @@ def target(library: Library = CALL_CACHE) -> Path:
 
 
 def existing(library: Library) -> Path | None:
-    """Return the file of a library if it is there; None as well where it can't be looked for."""
+    """Return the file of a library, as `checked` does; None where that raises."""
     try:
-        file = target(library)
-        return file if file.is_file() else None
-    except (BuildError, OSError):  # is_file raises PermissionError in a home folder that can't be read
+        return checked(library)
+    except BuildError:
         return None
+
+
+def checked(library: Library) -> Path:
+    """Return the file of a library by the path to load it by, without links.
+
+    Raises BuildError if it isn't there, can't be read, is damaged, or another user can replace it.
+    """
+    file = target(library)
+    try:
+        file = file.resolve(strict=True)
+        problem, found = caches.unsafe(file), file.stat()
+        if not problem and not _is_whole(file, found.st_ino, found.st_size, found.st_mtime_ns):
+            problem = "it is damaged, and `attnreg build` compiles it again"
+    except FileNotFoundError:
+        what = f"{library.title} isn't compiled for this torch, Python and machine"
+        raise BuildError(f"{what}; `attnreg build` does it") from None
+    except OSError as error:
+        raise BuildError(f"{file} can't be read: {error}") from error
+    if problem:
+        raise BuildError(f"{file} isn't loaded: {problem}")
+    return file
+
+
+@functools.lru_cache(maxsize=16)
+def _is_whole(file: Path, *_: int) -> bool:
+    """Return whether a file ends with the digest of its contents: one that is cut off crashes its process."""
+    contents = memoryview(file.read_bytes())
+    return DIGEST(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
 
 
 def _versions() -> tuple[str | None, ...]:
@@ -137,17 +169,21 @@ def compile_library(library: Library) -> Path:
     """
     file, problem = target(library), f"{library.title} can't be compiled"
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        caches.make(file.parent)
+        place = file.parent.resolve()
+        caches.check_writable(place)
         # Other processes may load the file or compile it as well: it is there completely or not at all.
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=file.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
-            _run([*find(), *_arguments(library, made)])
-            _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)))
+            _run([*find(), *_arguments(library, made)], folder)
+            with made.open("ab") as contents:
+                contents.write(DIGEST(made.read_bytes()).digest())
+            _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
             made.chmod(0o700)
             # Have the contents on the disk before the name is: after a crash the file isn't an empty one.
             with made.open("rb") as contents:
                 os.fsync(contents.fileno())
-            made.replace(file)
+            made.replace(place / file.name)
     except BuildError as error:
         raise BuildError(f"{problem}: {error}") from error
     except OSError as error:
@@ -182,14 +218,13 @@ def identity(command: list[str]) -> str:
 
 
 def python(script: str, *arguments: str) -> list[str]:
-    """Return the command of a Python that imports torch and this attnreg, and nothing by accident.
+    """Return the command of a Python that imports torch, and nothing by accident; not attnreg either.
 
-    The current folder, that of the program's script and PYTHONPATH may hold modules of any name: only the
-    standard library comes first, then the folders of attnreg and torch, then what is installed.
+    The current folder, that of the program's script, PYTHONPATH and the folder that attnreg lies in may hold
+    modules of any name: only the standard library comes first, then torch's folder, then what is installed.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
-    own = [Path(__file__).parents[2], Path(torch.__file__).parents[1]]
-    places = [*(str(place.absolute()) for place in own), *installed]
+    places = [str(Path(torch.__file__).parents[1].absolute()), *installed]
     begin = "import json, sys\nplaces, arguments = json.loads(sys.argv[1])\nsys.path += places\n"
     return [sys.executable, "-I", "-S", "-c", begin + script, json.dumps([places, arguments])]
 
@@ -214,11 +249,12 @@ def _arguments(library: Library, output: Path) -> list[str]:
     ]
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: str) -> None:
+    """Run a command, its temporary files in a folder; raises BuildError with its output if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",
-            check=False, timeout=TIMEOUT, env=child_environment(),
+            check=False, timeout=TIMEOUT, env=child_environment() | {"TMPDIR": folder}, cwd=folder,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from error

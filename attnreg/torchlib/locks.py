@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from _thread import RLock
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -44,6 +47,39 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
+
+
+@contextmanager
+def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Let one thread of one process at a time read a file and write it anew, inside this block.
+
+    Raises TimeoutError if another one is for so many seconds, OSError as `lock_file` does. Systems without
+    fcntl have no such locks: there it holds nobody off.
+    """
+    # Not the file itself: it is replaced, and those who wait for its lock would have that of the old one.
+    lock = path.resolve().with_name(f".{path.name}.lock")
+    end = time.monotonic() + seconds
+    while os.name == "posix" and (descriptor := _lock_in_place(lock)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(f"process {holder(lock) or 'unknown'} has kept {lock} locked for {seconds} s")
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        if os.name == "posix" and descriptor is not None:
+            lock.unlink(missing_ok=True)
+            release(descriptor)
+
+
+def _lock_in_place(path: Path) -> int | None:
+    """Lock a file as `lock_file` does; None as well where its last holder has just removed it."""
+    if (descriptor := lock_file(path)) is None:
+        return None
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    release(descriptor)
+    return None
 
 
 def release(descriptor: int) -> None:

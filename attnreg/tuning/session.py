@@ -15,6 +15,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import ConfigError
 from attnreg.measure.timing import Timer
+from attnreg.torchlib import locks
 from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory
 from attnreg.tuning.kinds import Kind, Size, kind_of, size_of
 from attnreg.tuning.measure import Measurement
@@ -31,8 +32,8 @@ LEAST_S = 0.05
 class Session:
     """A table in the making: its file and contents, and what measures it.
 
-    `fresh` are the points that this session measured, `skipped` the calls that can't be measured, with the
-    reason.
+    `replaced` is the table that it replaces and doesn't continue, `fresh` are the points that it measured,
+    and `skipped` the calls that can't be measured, with the reason.
     """
 
     out: Path
@@ -43,6 +44,7 @@ class Session:
     timer: Timer
     points: dict[tuple[Kind, Size], Point] = field(default_factory=dict)
     fronts: tuple[Front, ...] = ()
+    replaced: Table | None = None
     fresh: list[Point] = field(default_factory=list)
     skipped: list[tuple[AttentionSpec, str]] = field(default_factory=list)
 
@@ -50,7 +52,7 @@ class Session:
         """Measure calls in their order, saving after each, until all are done or the time is up.
 
         Yields each call when it is done, also if there was nothing to measure. Raises `DeviceLostError` if
-        the GPU can't be used any more, `OSError` if the table can't be written.
+        the GPU can't be used any more, `ConfigError` as `save` does.
         """
         started, longest = self.timer.now(), LEAST_S
         for spec in specs:
@@ -77,7 +79,32 @@ class Session:
         return tuple(direction for direction in wanted if self._misses(spec, direction))
 
     def save(self) -> None:
-        """Write the table; raises `OSError` if it can't be written."""
+        """Add what was measured to the file, in which other sessions may have saved points meanwhile.
+
+        Raises `ConfigError` if it can't be written, or is now a table of another environment.
+        """
+        try:
+            with locks.rewriting(self.out):
+                self._take_over()
+                self._write()
+        except OSError as error:
+            raise ConfigError(f"{self.out}: can't be written: {error.strerror or error}") from error
+
+    def _take_over(self) -> None:
+        """Take points and host times of the file that this session doesn't have, or has from the file."""
+        if self.replaced is not None and self.out.exists() and load(self.out) == self.replaced:
+            return
+        there = kept(self.out, self.environment)
+        self._add(there.points)
+        self._add(self.fresh)
+        self.fronts = tuple({one.place: one for one in (*there.fronts, *self.fronts)}.values())
+
+    def _add(self, points: Iterable[Point]) -> None:
+        for point in points:
+            known = self.points[point.place].backends if point.place in self.points else {}
+            self.points[point.place] = replace(point, backends={**known, **point.backends})
+
+    def _write(self) -> None:
         points = tuple(self.points.values())
         # The versions of backends that weren't measured don't matter.
         measured = {name for point in points for name in point.backends}
@@ -86,7 +113,7 @@ class Session:
         Table(replace(self.environment, backends=versions), points, self.out.name, self.fronts).save(self.out)
 
     def add_fronts(self, found: Iterable[Front]) -> None:
-        """Add host times of whole calls, and write the table; raises `OSError` if it can't be written."""
+        """Add host times of whole calls, and save the table as `save` does."""
         self.fronts = tuple({one.place: one for one in (*self.fronts, *found)}.values())
         self.save()
 
@@ -116,9 +143,7 @@ class Session:
             self.skipped.append((spec, reason))
         finally:
             if found:
-                for point in found:
-                    known = self.points[point.place].backends if point.place in self.points else {}
-                    self.points[point.place] = replace(point, backends={**known, **point.backends})
+                self._add(found)
                 self.fresh += found
                 self.save()
 

@@ -170,8 +170,10 @@ def check_writable(path: Path, mark: str = "") -> None:
     replaced. Raises `ConfigError`.
     """
     try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "is a folder")
+        if path.exists() and not path.is_file():  # to replace a device such as /dev/null would harm everybody
+            raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "Permission denied")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
         begins = path.read_bytes()[:1024] if mark and path.is_file() else b""

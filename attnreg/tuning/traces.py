@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError, InvalidInputError
-from attnreg.torchlib.locks import open_after_fork
+from attnreg.torchlib import locks
+from attnreg.tuning import table
 
 log = logging.getLogger("attnreg")
-
-# POSIX file locks belong to the process: closing any of its descriptors of the file releases them.
-_inside = open_after_fork(threading.Lock())
 
 _FIELDS = {one.name: one.default for one in fields(AttentionSpec)}
 
@@ -61,9 +57,7 @@ def read(path: Path) -> list[Recorded]:
     Raises `ConfigError` if it can't be read, or a line isn't one of `attnreg.record`.
     """
     try:
-        with _inside, path.open(encoding="utf-8") as file:
-            _lock(file, shared=True)
-            lines = file.read().splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     return _recorded(lines, path)
@@ -72,33 +66,25 @@ def read(path: Path) -> list[Recorded]:
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> None:
     """Add counts to a file; other processes may do so at the same time.
 
-    Raises `ConfigError` if it can't be written, or isn't a recorded workload.
+    Raises `ConfigError` if it can't be written, as on a full disk, or isn't a recorded workload. Then it is
+    as it was.
     """
     try:
-        with _inside, path.open("a+", encoding="utf-8") as file:
-            _lock(file)
-            file.seek(0)
-            known = {one.spec: [one.forward, one.backward] for one in _recorded(file, path)}
+        with locks.rewriting(path):
+            before = read(path) if path.exists() else []
+            known = {one.spec: [one.forward, one.backward] for one in before}
             for (spec, direction), count in counts.items():
                 known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
-            text = "".join(_line(spec, *both) for spec, both in known.items())
-            file.seek(0)
-            file.truncate()
-            file.write(text)
+            table.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
 def check_writable(path: Path) -> None:
     """Check, before the first call, that calls can be recorded in a file; raises `ConfigError`."""
-    try:
-        exists = path.exists()
-    except OSError:  # Path.exists raises PermissionError below a folder that can't be searched
-        exists = False
-    if exists:
+    table.check_writable(path)
+    if path.exists():
         read(path)
-    if not os.access(path if exists else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{path}: can't be written, expected a file in an existing folder")
 
 
 def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
@@ -135,13 +121,3 @@ def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
     device = {name: getattr(spec.device, name) for name in ("type", "capability", "name")}
     row = {"forward": forward, "backward": backward, "spec": spec_to(spec), "device": device}
     return json.dumps(row, separators=(",", ":")) + "\n"
-
-
-def _lock(file: TextIO, shared: bool = False) -> None:
-    """Wait until no other process has locked the file; closing the file unlocks it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no fcntl: there each rank has to record into a file of its own
-        return
-    # Not flock: a child that is forked meanwhile would hold that lock, too.
-    fcntl.lockf(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

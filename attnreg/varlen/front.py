@@ -23,7 +23,7 @@ from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError
 from attnreg.varlen import custom_op
-from attnreg.varlen.plans import autocast, call_of, check_heads, run, window
+from attnreg.varlen.plans import autocast, call_of, check_heads, check_tensors, run, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -114,6 +114,10 @@ def varlen_attn(
                 return _returned(results[0], results[1], return_aux)
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
+    check_tensors(
+        query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
+        block_table=block_table,
+    )  # fmt: skip
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
     if not enable_gqa:
         check_heads(query, key, value, lengths)

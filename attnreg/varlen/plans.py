@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,14 @@ Lengths = tuple[Tensor, Tensor | None, int, int]
 _AUTOCASTS = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
 )
+
+
+def check_tensors(**given: object) -> None:
+    """Check that arguments are tensors, or None where they may be; a list would fail inside torch."""
+    for name, tensor in given.items():
+        is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table")
+        if not (isinstance(tensor, Tensor) or is_left_out):
+            raise InvalidInputError(f"{name}: got {reprlib.repr(tensor)}, expected a tensor")
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
@@ -56,10 +65,9 @@ def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int
     """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
     if window_size is None:
         window_size = UNBOUNDED
-    elif len(window_size) != 2 or min(window_size) < -1:
-        raise InvalidInputError(
-            f"window_size: got {tuple(window_size)}, expected (left, right), each -1 or more"
-        )
+    elif isinstance(window_size, int | float) or len(window_size) != 2 or min(window_size) < -1:
+        got = window_size if isinstance(window_size, int | float) else tuple(window_size)
+        raise InvalidInputError(f"window_size: got {got}, expected (left, right), each -1 or more")
     return window_size[0], 0 if is_causal else window_size[1]
 
 

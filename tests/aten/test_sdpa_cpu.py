@@ -131,7 +131,6 @@ def either_cpu_kernel(request, monkeypatch):
     """Have the cpu backend be without its compiled kernel, or with it."""
     kernel = request.getfixturevalue("cpu_kernel") if request.param else None
     monkeypatch.setattr(cpu_compiled, "load", lambda: kernel)
-    monkeypatch.setattr(cpu_compiled, "is_there", lambda: request.param)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])

@@ -7,18 +7,24 @@ import itertools
 
 import pytest
 import torch
+from support.compiled_files import stand_in
 from support.cpu_calls import CAUSAL, OPEN, dense, ragged, refuse
+from support.sdpa import attend
 from support.truth import assert_accurate
 
+import attnreg
+from attnreg import _registry
 from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, UnsupportedInputError
 from attnreg.measure.inputs import inputs
-from attnreg.torchlib import building
+from attnreg.selection.lockfile import Lockfile, Row
+from attnreg.torchlib import building, caches
+from attnreg.tuning import traces
 from attnreg.tuning.table import Environment
-from attnreg.tuning.tables import matched
+from attnreg.tuning.tables import _environment, environment, matched
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]
@@ -191,7 +197,7 @@ def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel,
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
-    monkeypatch.setattr(building.caches, "folder", lambda purpose: tmp_path / purpose)
+    monkeypatch.setattr(caches, "folder", lambda purpose: tmp_path / purpose)
     building.target.cache_clear()
     yield tmp_path / "cpu_kernel"
     building.target.cache_clear()
@@ -213,8 +219,7 @@ def test_with_it_the_backend_calls_it(cpu_kernel, monkeypatch):
 
 def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
     assert loads() is None and caplog.messages == []
-    unbuilt.mkdir(mode=0o700)
-    building.target(building.CPU_KERNEL).write_bytes(b"no library")
+    stand_in(building.CPU_KERNEL)
     assert loads() is None
     assert len(caplog.messages) == 1 and "can't be loaded" in caplog.messages[0]
 
@@ -229,25 +234,27 @@ def loads(monkeypatch):
 
 
 @pytest.fixture
-def installed(unbuilt, built_cpu_kernel, monkeypatch):
-    """Put the kernel where `attnreg build` does, and have the backend look there."""
+def installed(unbuilt, built_cpu_kernel, loads, monkeypatch):
+    """Put the kernel where `attnreg build` does, and have the backend look there each time."""
     unbuilt.mkdir(mode=0o700)
     file = building.target(building.CPU_KERNEL)
     file.write_bytes(built_cpu_kernel.read_bytes())
     file.chmod(0o700)
-    monkeypatch.setattr(compiled, "is_there", building.has_cpu_kernel)
+    monkeypatch.setattr(compiled, "load", loads)
     return file
 
 
-def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
-    monkeypatch.setattr(building.ctypes, "CDLL", refuse)
-
+def test_the_version_says_which_kernel_is_loaded(installed, monkeypatch):
     def is_said():
         assert cpu.BACKEND.version() in (torch.__version__, f"{torch.__version__} (compiled kernel)")
         return cpu.BACKEND.version() != torch.__version__
 
+    made = installed.read_bytes()
+    stand_in(building.CPU_KERNEL)  # it is there, isn't damaged, and doesn't load
+    assert not is_said()
+    installed.write_bytes(made)
     assert is_said()
-    for place, mode in ((installed, 0o702), (installed.parent, 0o720)):
+    for place, mode in ((installed, 0o702), (installed.parent, 0o702)):
         place.chmod(mode)
         assert not is_said()
         place.chmod(0o700)
@@ -255,8 +262,35 @@ def test_the_version_says_whether_there_is_one_to_load(installed, monkeypatch):
     for value, expected in (("python", False), ("compiled", True), ("wrong", True)):
         monkeypatch.setenv("ATTNREG_ROUTERS", value)
         assert is_said() == expected
+    monkeypatch.delenv("ATTNREG_ROUTERS")
     installed.unlink()
     assert not is_said()
+
+
+def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
+    installed, tmp_path, monkeypatch, ran
+):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attend(8)
+    assert ran() == {"cpu": (1, 0)}
+    (one,) = traces.read(tmp_path / "trace.jsonl")
+    here = environment(one.spec.device, _registry.entries())
+    assert here.backends["cpu"] == f"{torch.__version__} (compiled kernel)"
+    rows = (Row(one.spec, "forward", "cpu", "a test"),)
+    Lockfile(tmp_path / "lock.json", "cpu", here, rows).save()
+    monkeypatch.setenv("ATTNREG_LOCK", str(tmp_path / "lock.json"))
+    attnreg.reload()
+    attend(8)
+    assert ran() == {"cpu": (1, 0)}
+    damaged = installed.read_bytes()[:8192]
+    installed.unlink()  # the file that is loaded stays whole
+    installed.write_bytes(damaged)
+    _environment.cache_clear()  # as in the next process
+    attnreg.reload()
+    with pytest.raises(UnsupportedInputError, match=r"locked with cpu .* \(compiled kernel\), here it is "):
+        attend(8)
+    assert ran() == {}
+    _environment.cache_clear()
 
 
 def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):

@@ -1,10 +1,12 @@
 """Promises of the command line as a whole: help, errors, exit codes, and output that fits."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.command_line import in_a_process, rows
@@ -21,6 +23,27 @@ CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
 APP = get_command(cli.app).commands
 BENCH = APP["bench"].commands
 COMMANDS = [(name,) for name in APP] + [("bench", name) for name in BENCH]
+
+
+@pytest.mark.parametrize("options", [("-m", "attnreg"), ("-P", "-m", "attnreg")], ids=" ".join)
+def test_a_command_runs_no_module_of_the_current_folder(tmp_path, options):
+    for name in ("torch", "typer", "numpy", "subprocess"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    installed = os.pathsep.join((str(Path(attnreg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    environ = os.environ | {"PYTHONPATH": installed.rstrip(os.pathsep)}
+    done = in_a_process(*options, "explain", *CALL, cwd=tmp_path, env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_an_encoding_lacks_is_replaced(tmp_path):
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = in_a_process("-m", "attnreg", "warmup", "--q", "1,16,2,16", "--dtype", "fp32", env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "query (1, 16, 2, 16) . key (1, 16, 2, 16)" in done.stdout
+    code = "import sys; print(sys.stdout.errors); print('\\N{MICRO SIGN}')"
+    (tmp_path / "program.py").write_text(code)
+    done = in_a_process("-m", "attnreg", "run", tmp_path / "program.py", env=environ)
+    assert done.stdout == "strict\n" and "UnicodeEncodeError" in done.stderr  # a program's output is its own
 
 
 def test_help_imports_neither_torch_nor_anything_else_that_is_slow():

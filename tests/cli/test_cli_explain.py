@@ -39,6 +39,13 @@ def test_explain_prints_what_attnreg_explain_returns(call):
     assert found["backward"]["rejected"].keys() == expected.backward.rejected.keys()
 
 
+@pytest.mark.parametrize("scale", ["nan", "inf"])
+def test_a_scale_that_is_no_number_is_refused(call, scale):
+    result = call("explain", *CALL, "--scale", scale)
+    assert result.exit_code == 2
+    assert f"--scale: got {scale}, expected a finite number" in result.stderr
+
+
 FLAGS = ("bias", "alibi", "seqused-k", "deterministic")
 
 

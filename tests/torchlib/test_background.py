@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.compiled_files import stand_in
 from support.processes import python
 
 from attnreg.errors import BuildError
@@ -182,8 +183,7 @@ def test_nothing_is_compiled_where_a_variable_forbids_it_or_is_wrong(
 
 def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
     for library in LIBRARIES:
-        building.target(library).parent.mkdir(parents=True)
-        building.target(library).touch()
+        stand_in(library)
     monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
     building.ensure_built()
 
@@ -199,7 +199,7 @@ def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatc
     for thread in together:
         thread.join()
     assert building.loaded().__file__ == str(building.target())
-    assert building.has_cpu_kernel()
+    assert building.loaded_cpu_kernel()
     assert len(working.runs()) == 2
     assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
 
@@ -211,7 +211,7 @@ def test_now_waits_for_another_process_that_compiles(cache, compiler, monkeypatc
 
     def finish():
         for library in LIBRARIES:
-            building.target(library).touch()
+            stand_in(library)
         locks.release(held)
 
     for library in LIBRARIES:
@@ -294,16 +294,15 @@ def refuse(error):
 
 
 def let_others_write(patch, cache):
-    patch.setattr(os, "getuid", lambda: 12345)
-    (cache / "call_cache").mkdir(parents=True, mode=0o770)
-    (cache / "call_cache").chmod(0o770)
+    (cache / "call_cache").mkdir(parents=True)
+    (cache / "call_cache").chmod(0o707)
 
 
 # What the line says, and what brings it about.
 PROBLEMS = {
     "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
     "can't be written to": lambda patch, _: patch.setattr(os, "access", lambda _, mode: not mode & os.W_OK),
-    "belongs to another user, or others may write to it": let_others_write,
+    "others may write to ": let_others_write,
     "Not a directory": lambda patch, _: patch.setenv("XDG_CACHE_HOME", "/dev/null"),
     "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
@@ -363,12 +362,22 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, compil
         assert locks.lock_file(path) is None
         other.send_signal(signal.SIGKILL)
     assert locks.holder(path) == ""
-    left = building.target(building.CPU_KERNEL).parent / f"{libraries.SCRATCH}left"
-    left.mkdir(parents=True)
-    (left / "half.so").touch()
+    left = [building.target(library).parent / f"{libraries.SCRATCH}left" for library in LIBRARIES]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "half.so").touch()
     with pytest.raises(BuildError):
         building.build(building.CPU_KERNEL)
-    assert compiler.runs() and not left.exists()
+    assert compiler.runs() and not any(folder.exists() for folder in left)
+
+
+def test_temporary_files_of_a_compiler_lie_where_the_next_build_removes_them(cache, compiler, tmp_path):
+    compiler.does(f'echo "$TMPDIR" > {tmp_path}/tmpdir', "exit 1")
+    with pytest.raises(BuildError):
+        building.build(building.CPU_KERNEL)
+    folder = Path((tmp_path / "tmpdir").read_text().strip())
+    assert folder.parent == building.target(building.CPU_KERNEL).parent
+    assert folder.name.startswith(libraries.SCRATCH)
 
 
 def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):

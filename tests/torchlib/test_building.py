@@ -2,16 +2,19 @@
 
 import json
 import os
+import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.compiled_files import stand_in
 from support.processes import python
 from typer.testing import CliRunner
 
 from attnreg.cli import app
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, libraries, locks
+from attnreg.torchlib import background, building, caches, libraries, locks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -122,7 +125,7 @@ def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, c
 
     def finish(path, wait_for_it=False, **options):
         for library in building.LIBRARIES:
-            building.target(library).touch()
+            stand_in(library)
         locks.release(held)
         monkeypatch.setattr(locks, "lock_file", wait)
         return wait(path, **options)
@@ -165,20 +168,135 @@ def test_info_says_why_nothing_is_compiled(cache, compiler, monkeypatch):
 # Loading
 
 
+LOADS = tuple(zip(building.LIBRARIES, (building.loaded, building.loaded_cpu_kernel), strict=True))
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_what_others_can_write_to_is_not_loaded(cache, mode):
-    for library, load in zip(building.LIBRARIES, (building.loaded, building.loaded_cpu_kernel), strict=True):
-        file = building.target(library)
-        file.parent.mkdir(parents=True, mode=0o700)
-        file.write_bytes(b"no library")
+def test_what_others_can_write_to_or_replace_is_not_loaded(cache, monkeypatch, mode):
+    monkeypatch.setattr(caches, "_is_private", lambda group: False)
+    for library, load in LOADS:
+        file = stand_in(library)
         with pytest.raises(BuildError, match=r"can't be loaded: .*`attnreg build` compiles it again"):
             load()
-        for place in (file, file.parent):
+        for place in (file, file.parent, cache, cache.parent):
             before = place.stat().st_mode
             place.chmod(mode)
-            with pytest.raises(BuildError, match=f"isn't loaded: {place} .* others may write to it"):
+            with pytest.raises(BuildError, match=f"isn't loaded: others may write to {place} "):
                 load()
             place.chmod(before)
+
+
+def test_what_another_user_owns_is_not_loaded_nor_what_lies_below_it(cache, monkeypatch):
+    file = stand_in(building.CPU_KERNEL)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    owners = {file: 12345, file.parent: 12345, cache: 54321}
+    lstat = Path.lstat
+
+    def owned(path):
+        found = list(lstat(path))
+        found[stat.ST_UID] = owners.get(path, 0)
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    with pytest.raises(BuildError, match=rf"isn't loaded: {cache} belongs to another user \(id 54321\)"):
+        building.loaded_cpu_kernel()
+    assert info()["CPU kernel"]["reason"].endswith(f"{cache} belongs to another user (id 54321)")
+    owners[cache] = 0
+    with pytest.raises(BuildError, match="can't be loaded"):
+        building.loaded_cpu_kernel()
+
+
+def test_a_folder_where_only_owners_rename_may_hold_the_cache_but_not_the_files(cache):
+    file = stand_in(building.CPU_KERNEL)
+    cache.parent.chmod(0o1777)  # as /tmp is
+    with pytest.raises(BuildError, match="can't be loaded"):
+        building.loaded_cpu_kernel()
+    caches.check_writable(cache.parent / "not there yet")
+    with pytest.raises(PermissionError, match=f"others may write to {cache.parent} "):
+        caches.check_writable(cache.parent)
+    file.chmod(0o1777)
+    with pytest.raises(BuildError, match=f"others may write to {file} "):
+        building.loaded_cpu_kernel()
+
+
+def test_a_link_is_followed_once_and_what_it_led_to_is_checked(cache, tmp_path):
+    file = stand_in(building.CPU_KERNEL)
+    (tmp_path / "others").mkdir()
+    real = cache.rename(tmp_path / "others" / "cache")
+    cache.symlink_to(real)
+    assert libraries.checked(building.CPU_KERNEL) == real / "cpu_kernel" / file.name
+    (tmp_path / "others").chmod(0o777)
+    with pytest.raises(BuildError, match=f"others may write to {tmp_path / 'others'} "):
+        libraries.checked(building.CPU_KERNEL)
+
+
+def test_a_group_of_the_user_alone_may_write(cache, monkeypatch):
+    stand_in(building.CPU_KERNEL)
+    cache.chmod(0o770)
+    members = []
+    user, group = SimpleNamespace(pw_name="me"), SimpleNamespace(gr_name="me", gr_mem=members)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
+    monkeypatch.setattr("grp.getgrgid", lambda _: group)
+    is_private = caches._is_private.__wrapped__
+    monkeypatch.setattr(caches, "_is_private", lambda _: is_private(1000))
+    assert libraries.existing(building.CPU_KERNEL)
+    members.append("another")
+    assert libraries.existing(building.CPU_KERNEL) is None
+
+
+def test_the_folders_are_for_this_user_alone_whatever_the_umask_is(cache):
+    before = os.umask(0)
+    try:
+        caches.make(cache / "one" / "more")
+    finally:
+        os.umask(before)
+    for place in (cache.parent, cache, cache / "one", cache / "one" / "more"):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+DAMAGE = {
+    "cut off": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "torn": lambda whole: whole[:4096] + bytes(4096) + whole[8192:],
+    "without a digest": lambda whole: whole[: -2 * libraries.DIGEST_BYTES],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_is_damaged_is_not_loaded_and_counts_as_missing(
+    cache, copying, compiler, monkeypatch, caplog, damage
+):
+    compiler.does(copying)
+    for library, load in LOADS:
+        file = building.build(library)
+        made = file.read_bytes()
+        file.write_bytes(damage(made))
+        with pytest.raises(BuildError, match=f"{file} isn't loaded: it is damaged"):
+            load()
+        assert info()[library.title.removeprefix("the ")]["reason"].startswith(f"{file} isn't loaded: ")
+        assert library in background._missing()
+        background.build_missing()
+        assert library not in background._missing()
+        assert file.read_bytes() == made
+
+
+PROCESS = """
+import torch
+import torch.nn.functional as F
+q = torch.randn(1, 2, 8, 16)
+F.scaled_dot_product_attention(q, q, q)
+import attnreg
+print(attnreg.stats().calls)
+"""
+
+
+def test_a_program_with_libraries_that_are_cut_off_runs_without_them(cache, copying, compiler):
+    compiler.does(copying)
+    for library in building.LIBRARIES:
+        os.truncate(building.build(library), 8192)
+    done = python("-c", PROCESS, ATTNREG_BACKEND="cpu", ATTNREG_BUILD="off")
+    assert (done.returncode, done.stdout) == (0, "{'cpu': {'forward': 1, 'backward': 0}}\n")
+    assert len(done.stderr.splitlines()) == 2 and done.stderr.count("it is damaged") == 2
 
 
 def test_a_library_has_a_file_for_each_source_torch_and_flag(cache, monkeypatch, tmp_path):

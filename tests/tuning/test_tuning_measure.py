@@ -1,6 +1,8 @@
 """Promises of `attnreg tune`: right before fast, saved at every step, and never longer than asked."""
 
 import dataclasses
+import errno
+import os
 import re
 
 import pytest
@@ -275,6 +277,37 @@ def test_a_table_of_another_environment_is_not_continued(session, entry):
     with pytest.raises(ConfigError, match=r"measured with device a test, here it is another: .* --fresh"):
         kept(made.out, Environment(device="another"))
     assert kept(made.out.with_name("none.json"), HERE) == Table(HERE, (), "none.json")
+
+
+def test_sessions_that_run_at_the_same_time_keep_each_others_points(session, entry):
+    first, second = session(entry("one")), session(entry("one"), entry("two"))
+    for length in (16, 32):
+        list(first.run([asked(length)], 1e9))
+        list(second.run([asked(length + 1), asked(16)], 1e9))
+    assert {point.size.max_q for point in load(first.out).points} == {16, 17, 32, 33}
+    assert {name for point in load(first.out).points for name in point.backends} == {"one", "two"}
+
+
+def test_sessions_that_measure_a_table_anew_keep_each_others_points_and_no_old_ones(session, entry):
+    list(session(entry("one")).run([asked(64)], 1e9))
+    old = load(session().out)
+    for length in (16, 32):
+        list(session(entry("one"), replaced=old).run([asked(length)], 1e9))
+    assert {point.size.max_q for point in load(session().out).points} == {16, 32}
+
+
+def test_a_table_that_cannot_be_written_any_more_is_an_error_with_its_path(session, entry, monkeypatch):
+    made = session(entry("one"))
+    list(made.run([asked(16)], 1e9))
+    before = made.out.read_text()
+    monkeypatch.setattr("os.fdopen", lambda *_, **__: full_disk())
+    with pytest.raises(ConfigError, match=f"{made.out}: can't be written: No space left on device"):
+        list(made.run([asked(32)], 1e9))
+    assert made.out.read_text() == before
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_budget_stops_before_it_is_spent(session, entry, clock):

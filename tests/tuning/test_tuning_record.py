@@ -1,11 +1,13 @@
 """Promises of recording: each distinct call once with its count, at the price of a counter."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import attnreg
 from attnreg.dispatch import trace
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
+from attnreg.torchlib import locks
 from attnreg.tuning import traces
 from attnreg.tuning.traces import spec_from, spec_to
 
@@ -217,3 +220,96 @@ def test_every_spec_comes_back_from_its_line():
         asked(window=(4, 0), varlen=True, tokens_q=300, dropout=0.1, page_size=16, num_splits=2, bias=True),
     ):
         assert spec_from(json.loads(json.dumps(spec_to(spec))), spec.device) == spec
+
+
+# What goes wrong with the file
+
+AT_MOST_4_KB = """
+import resource, sys
+from pathlib import Path
+import attnreg
+from attnreg.errors import ConfigError
+from attnreg.tuning import traces
+file = Path(sys.argv[1])
+counts = {(one.spec, "forward"): 1 for one in traces.read(file)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    traces.merge(file, counts)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    traces.merge(file, {(asked(batch=n), "forward"): n for n in range(1, 101)})
+    before = file.read_text()
+    done = python("-c", AT_MOST_4_KB, str(file))
+    assert done.stdout == f"{file}: can't be written: File too large\n", done.stderr
+    assert file.read_text() == before and len(traces.read(file)) == 100
+    assert list(tmp_path.iterdir()) == [file]  # nor is a temporary file or a lock left
+
+
+def test_a_file_that_cannot_be_written_is_one_warning_and_what_was_counted_is_kept(
+    tmp_path, monkeypatch, caplog
+):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attend(8)
+        with monkeypatch.context() as patch:
+            patch.setattr(trace, "merge", lambda *_: fail_with("trace.jsonl: can't be written"))
+            for _ in range(3):
+                trace._write(trace._recordings[0])
+        attend(8)
+    assert [record.getMessage() for record in caplog.records] == ["trace.jsonl: can't be written"]
+    assert counts(tmp_path / "trace.jsonl") == {8: (2, 0)}
+
+
+def fail_with(message):
+    raise ConfigError(message)
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    file = tmp_path / "trace.jsonl"
+    traces.merge(file, {(asked(), "forward"): 1})
+    held = locks.lock_file(tmp_path / ".trace.jsonl.lock")
+    monkeypatch.setattr(locks, "rewriting", functools.partial(locks.rewriting, seconds=0.02))
+    # What reads the file, as `import torch` does, needs no lock: it is replaced whole.
+    traces.check_writable(file)
+    with pytest.raises(ConfigError, match=rf"can't be written: process {os.getpid()} has kept .* locked"):
+        traces.merge(file, {(asked(), "forward"): 1})
+    locks.release(held)
+    traces.merge(file, {(asked(), "forward"): 1})
+    (one,) = traces.read(file)
+    assert one.forward == 2
+
+
+def test_threads_that_add_to_one_file_lose_nothing(tmp_path, hasty):
+    file = tmp_path / "trace.jsonl"
+
+    def add(batch):
+        for _ in range(10):
+            traces.merge(file, {(asked(batch=batch), "forward"): 1, (asked(), "backward"): 1})
+
+    threads = [threading.Thread(target=add, args=(batch,)) for batch in (3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    added = {one.spec.batch: (one.forward, one.backward) for one in traces.read(file)}
+    assert added == {asked().batch: (0, 30)} | dict.fromkeys((3, 4, 5), (10, 0))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_device_is_not_replaced_by_a_file():
+    with pytest.raises(ConfigError, match="/dev/null: can't be written: isn't a regular file"):
+        traces.check_writable(Path(os.devnull))
+
+
+def test_calls_run_where_the_variable_names_a_file_that_cannot_be_written(tmp_path, monkeypatch, caplog, ran):
+    monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "no" / "x.jsonl"))
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    for _ in range(3):
+        attend(8)
+    assert ran() == {"math": (3, 0)}
+    said = f"calls are not recorded: ATTNREG_RECORD: {tmp_path}/no/x.jsonl: can't be written: "
+    assert [record.getMessage() for record in caplog.records] == [f"{said}No such file or directory"]

@@ -44,8 +44,8 @@ def load() -> Kernels:
 
 
 def version() -> str:
-    """Return torch's version, and whether the compiled kernel is there: times and numbers differ by it."""
-    return f"{torch.__version__} (compiled kernel)" if compiled.is_there() else str(torch.__version__)
+    """Return torch's version, and whether the compiled kernel is loaded: times and numbers differ by it."""
+    return f"{torch.__version__} (compiled kernel)" if compiled.load() is not None else str(torch.__version__)
 
 
 BACKEND = Backend(

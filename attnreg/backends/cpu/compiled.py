@@ -140,14 +140,9 @@ def load() -> Compiled | None:
         return Compiled.of(building.loaded_cpu_kernel())
     except BuildError as error:
         # Not to be built is usual; to be built and not used is worth a warning.
-        level = logging.WARNING if building.has_cpu_kernel_file() else logging.DEBUG
+        level = logging.WARNING if building.has_file(building.CPU_KERNEL) else logging.DEBUG
         log.log(level, "the cpu backend uses torch's kernel alone: %s", error)
         return None
-
-
-def is_there() -> bool:
-    """Return whether there is a library to load; loads nothing."""
-    return building.has_cpu_kernel()
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:

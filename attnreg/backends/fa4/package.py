@@ -196,18 +196,24 @@ def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_compiled() -> None:
-    """Have compiled kernels kept on disk, unless the user has decided that or the folder can't be used."""
+    """Have compiled kernels kept on disk, unless the user forbids it or the folder can't be used.
+
+    The package runs what it finds there, so others mustn't be able to write to it.
+    """
     if os.environ.get(SWITCH, "1") != "1":
         return
     try:
         folder = Path(os.environ.get(FOLDER) or caches.folder("fa4"))
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        caches.make(folder)
+        folder = folder.resolve()
+        caches.check_writable(folder)
         _check_locks(folder)
     except (OSError, RuntimeError, ImportError) as error:
         log.warning("FA4 compiles anew in each process: its cache folder can't be used: %s", error)
+        if SWITCH in os.environ:
+            os.environ[SWITCH] = "0"
         return
-    os.environ.setdefault(SWITCH, "1")
-    os.environ.setdefault(FOLDER, str(folder))
+    os.environ.update({SWITCH: "1", FOLDER: str(folder)})
 
 
 def _check_locks(folder: Path) -> None:

@@ -130,6 +130,17 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(packag
     )
 
 
+def test_a_folder_that_others_can_write_to_is_not_used(package, cache, monkeypatch, tmp_path, caplog):
+    shared = tmp_path / "shared"
+    (shared / "cache").mkdir(parents=True)
+    shared.chmod(0o777)
+    monkeypatch.setenv(fa4_package.SWITCH, "1")
+    monkeypatch.setenv(fa4_package.FOLDER, str(shared / "cache"))
+    BACKEND.load()
+    assert os.environ[fa4_package.SWITCH] == "0"  # the package would run what it finds there
+    assert f"its cache folder can't be used: others may write to {shared} (mode 777" in caplog.text
+
+
 def test_a_folder_without_locks_is_not_used(package, cache, monkeypatch, caplog):
     def refuse(file, how):
         raise OSError("no locks here")
