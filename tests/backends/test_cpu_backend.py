@@ -1,5 +1,6 @@
 """Both kernels of the cpu backend: accuracy, and how torch's is called, which is what its calls cost."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -104,6 +105,40 @@ def test_any_scale_is_accurate(kernels, scale, dtype):
     assert_accurate(kernels, dense(2, 40, 24, window=(-1, 16), **options))  # causal, aligned top-left
 
 
+LARGE_SCORES = {
+    "head dim 256": dense(2, 65, dims=(256, 256), scale=1.0),
+    "values x5": dense(2, 33, dims=(40, 40), scale=1.0, magnitude=5.0),
+    "values x5, scale below 0": ragged((0, 9, 17), heads=(4, 2), dims=(256, 256), scale=-2.0, magnitude=5.0),
+    "one key for each row": ragged((31, 200), dims=(96, 96), window=(0, 0), scale=1.0, magnitude=5.0),
+}
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("case", LARGE_SCORES)
+def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
+    """Rounding an LSE or an output to float32 costs more than all that plain operations round."""
+    for seed in range(3):
+        assert_accurate(kernels, dataclasses.replace(LARGE_SCORES[case], dtype=dtype), seed)
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("scale", [1e-30, 1e-40, -1e-40, 1e-46, -1e-46])
+def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dtype):
+    for window in (CAUSAL, (20, 5)):
+        assert_accurate(kernels, ragged((1, 16, 200), scale=scale, window=window, dtype=dtype))
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**63 - 1])
+def test_windows_as_wide_as_integers_go_hide_nothing(kernels, far, dtype):
+    for wide, window in (((far, far), OPEN), ((far, 0), CAUSAL), ((5, far), (5, -1))):
+        found, expected = (
+            solved(kernels, *inputs(ragged((40, 1, 33), (20, 9, 130), dtype=dtype, window=each)))
+            for each in (wide, window)
+        )
+        assert_same(found, expected)
+
+
 @ON_EACH_KERNEL
 @pytest.mark.parametrize(
     "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
@@ -136,6 +171,17 @@ def test_results_are_bitwise_repeatable(kernels, dtype, threads):
         first = solved(kernels, *given)
         for _ in range(3):
             assert_same(solved(kernels, *given), first)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"], indirect=True)
+def test_offsets_beyond_32_bits_are_read_right(kernels):
+    memory = torch.empty(2**31 + 128, dtype=torch.bfloat16)  # of which few pages are touched
+    far = memory.as_strided((9, 2, 64), (2**28, 64, 1))
+    *near, call = inputs(ragged((9,)))
+    for place in range(3):
+        given = [*near]
+        given[place] = far.copy_(near[place])
+        assert_same(solved(kernels, *given, call), solved(kernels, *near, call))
 
 
 # ---- what torch's kernel is called with

@@ -188,6 +188,7 @@ def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel,
         for window in (CAUSAL, (-1, 30)):  # aligned top-left, with more queries than keys
             assert replaces(direction, spec(40, window=window, **wrong))
         assert replaces(direction, spec(40, window=CAUSAL, bias=True, **wrong))
+        assert replaces(direction, spec(1, **wrong))  # one query with a causal mask and any number of keys
         assert not replaces(direction, spec(40, **wrong))
         assert not replaces(direction, spec(40, window=CAUSAL, dtype="float64"))
 

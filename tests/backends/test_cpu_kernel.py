@@ -308,6 +308,40 @@ def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel):
     assert int(grown) < 64 * 1024  # KiB; a square of scores would be a gigabyte
 
 
+MANY_THREADS = """
+torch.set_num_threads(128)
+def peak(length):
+    q, k, v, grad = torch.randn(4, 1, length, 2, 64).unbind()
+    call = Call(0.125, length, length)
+    out, lse = kernel.forward(q, k, v, call)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kernel.backward(grad, q, k, v, out, lse, call)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+peak(128)
+print(peak(4096))
+"""
+
+
+def test_the_memory_of_a_backward_is_bounded_with_many_threads(built_cpu_kernel):
+    (grown,) = run(MANY_THREADS, built_cpu_kernel)
+    # KiB: 6 MiB of gradients, 4 MiB of sums, half a MiB for each of 36 tasks; sums of each would be 72 MiB.
+    assert int(grown) < 48 * 1024
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 6.0])
+def test_gradients_do_not_depend_on_the_number_of_threads(kernels, magnitude):
+    options = {"dtype": "float32", "window": CAUSAL, "magnitude": magnitude}
+    given = inputs(ragged((1100, 30, 600), heads=(4, 2), **options))
+    out, lse = kernels.forward(*given[:3], given.call)
+    found = []
+    for threads in (1, 2, 7, 64):
+        torch.set_num_threads(threads)
+        found.append(kernels.backward(given.grad_out, *given[:3], out, lse, given.call))
+    for each in found[1:]:
+        assert_same(each, found[0])
+
+
 SHORT_OF_MEMORY = """
 def solve(x, lse=None):
     call = Call(1.0, x.size(1), x.size(1))

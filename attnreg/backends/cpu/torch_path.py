@@ -18,9 +18,25 @@ from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype
 from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
 from attnreg.contract.backend import Call
 
+# Where an LSE is beyond this, rounding it and the output to their dtypes costs more than the accuracy rule
+# allows: such calls are computed in float64.
+_LARGE = 24.0
+
 
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
+    out, lse = _forward(flash, q, k, v, call)
+    if q.dtype != torch.float32 or not _needs_float64(q, lse):
+        return out, lse
+    out, lse = _forward(flash, q.double(), k.double(), v.double(), call)
+    return out.float(), lse.float()
+
+
+def _needs_float64(q: Tensor, lse: Tensor) -> bool:
+    return q.dtype != torch.float64 and bool(((lse.abs() > _LARGE) & lse.isfinite()).any())
+
+
+def _forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if not (q.numel() and k.numel()):
         lse = q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q)).mT.contiguous()
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
@@ -42,6 +58,10 @@ def backward(
     """Return the gradients of query, key and value."""
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if _needs_float64(q, lse):
+        wide = q.double(), k.double(), v.double()
+        grads = backward(flash, grad_out.double(), *wide, *_forward(flash, *wide, call), call)
+        return grads[0].to(q.dtype), grads[1].to(q.dtype), grads[2].to(q.dtype)
     dtype = lse_dtype(q)
     if lse.dtype != dtype:
         lse = forward(flash, q, k, v, call)[1]

@@ -2,8 +2,10 @@
 
 #pragma once
 
-#include "problem.h"
-#include "products.h"
+#include <atomic>
+#include <thread>
+
+#include "softmax.h"
 
 namespace attnreg {
 
@@ -23,144 +25,276 @@ struct KeySums {
   }
 };
 
+// A head of a sequence whose chunks of rows are tasks of several threads. All add to the same sums, to each key in
+// the order of the chunks: sums of each thread would take memory, and the results would depend on the threads.
+class SharedHead {
+ public:
+  static constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();
+
+  SharedHead(const Task& head, int64_t chunks, int64_t floats)
+      : head(head), chunks(chunks), sums_(allocated(std::calloc(floats, sizeof(float)))),
+        added_(new std::atomic<int64_t>[chunks]()) {}
+
+  float* sums() const { return sums_.get(); }
+  void free_sums() { sums_.reset(); }
+
+  // Waits until the chunks before this one have added all that they add to keys before `end`. Tasks are taken in
+  // the order of the chunks, so these are done, or other threads are at them.
+  void wait(int64_t chunk, int64_t end) const {
+    while (chunk > 0 && added_[chunk - 1].load(std::memory_order_acquire) < end) {
+      std::this_thread::yield();
+    }
+  }
+  void set_added(int64_t chunk, int64_t end) { added_[chunk].store(end, std::memory_order_release); }
+
+  const Task head;
+  const int64_t chunks;
+
+ private:
+  Memory sums_;
+  std::unique_ptr<std::atomic<int64_t>[]> added_;
+};
+
 template <class Number>
 class Backward {
  public:
   static constexpr int64_t kKeys = 64;
-  // Rows that are packed at a time, in every form that a product needs.
+  // Rows of a chunk: they are packed at a time, in every form that a product needs.
   static constexpr int64_t kRows = 5 * kMaxPanels * kLanes;
 
-  explicit Backward(const Problem& problem) : problem_(problem) {}
+  explicit Backward(const Problem& problem) : problem_(problem), scale_(problem.scale) {}
+  static int64_t chunks(const Task& head) { return (head.rows + kRows - 1) / kRows; }
 
-  // `shared` is the memory for the sums where the task is one of several of a head, else null.
-  void run(const Task& task, float* shared) {
-    const int64_t count = KeySums::size(problem_, *task.sequence);
-    float* memory = shared ? shared : sums_.take(count);
+  // Computes all chunks of a head.
+  void run(const Task& head) {
+    const int64_t count = KeySums::size(problem_, *head.sequence);
+    float* memory = sums_.take(count);
     std::fill_n(memory, count, 0.0f);
-    const KeySums sums = KeySums::in(memory, problem_, *task.sequence);
-    for (int64_t done = 0; done < task.rows; done += kRows) {
-      add_rows({task.sequence, task.key_head, task.row + done, std::min(kRows, task.rows - done), task.part}, sums);
+    const KeySums sums = KeySums::in(memory, problem_, *head.sequence);
+    for (int64_t chunk = 0; chunk < chunks(head); chunk++) {
+      add_chunk(head, chunk, sums, [](int64_t) {}, [](int64_t) {});
     }
-    if (!shared) {
-      write(task, sums);
-    }
+    write(head, sums);
   }
 
-  void write(const Task& task, const KeySums& sums) const {
-    const int64_t keys = task.sequence->keys;
-    const auto grad_k = key_rows<Number>(problem_.grad_k, task), grad_v = key_rows<Number>(problem_.grad_v, task);
-    unpack_rows(sums.k, static_cast<float>(problem_.scale), grad_k, keys, problem_.size);
-    unpack_rows(sums.v, 1.0f, grad_v, keys, problem_.value_size);
+  // Computes one chunk; the last one writes what all have added.
+  void run(SharedHead& shared, int64_t chunk) {
+    struct AtEnd {
+      SharedHead& shared;
+      int64_t chunk;
+      ~AtEnd() { shared.set_added(chunk, SharedHead::kEnd); }  // also without memory: others wait for this chunk
+    } at_end{shared, chunk};
+    const KeySums sums = KeySums::in(shared.sums(), problem_, *shared.head.sequence);
+    add_chunk(
+        shared.head, chunk, sums, [&](int64_t end) { shared.wait(chunk, end); },
+        [&](int64_t end) { shared.set_added(chunk, end); });
+    shared.wait(chunk, SharedHead::kEnd);
+    if (chunk == shared.chunks - 1) {
+      write(shared.head, sums);
+      shared.free_sums();
+    }
   }
 
  private:
-  void add_rows(const Task& task, const KeySums& sums) {
-    const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
-    const int64_t lanes = padded(task.rows, kLanes);
-    const auto queries = query_rows<Number>(problem_.q, task, group);
-    const auto grads = query_rows<Number>(problem_.grad_out, task, group);
-    const Panels q = q_.panels(size, task.rows), q_columns = q_columns_.panels(lanes, size);
-    const Panels grad_out = grad_out_.panels(value_size, task.rows);
-    const Panels grad_out_columns = grad_out_columns_.panels(lanes, value_size);
-    const Panels grad_q = grad_q_.zeros(lanes, padded(size, kTileRows));
-    pack_rows(queries, task.row, task.rows, size, q);
-    pack_columns(queries, task.row, task.rows, size, static_cast<float>(problem_.scale / kLog2), q_columns);
-    pack_rows(grads, task.row, task.rows, value_size, grad_out);
-    pack_columns(grads, task.row, task.rows, value_size, 1.0f, grad_out_columns);
-    float* lse = lse_.take(lanes);
-    float* delta = delta_.take(lanes);
-    load_lse_and_delta(task, grad_out_columns, lse, delta);
-    bounds_.set(task, group);
+  // What a task works on: its rows in every form that a product needs, and one block of keys and of scores.
+  struct Packed {
+    Panels q, q_columns, grad_out, grad_out_columns, grad_q;
+    Panels k, k_columns, v_columns, weights, grad_scores;
+    int64_t lanes;
+    // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum
+    // of its weights times their gradients.
+    float *base, *rest, *delta;
+  };
 
-    const Panels k = k_.panels(size, kKeys), k_columns = k_columns_.panels(kKeys, size);
-    const Panels v_columns = v_columns_.panels(kKeys, value_size);
-    const Panels weights = weights_.panels(kMaxPanels * kLanes, kKeys);
-    const Panels grad_scores = grad_scores_.panels(kMaxPanels * kLanes, kKeys);
-    const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
-    for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
-      const int64_t count = std::min(kKeys, bounds_.highest() - key);
-      pack_rows(keys, key, count, size, k);
-      pack_columns(keys, key, count, size, 1.0f, k_columns);
-      pack_columns(values, key, count, value_size, 1.0f, v_columns);
-      for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
-        width = next_width((lanes - lane) / kLanes);
-        const auto span = bounds_.of(lane, width * kLanes, key, count);
-        if (span.from >= span.to) {
-          continue;
-        }
-        const int64_t panel = lane / kLanes, rows = std::min(task.rows - lane, width * kLanes);
-        const int64_t end = padded(span.to, kTileRows);
-        with_width(width, [&](auto known) {
-          constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, Store::kOverwrite>(k_columns, q_columns.from(panel), weights, span.from, end, 0, size);
-          columns_by_rows<kWidth, Store::kOverwrite>(
-              v_columns, grad_out_columns.from(panel), grad_scores, span.from, end, 0, value_size);
-          if (span.masked) {
-            bounds_.mask(weights, kWidth, lane, key, span);
-          }
-          for (int64_t i = 0; i < kWidth; i++) {
-            const int64_t here = lane + i * kLanes;
-            grad_of_scores(weights.from(i), grad_scores.from(i), span.from, span.to, lse + here, delta + here);
-          }
-          columns_by_rows<kWidth, Store::kAdd>(
-              k, grad_scores, grad_q.from(panel), 0, padded(size, kTileRows), span.from, span.to);
-        });
-        const Panels some_q{q.at(0, lane), q.height}, some_grads{grad_out.at(0, lane), grad_out.height};
-        const int64_t q_panels = padded(size, kLanes) / kLanes, v_panels = padded(value_size, kLanes) / kLanes;
-        add_rows_by_all_rows(weights, some_grads, sums.v, v_panels, key, span.from, end, rows);
-        add_rows_by_all_rows(grad_scores, some_q, sums.k, q_panels, key, span.from, end, rows);
-      }
+  // `before` and `after` are called around adding to sums of keys before some key.
+  template <class Before, class After>
+  void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, Before&& before, After&& after) {
+    const int64_t row = chunk * kRows, size = problem_.size;
+    const Task task{head.sequence, head.key_head, row, std::min(kRows, head.rows - row)};
+    const Packed packed = pack(task);
+    bounds_.set(task, problem_.group());
+    const bool is_large = load_statistics(task, packed);
+    if (is_large) {
+      compute_statistics(task, packed);
     }
-    std::fill_n(lse, lanes, static_cast<float>(problem_.scale));
-    unpack_columns(grad_q, lse, query_rows<Number>(problem_.grad_q, task, group), task.row, task.rows, size);
+    const int64_t q_panels = padded(size, kLanes) / kLanes, v_panels = padded(problem_.value_size, kLanes) / kLanes;
+    for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
+      const int64_t count = pack_keys(task, packed, key);
+      pack_rows(key_rows<Number>(problem_.k, task), key, count, size, packed.k);
+      before(key + count);
+      for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
+        constexpr int64_t kWidth = decltype(known)::value;
+        const int64_t end = padded(span.to, kTileRows), rows = std::min(task.rows - lane, kWidth * kLanes);
+        products<kWidth>(packed, lane, span, is_large);
+        if (span.masked) {
+          bounds_.mask(packed.weights, kWidth, lane, key, span);
+        }
+        for (int64_t i = 0; i < kWidth; i++) {
+          grad_of_scores(packed, i, span.from, span.to, lane + i * kLanes);
+        }
+        columns_by_rows<kWidth, Store::kAdd>(
+            packed.k, packed.grad_scores, packed.grad_q.from(lane / kLanes), 0, padded(size, kTileRows), span.from,
+            span.to);
+        const Panels q{packed.q.at(0, lane), packed.q.height};
+        const Panels grad_out{packed.grad_out.at(0, lane), packed.grad_out.height};
+        add_rows_by_all_rows(packed.weights, grad_out, sums.v, v_panels, key, span.from, end, rows);
+        add_rows_by_all_rows(packed.grad_scores, q, sums.k, q_panels, key, span.from, end, rows);
+      });
+      after(key + count);
+    }
+    std::fill_n(packed.rest, packed.lanes, static_cast<float>(problem_.scale));
+    const auto grad_q = query_rows<Number>(problem_.grad_q, task, problem_.group());
+    unpack_columns(packed.grad_q, packed.rest, grad_q, task.row, task.rows, size);
   }
 
-  // For each row the LSE to base 2, and the sum of its output times its gradient.
-  void load_lse_and_delta(const Task& task, Panels grad_out_columns, float* lse, float* delta) {
-    const int64_t group = problem_.group(), size = problem_.value_size, lanes = padded(task.rows, kLanes);
+  // Calls a function for each tile of a block of keys, with its width, first lane and keys.
+  template <class Body>
+  void for_each_tile(const Packed& packed, int64_t key, int64_t count, Body&& body) const {
+    for (int64_t lane = 0, width; lane < packed.lanes; lane += width * kLanes) {
+      width = next_width((packed.lanes - lane) / kLanes);
+      const auto span = bounds_.of(lane, width * kLanes, key, count);
+      if (span.from < span.to) {
+        with_width(width, [&](auto known) { body(known, lane, span); });
+      }
+    }
+  }
+
+  Packed pack(const Task& task) {
+    const int64_t size = problem_.size, value_size = problem_.value_size, lanes = padded(task.rows, kLanes);
+    const auto queries = query_rows<Number>(problem_.q, task, problem_.group());
+    const auto grads = query_rows<Number>(problem_.grad_out, task, problem_.group());
+    const Packed packed{
+        q_.panels(size, task.rows), q_columns_.panels(lanes, size), grad_out_.panels(value_size, task.rows),
+        grad_out_columns_.panels(lanes, value_size), grad_q_.zeros(lanes, padded(size, kTileRows)),
+        k_.panels(size, kKeys), k_columns_.panels(kKeys, size), v_columns_.panels(kKeys, value_size),
+        weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys), lanes,
+        base_.take(lanes), rest_.take(lanes), delta_.take(lanes)};
+    pack_rows(queries, task.row, task.rows, size, packed.q);
+    pack_columns(queries, task.row, task.rows, size, scale_.sign, packed.q_columns);
+    pack_rows(grads, task.row, task.rows, value_size, packed.grad_out);
+    pack_columns(grads, task.row, task.rows, value_size, 1.0f, packed.grad_out_columns);
+    return packed;
+  }
+
+  // Packs a block of keys and values, and returns how many there are.
+  int64_t pack_keys(const Task& task, const Packed& packed, int64_t key) const {
+    const int64_t count = std::min(kKeys, bounds_.highest() - key);
+    pack_columns(key_rows<Number>(problem_.k, task), key, count, problem_.size, 1.0f, packed.k_columns);
+    pack_columns(key_rows<Number>(problem_.v, task), key, count, problem_.value_size, 1.0f, packed.v_columns);
+    return count;
+  }
+
+  // Computes the scores of a tile, and the gradients of its weights.
+  template <int64_t kWidth>
+  void products(const Packed& packed, int64_t lane, const Bounds::Span& span, bool is_large) const {
+    const int64_t panel = lane / kLanes, end = padded(span.to, kTileRows);
+    const Panels q = packed.q_columns.from(panel), grad_out = packed.grad_out_columns.from(panel);
+    if (is_large && std::is_same_v<Number, Float32>) {
+      rows_of_heads_in_double<kWidth>(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
+    } else {
+      rows_of_heads<kWidth>(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
+    }
+    rows_of_heads<kWidth>(packed.v_columns, grad_out, packed.grad_scores, span.from, end, problem_.value_size);
+  }
+
+  // Loads what is known of each row from its LSE and output. Returns whether LSEs are so large that it isn't exact enough.
+  bool load_statistics(const Task& task, const Packed& packed) {
+    const int64_t group = problem_.group(), size = problem_.value_size;
     const auto lses = query_rows<Float32>(problem_.lse, task, group);
-    for (int64_t row = 0; row < lanes; row++) {
+    bool is_large = false;
+    for (int64_t row = 0; row < packed.lanes; row++) {
       // A weight is exp(score - LSE): 0 in a row that sees no key, and in lanes after the last row.
       const float found = row < task.rows ? *lses[task.row + row] : -kInfinity;
-      lse[row] = found == -kInfinity ? kInfinity : static_cast<float>(found / kLog2);
+      const double lse = found == -kInfinity ? kInfinity : found;
+      const float base = static_cast<float>(lse / scale_.size);
+      packed.base[row] = std::isfinite(base) ? base : 0.0f;
+      packed.rest[row] = static_cast<float>((lse - packed.base[row] * scale_.size) / kLog2);
+      is_large = is_large || (std::isfinite(lse) && std::abs(lse) > kLarge<Number>);
     }
     // Summed in the order in which the product of value and gradient is: in a row that sees one key the two are
     // equal, and their difference has to be exactly 0.
-    const Panels out = out_columns_.panels(lanes, size);
+    const Panels out = out_columns_.panels(packed.lanes, size);
     pack_columns(query_rows<Number>(problem_.out, task, group), task.row, task.rows, size, 1.0f, out);
-    for (int64_t panel = 0; panel * kLanes < lanes; panel++) {
-      Floats sum{};
-      for (int64_t column = 0; column < size; column++) {
-        sum += load<Floats>(out.at(panel, column)) * load<Floats>(grad_out_columns.at(panel, column));
+    for (int64_t panel = 0; panel * kLanes < packed.lanes; panel++) {
+      Floats all{};
+      for (int64_t column = 0; column < size;) {
+        Floats sum{};
+        for (const int64_t end = std::min(size, column + kTerms); column < end; column++) {
+          sum += load<Floats>(out.at(panel, column)) * load<Floats>(packed.grad_out_columns.at(panel, column));
+        }
+        all += sum;
       }
-      store(delta + panel * kLanes, sum);
+      store(packed.delta + panel * kLanes, all);
+    }
+    return is_large;
+  }
+
+  // Computes the same once more from scores, as plain PyTorch operations do.
+  void compute_statistics(const Task& task, const Packed& packed) {
+    std::fill_n(packed.base, packed.lanes, -kInfinity);
+    std::fill_n(packed.rest, packed.lanes, 0.0f);
+    std::fill_n(packed.delta, packed.lanes, 0.0f);
+    for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
+      const int64_t count = pack_keys(task, packed, key);
+      for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
+        constexpr int64_t kWidth = decltype(known)::value;
+        products<kWidth>(packed, lane, span, true);
+        if (span.masked) {
+          bounds_.mask(packed.weights, kWidth, lane, key, span);
+        }
+        for (int64_t i = 0; i < kWidth; i++, lane += kLanes) {
+          const Panels weights = packed.weights.from(i), grads = packed.grad_scores.from(i);
+          const Floats highest = highest_of(weights, span.from, span.to, load<Floats>(packed.base + lane));
+          float factors[kLanes];
+          softmax_of_block(
+              weights, span.from, span.to, highest, scale_.to_exponent, {packed.base + lane, packed.rest + lane},
+              factors);
+          Floats sum{};
+          for (int64_t row = span.from; row < span.to; row++) {
+            sum += load<Floats>(weights.at(0, row)) * load<Floats>(grads.at(0, row));
+          }
+          store(packed.delta + lane, load<Floats>(packed.delta + lane) * load<Floats>(factors) + sum);
+        }
+      });
+    }
+    for (int64_t row = 0; row < packed.lanes; row++) {
+      packed.delta[row] /= packed.rest[row];
+      packed.rest[row] = static_cast<float>(std::log2(double(packed.rest[row])));
     }
   }
 
   // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple
   // of kTileRows.
-  static void grad_of_scores(
-      Panels weights, Panels grad_scores, int64_t from, int64_t to, const float* lse, const float* delta) {
-    const Floats row_lse = load<Floats>(lse), row_delta = load<Floats>(delta);
+  void grad_of_scores(const Packed& packed, int64_t panel, int64_t from, int64_t to, int64_t lane) const {
+    const Floats base = load<Floats>(packed.base + lane), rest = load<Floats>(packed.rest + lane);
+    const Floats delta = load<Floats>(packed.delta + lane);
     int64_t row = from;
     for (; row < to; row++) {
-      float *weight = weights.at(0, row), *grad = grad_scores.at(0, row);
+      float *weight = packed.weights.at(panel, row), *grad = packed.grad_scores.at(panel, row);
       // No weight is above 1, however much of very large scores was lost to rounding.
-      const Floats power = load<Floats>(weight) - row_lse;
+      const Floats power = (load<Floats>(weight) - base) * scale_.to_exponent - rest;
       const Floats found = exp2(power > 0.0f ? Floats{} : power);
       store(weight, found);
-      store(grad, found * (load<Floats>(grad) - row_delta));
+      store(grad, found * (load<Floats>(grad) - delta));
     }
     for (; row % kTileRows; row++) {
-      store(weights.at(0, row), Floats{});
-      store(grad_scores.at(0, row), Floats{});
+      store(packed.weights.at(panel, row), Floats{});
+      store(packed.grad_scores.at(panel, row), Floats{});
     }
   }
 
+  void write(const Task& head, const KeySums& sums) const {
+    const int64_t keys = head.sequence->keys;
+    const auto grad_k = key_rows<Number>(problem_.grad_k, head), grad_v = key_rows<Number>(problem_.grad_v, head);
+    unpack_rows(sums.k, static_cast<float>(problem_.scale), grad_k, keys, problem_.size);
+    unpack_rows(sums.v, 1.0f, grad_v, keys, problem_.value_size);
+  }
+
   const Problem& problem_;
+  const Scale scale_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer out_columns_, weights_, grad_scores_, lse_, delta_;
+  Buffer out_columns_, weights_, grad_scores_, base_, rest_, delta_;
 };
 
 }  // namespace attnreg

@@ -1,13 +1,10 @@
-// The forward: an online softmax over blocks of keys (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867).
+// The forward: an online softmax over blocks of keys (softmax.h).
 //
 // Scores and outputs are transposed, rows as columns, so that the softmax computes a vector of rows at a time.
 
 #pragma once
 
-#include <cmath>
-
-#include "problem.h"
-#include "products.h"
+#include "softmax.h"
 
 namespace attnreg {
 
@@ -19,7 +16,7 @@ class Forward {
   // Rows of a task at most: they share the packed keys and values of a block.
   static constexpr int64_t kRows = 10 * kMaxPanels * kLanes;
 
-  explicit Forward(const Problem& problem) : problem_(problem) {}
+  explicit Forward(const Problem& problem) : problem_(problem), scale_(problem.scale) {}
 
   void run(const Task& task) {
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
@@ -32,8 +29,7 @@ class Forward {
     std::fill_n(highest, lanes, -kInfinity);
     std::fill_n(sums, lanes, 0.0f);
     bounds_.set(task, group);
-    pack_columns(query_rows<Number>(problem_.q, task, group), task.row, task.rows, size,
-                 static_cast<float>(problem_.scale / kLog2), q);
+    pack_columns(query_rows<Number>(problem_.q, task, group), task.row, task.rows, size, scale_.sign, q);
     const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = std::min(kKeys, bounds_.highest() - key);
@@ -48,16 +44,9 @@ class Forward {
         const int64_t panel = lane / kLanes;
         with_width(width, [&](auto known) {
           constexpr int64_t kWidth = decltype(known)::value;
-          columns_by_rows<kWidth, Store::kOverwrite>(
-              k, q.from(panel), scores, span.from, padded(span.to, kTileRows), 0, size);
-          if (span.masked) {
-            bounds_.mask(scores, kWidth, lane, key, span);
-          }
           float factors[kWidth * kLanes];
-          for (int64_t i = 0; i < kWidth; i++) {
-            const int64_t here = i * kLanes;
-            softmax_of_block(scores.from(i), span.from, span.to, highest + lane + here, sums + lane + here, factors + here);
-          }
+          softmax_of_tile<Number, kWidth>(
+              k, q.from(panel), scores, size, scale_, bounds_, lane, key, span, {highest + lane, sums + lane}, factors);
           columns_by_rows<kWidth, Store::kScaleAndAdd>(
               v, scores, out.from(panel), 0, padded(value_size, kTileRows), span.from, span.to, factors);
         });
@@ -67,52 +56,11 @@ class Forward {
   }
 
  private:
-  // Turns scores into weights relative to the highest score so far; `factors` are what earlier sums are multiplied
-  // by when that rises.
-  static void softmax_of_block(Panels scores, int64_t from, int64_t to, float* highest, float* sums, float* factors) {
-    const Floats before = load<Floats>(highest);
-    Floats most[4] = {before, before, before, before};
-    int64_t row = from;
-    for (; row + 4 <= to; row += 4) {
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < 4; i++) {
-        most[i] = larger(load<Floats>(scores.at(0, row + i)), most[i]);
-      }
-    }
-    for (; row < to; row++) {
-      most[0] = larger(load<Floats>(scores.at(0, row)), most[0]);
-    }
-    const Floats now = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-    // In a row that has seen no key yet, -inf - -inf would be NaN.
-    const Floats base = now == -kInfinity ? Floats{} : now;
-    Floats sum[2] = {};
-    row = from;
-    for (; row + 2 <= to; row += 2) {
-#pragma GCC unroll 2
-      for (int64_t i = 0; i < 2; i++) {
-        float* at = scores.at(0, row + i);
-        const Floats weight = exp2(load<Floats>(at) - base);
-        store(at, weight);
-        sum[i] += weight;
-      }
-    }
-    for (; row < to; row++) {
-      float* at = scores.at(0, row);
-      const Floats weight = exp2(load<Floats>(at) - base);
-      store(at, weight);
-      sum[0] += weight;
-    }
-    const Floats factor = exp2(before - base);
-    store(factors, factor);
-    store(sums, load<Floats>(sums) * factor + (sum[0] + sum[1]));
-    store(highest, now);
-  }
-
   void write_results(const Task& task, Panels out, const float* highest, float* sums) const {
     const int64_t group = problem_.group();
     const auto lse = query_rows<Float32>(problem_.lse, task, group);
     for (int64_t row = 0; row < task.rows; row++) {
-      const double found = highest[row] * kLog2 + std::log(double(sums[row]));
+      const double found = highest[row] * scale_.size + std::log(double(sums[row]));
       *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(found);
     }
     for (int64_t lane = 0; lane < padded(task.rows, kLanes); lane += kLanes) {
@@ -124,6 +72,7 @@ class Forward {
   }
 
   const Problem& problem_;
+  const Scale scale_;
   Bounds bounds_;
   Buffer q_, k_, v_, scores_, out_, highest_, sums_;
 };

@@ -4,7 +4,8 @@
 // are packed into panels (panels.h) in float32, whatever the dtype, and multiplied tile by tile (products.h).
 //
 // vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
-// products.h: their products · problem.h: a call and its tasks · forward.h, backward.h: what a task computes
+// products.h: their products · problem.h: a call and its tasks · softmax.h: scores and their weights ·
+// forward.h, backward.h: what a task computes
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
@@ -71,7 +72,7 @@ std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
     const int64_t piece = pieces < 2 ? all : padded((all + pieces - 1) / pieces, tile);
     for (int64_t head = 0; head < problem.key_heads; head++) {
       for (int64_t row = 0; row < all; row += piece) {
-        tasks.push_back({&sequence, head, row, std::min(piece, all - row), -1});
+        tasks.push_back({&sequence, head, row, std::min(piece, all - row)});
       }
     }
   }
@@ -88,69 +89,55 @@ void forward(const Problem& problem) {
       [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
 }
 
-// A head of a sequence that is shared out to several tasks: each has its own sums, which are added at the end.
-struct SharedSums {
+// A head, or a chunk of the rows of a shared one.
+struct Part {
   Task head;
-  int64_t parts;
-  std::unique_ptr<float[]> sums;
-  int64_t size;
+  SharedHead* shared;
+  int64_t chunk;
 };
 
 template <class Number>
 void backward(const Problem& problem) {
   using Worker = Backward<Number>;
   const int64_t group = problem.group(), threads = at::get_num_threads();
-  std::vector<Task> heads_of_sequences;
+  std::vector<Task> heads;
   for (int64_t i = 0; i < problem.count; i++) {
     for (int64_t head = 0; head < problem.key_heads; head++) {
-      heads_of_sequences.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group, -1});
+      heads.push_back({&problem.sequences[i], head, 0, problem.sequences[i].rows * group});
     }
   }
-  const double cost = cost_of(heads_of_sequences, group);
-  // A head that takes longer than half of a thread's share is cut by its rows.
-  const double share = cost / double(2 * threads);
-  std::vector<Task> tasks;
-  std::vector<SharedSums> shared;
-  std::vector<std::pair<int64_t, int64_t>> owners;
-  for (const Task& head : heads_of_sequences) {
-    const int64_t chunks = (head.rows + Worker::kRows - 1) / Worker::kRows;
-    const int64_t parts = threads < 2 ? 1 : std::clamp<int64_t>(std::llround(head.cost(group) / share), 1, chunks);
-    if (parts == 1) {
-      tasks.push_back(head);
-      continue;
+  sort(heads, group);
+  const double cost = cost_of(heads, group);
+  // A head that takes longer than three quarters of a thread's share is shared out.
+  const double most = threads < 2 ? cost : 0.75 * cost / double(threads);
+  std::vector<SharedHead> shared;
+  std::vector<Task> rest;
+  for (const Task& head : heads) {
+    const int64_t chunks = Worker::chunks(head);
+    if (chunks > 1 && head.cost(group) > most) {
+      shared.emplace_back(head, chunks, KeySums::size(problem, *head.sequence));
+    } else {
+      rest.push_back(head);
     }
-    const int64_t piece = (chunks + parts - 1) / parts * Worker::kRows;
-    int64_t part = 0;
-    for (int64_t row = 0; row < head.rows; row += piece) {
-      tasks.push_back({head.sequence, head.key_head, row, std::min(piece, head.rows - row),
-                       static_cast<int64_t>(owners.size())});
-      owners.emplace_back(shared.size(), part++);
-    }
-    const int64_t size = KeySums::size(problem, *head.sequence);
-    shared.push_back({head, part, std::unique_ptr<float[]>(new float[part * size]), size});
   }
-  sort(tasks, group);
+  std::vector<Part> parts;
+  // A chunk comes after the one that it waits for, and after as many others as there are.
+  for (int64_t chunk = 0, before = -1; before < int64_t(parts.size()); chunk++) {
+    before = parts.size();
+    for (SharedHead& each : shared) {
+      if (chunk < each.chunks) {
+        parts.push_back({each.head, &each, chunk});
+      }
+    }
+  }
+  for (const Task& head : rest) {
+    parts.push_back({head, nullptr, 0});
+  }
   in_parallel(
-      tasks.size(), cost, [&] { return Worker(problem); },
+      parts.size(), cost, [&] { return Worker(problem); },
       [&](Worker& worker, int64_t i) {
-        const Task& task = tasks[i];
-        if (task.part < 0) {
-          return worker.run(task, nullptr);
-        }
-        const auto& [owner, part] = owners[task.part];
-        worker.run(task, shared[owner].sums.get() + part * shared[owner].size);
-      });
-  in_parallel(
-      shared.size(), cost, [&] { return Worker(problem); },
-      [&](Worker& worker, int64_t i) {
-        const SharedSums& each = shared[i];
-        float* sums = each.sums.get();
-        for (int64_t part = 1; part < each.parts; part++) {
-          for (int64_t at = 0; at < each.size; at++) {
-            sums[at] += sums[part * each.size + at];
-          }
-        }
-        worker.write(each.head, KeySums::in(sums, problem, *each.head.sequence));
+        const auto& [head, shared, chunk] = parts[i];
+        return shared ? worker.run(*shared, chunk) : worker.run(head);
       });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <memory>
@@ -55,11 +56,27 @@ struct Problem {
   int64_t group() const { return heads / key_heads; }
 };
 
+// Scores are products of rows of q and k without the scale, which comes in after the highest one of a row, or something
+// close to it, was subtracted: what rounding a score costs its weight isn't multiplied by the size of the score then.
+struct Scale {
+  // What the query is multiplied by, so that no scale below 0 is left: -1, 0 or 1.
+  float sign = 1.0f;
+  // What differences of scores are multiplied by to be exponents of 2; above 0, as scores that are masked are -inf.
+  float to_exponent = 1.0f;
+  double size;
+
+  explicit Scale(double scale) : size(std::abs(scale)) {
+    const float found = static_cast<float>(size / kLog2);
+    const bool is_zero = found < 0x1p-126f;  // smaller numbers may be flushed to 0
+    sign = is_zero ? 0.0f : scale < 0.0 ? -1.0f : 1.0f;
+    to_exponent = is_zero ? 1.0f : found;
+  }
+};
+
 // Rows of all query heads that share a key head, those of one token next to each other.
 struct Task {
   const Sequence* sequence;
   int64_t key_head, row, rows;
-  int64_t part;  // its number among the tasks that add to the same gradients; -1 if it is the only one
 
   double cost(int64_t group) const {
     const int64_t last = (row + rows - 1) / group;
@@ -74,6 +91,18 @@ inline void sort(std::vector<Task>& tasks, int64_t group) {
   });
 }
 
+struct Free {
+  void operator()(float* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<float, Free>;
+
+inline Memory allocated(void* memory) {
+  if (!memory) {
+    throw std::bad_alloc();
+  }
+  return Memory(static_cast<float*>(memory));
+}
+
 // Memory that is reused from task to task, aligned to a cache line.
 class Buffer {
  public:
@@ -81,10 +110,7 @@ class Buffer {
     if (count > size_) {
       memory_.reset();
       size_ = 0;
-      memory_.reset(static_cast<float*>(std::aligned_alloc(64, padded(count * sizeof(float), 64))));
-      if (!memory_) {
-        throw std::bad_alloc();
-      }
+      memory_ = allocated(std::aligned_alloc(64, padded(count * sizeof(float), 64)));
       size_ = count;
     }
     return memory_.get();
@@ -99,10 +125,7 @@ class Buffer {
   }
 
  private:
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<float, Free> memory_;
+  Memory memory_;
   int64_t size_ = 0;
 };
 
@@ -142,9 +165,14 @@ class Bounds {
   void mask(Panels scores, int64_t panels, int64_t lane, int64_t key, const Span& span) const {
     const Floats hidden = broadcast(-kInfinity);
     for (int64_t panel = 0; panel < panels; panel++) {
-      const Ints first = load<Ints>(&first_[lane + panel * kLanes]), end = load<Ints>(&end_[lane + panel * kLanes]);
+      Ints first, end;
+      for (int64_t i = 0; i < kLanes; i++) {
+        // Counted from the block's first key: the number of a key may have more than 32 bits.
+        first[i] = std::clamp<int64_t>(first_[lane + panel * kLanes + i] - key, 0, span.to);
+        end[i] = std::clamp<int64_t>(end_[lane + panel * kLanes + i] - key, 0, span.to);
+      }
       for (int64_t row = span.from; row < span.to; row++) {
-        const Ints here = Ints{} + static_cast<int32_t>(key + row);
+        const Ints here = Ints{} + static_cast<int32_t>(row);
         float* at = scores.at(panel, row);
         store(at, here < first ? hidden : here >= end ? hidden : load<Floats>(at));
       }
@@ -152,18 +180,18 @@ class Bounds {
   }
 
  private:
-  std::vector<int32_t> first_, end_;
+  std::vector<int64_t> first_, end_;
 };
 
 template <class Number>
 Rows<Number> query_rows(const Operand& operand, const Task& task, int64_t group) {
-  const auto& [sequence, key_head, row, rows, part] = task;
+  const auto& [sequence, key_head, row, rows] = task;
   return {operand.at<Number>(sequence->batch, sequence->row, key_head * group), operand.token, operand.head, group};
 }
 
 template <class Number>
 Rows<Number> key_rows(const Operand& operand, const Task& task) {
-  const auto& [sequence, key_head, row, rows, part] = task;
+  const auto& [sequence, key_head, row, rows] = task;
   return {operand.at<Number>(sequence->batch, sequence->key, key_head), operand.token, operand.head, 1};
 }
 

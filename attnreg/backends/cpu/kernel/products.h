@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "panels.h"
@@ -87,6 +88,47 @@ void columns_by_rows(
       tile.template add<1>(a, b, panel);
     }
     tile.write(result, row, factors);
+  }
+}
+
+// Products of rows of q and k, or of the output's gradient and v, are sums over the head dim. The weights depend on
+// them exponentially, and gradients on small differences of them: they are sums of sums of so many products.
+constexpr int64_t kTerms = 32;
+
+template <int64_t kWidth>
+void rows_of_heads(Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t size) {
+  columns_by_rows<kWidth, Store::kOverwrite>(left, right, result, from, to, 0, std::min(size, kTerms));
+  for (int64_t first = kTerms; first < size; first += kTerms) {
+    columns_by_rows<kWidth, Store::kAdd>(left, right, result, from, to, first, std::min(size, first + kTerms));
+  }
+}
+
+// The same, summed in float64 and rounded once.
+template <int64_t kWidth>
+void rows_of_heads_in_double(Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t size) {
+  constexpr int64_t kRows = 4, kHalf = kLanes / 2;
+  const int64_t panel = right.height * kLanes;
+  for (int64_t row = from; row < to; row += kRows) {
+    Doubles sums[kRows][2 * kWidth] = {};
+    const float *a = left.at(row / kLanes, 0) + row % kLanes, *b = right.at(0, 0);
+    for (int64_t k = 0; k < size; k++, a += kLanes, b += kLanes) {
+#pragma GCC unroll 6
+      for (int64_t n = 0; n < 2 * kWidth; n++) {
+        const auto some = load<HalfFloats>(b + n / 2 * panel + n % 2 * kHalf);
+        const Doubles columns = __builtin_convertvector(some, Doubles);
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kRows; i++) {
+          sums[i][n] += double(a[i]) * columns;
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kRows; i++) {
+#pragma GCC unroll 6
+      for (int64_t n = 0; n < 2 * kWidth; n++) {
+        store(result.at(n / 2, row + i) + n % 2 * kHalf, __builtin_convertvector(sums[i][n], HalfFloats));
+      }
+    }
   }
 }
 

@@ -19,6 +19,8 @@ constexpr int64_t kLanes = 4, kTileRows = 4;
 #endif
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Doubles = double __attribute__((vector_size(kLanes * 4)));
+using HalfFloats = float __attribute__((vector_size(kLanes * 2)));  // as many as Doubles has
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
@@ -49,6 +51,17 @@ inline Floats broadcast(float number) {
 
 inline Floats larger(Floats one, Floats other) {
   return one > other ? one : other;
+}
+
+// Whether some number is finite and further from 0 than a limit.
+inline bool any_beyond(Floats numbers, double limit) {
+  for (int64_t i = 0; i < kLanes; i++) {
+    const float size = numbers[i] < 0.0f ? -numbers[i] : numbers[i];
+    if (size > limit && size <= 0x1.fffffep127f) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // 2 to the power of at most 127, to two units in the last place: 0 where that would be too small for a normal

@@ -1,0 +1,96 @@
+// The online softmax of a block of scores (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), and which
+// scores are so large that float32 sums aren't exact enough for it.
+
+#pragma once
+
+#include "problem.h"
+#include "products.h"
+
+namespace attnreg {
+
+// Where LSEs are beyond this, rounding them and the output to their dtypes costs gradients more than the accuracy rule
+// allows; where scores of float32 inputs are, they are computed once more in float64.
+template <class Number>
+constexpr double kLarge = std::is_same_v<Number, Float32> ? 32.0 : 256.0;
+
+// Sums over the keys that a row has seen so far: its highest score, and the sum of weights relative to that.
+struct RowSums {
+  float *highest, *weights;
+};
+
+inline Floats highest_of(Panels scores, int64_t from, int64_t to, Floats before) {
+  Floats most[4] = {before, before, before, before};
+  int64_t row = from;
+  for (; row + 4 <= to; row += 4) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; i++) {
+      most[i] = larger(load<Floats>(scores.at(0, row + i)), most[i]);
+    }
+  }
+  for (; row < to; row++) {
+    most[0] = larger(load<Floats>(scores.at(0, row)), most[0]);
+  }
+  return larger(larger(most[0], most[1]), larger(most[2], most[3]));
+}
+
+// Turns scores into weights relative to the highest score `now`; `factors` are what earlier sums are multiplied by
+// if that has risen.
+inline void softmax_of_block(
+    Panels scores, int64_t from, int64_t to, Floats now, float to_exponent, const RowSums& sums, float* factors) {
+  const Floats before = load<Floats>(sums.highest);
+  // In a row that has seen no key yet, -inf - -inf would be NaN.
+  const Floats base = now == -kInfinity ? Floats{} : now;
+  Floats sum[2] = {};
+  int64_t row = from;
+  for (; row + 2 <= to; row += 2) {
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; i++) {
+      float* at = scores.at(0, row + i);
+      const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+      store(at, weight);
+      sum[i] += weight;
+    }
+  }
+  for (; row < to; row++) {
+    float* at = scores.at(0, row);
+    const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+    store(at, weight);
+    sum[0] += weight;
+  }
+  const Floats factor = exp2((before - base) * to_exponent);
+  store(factors, factor);
+  store(sums.weights, load<Floats>(sums.weights) * factor + (sum[0] + sum[1]));
+  store(sums.highest, now);
+}
+
+// Computes the scores of a tile, masks them, and turns them into weights as above.
+template <class Number, int64_t kWidth>
+void softmax_of_tile(
+    Panels keys, Panels queries, Panels scores, int64_t size, const Scale& scale, const Bounds& bounds, int64_t lane,
+    int64_t key, const Bounds::Span& span, const RowSums& sums, float* factors) {
+  const int64_t end = padded(span.to, kTileRows);
+  Floats now[kWidth];
+  const auto mask = [&] {
+    if (span.masked) {
+      bounds.mask(scores, kWidth, lane, key, span);
+    }
+    bool is_large = false;
+    for (int64_t i = 0; i < kWidth; i++) {
+      now[i] = highest_of(scores.from(i), span.from, span.to, load<Floats>(sums.highest + i * kLanes));
+      is_large = is_large || any_beyond(now[i], kLarge<Number> / scale.size);
+    }
+    return is_large;
+  };
+  rows_of_heads<kWidth>(keys, queries, scores, span.from, end, size);
+  if (mask() && std::is_same_v<Number, Float32>) {
+    rows_of_heads_in_double<kWidth>(keys, queries, scores, span.from, end, size);
+    mask();
+  }
+  for (int64_t i = 0; i < kWidth; i++) {
+    const int64_t here = i * kLanes;
+    const RowSums of_panel{sums.highest + here, sums.weights + here};
+    softmax_of_block(scores.from(i), span.from, span.to, now[i], scale.to_exponent, of_panel, factors + here);
+  }
+}
+
+}  // namespace attnreg
