@@ -143,7 +143,7 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
 def _distance(got: Tensor, truth: Tensor) -> float:
     if got.shape != truth.shape:
         return torch.inf
-    got = got.to(torch.float64)
+    got = got.detach().to(torch.float64)
     distance = (got - truth).abs().masked_fill(got == truth, 0.0)  # an LSE of -inf has a distance of NaN
     return float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if distance.numel() else 0.0
 
