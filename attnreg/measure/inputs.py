@@ -70,7 +70,7 @@ def inputs(
     q, k, v, grad = _laid_out(case, q, k, v, grad)
     bias = None
     if case.bias == "key padding":
-        lens = torch.arange(case.max_k, 0, -max(1, case.max_k // 3))[: len(case.lens_k)]
+        lens = case.max_k - torch.arange(len(case.lens_k)) % 3 * (case.max_k // 3)
         bias = (torch.arange(case.max_k) < lens[:, None])[:, None, None, :].to(device)
     elif case.bias == "additive":
         bias = normal(heads_q, case.max_q, case.max_k)
