@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
     import torch
 
     from attnreg.contract.discovery import Entry
-    from attnreg.measure import Case, Error, Outcome
+    from attnreg.measure import Error
+    from attnreg.testing import Check, Conformance, Outcome
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+REPEATS = 5  # so many commands that repeat what is wrong are shown
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0
-WRONG:   the error exceeds twice PyTorch's plus the rounding error of the dtype"""
+WRONG:   the error exceeds twice PyTorch's plus the rounding error of the dtype;
+         or the contract is broken as the next line says
+drawn:   cases drawn for what the backend declares; --seed N draws others"""
 
 
 def verify(
@@ -31,101 +37,122 @@ def verify(
     device: options.DeviceHere = "",
     dtype: Annotated[
         list[str],
-        valued("--dtype", "DTYPES", "One or several with commas. Default: bf16, with --full all."),
+        valued(
+            "--dtype", "DTYPES", "One or several with commas. Default: bf16 if declared; with --full all."
+        ),
     ] = [],  # noqa: B006
     full: Annotated[
         bool, typer.Option("--full/--quick", help="All cases, some of which take seconds each.")
     ] = False,
-    case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
+    case: Annotated[str, valued("--case", "TEXT", "Only the checks with this text in their name.")] = "",
+    seed: Annotated[
+        int, valued("--seed", "N", "Of the values, and of the drawn cases.", show_default=True)
+    ] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Check every backend against a float64 reference.
 
-    A backend is wrong in a case if its error exceeds twice the error of plain PyTorch in the same
-    dtype, plus the rounding error of that dtype. The exit code is 1 if any is wrong.
+    What else the contract asks of kernels is checked as well. A backend is wrong in a case if its
+    error exceeds twice the error of plain PyTorch in the same dtype, plus the rounding error of that
+    dtype. The exit code is 1 if any is wrong, or refuses all of something that it declares.
 
     Example: attnreg verify --backend FA2,cuDNN --dtype fp16
     """
     output.import_torch()
-    from attnreg import measure
+    from attnreg.testing import Conformance
 
     place, named = options.present_device(device), options.names("--backend", backend)
     with output.stdout_to_stderr():
-        cases = _cases(full, options.names("--dtype", dtype), case)
-        tested: list[tuple[Entry, str, list[Outcome]]] = [
-            (entry, reason, []) for entry, reason in options.candidates(named, place)
-        ]
-        running = [(one.backend, outcomes) for one, reason, outcomes in tested if one.backend and not reason]
-        finished = False
-        with contextlib.suppress(KeyboardInterrupt), output.progress(len(running) * len(cases)) as update:
-            for kernels, outcomes in running:
-                update(description=kernels.name)
-                for outcome in measure.verify(kernels, place, cases):
-                    outcomes.append(outcome)  # is kept if the next case is interrupted
-                    update(advance=1, description=f"{kernels.name} {outcome.case}")
-            finished = True
+        wanted = tuple(options.dtype_name(name) for name in options.names("--dtype", dtype))
+        tested: list[tuple[Entry, str, Conformance | None, list[Outcome]]] = []
+        for entry, reason in options.candidates(named, place):
+            runs = entry.backend is not None and not reason
+            kit = (
+                Conformance(entry.backend, place, wanted, seed, full=full) if runs and entry.backend else None
+            )
+            tested.append((entry, reason, kit, []))
+        running = [(kit, _checks(kit, case), outcomes) for _, _, kit, outcomes in tested if kit]
+        finished = _run(running)
     found = [_data(*one) for one in tested]
     if as_json:
-        data = {"device": str(place), "cases": len(cases), "finished": finished, "backends": found}
+        count = max((len(checks) for _, checks, _ in running), default=0)
+        data = {"device": str(place), "cases": count, "finished": finished, "backends": found}
         output.print_json(data)
     else:
         _print(found, place)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
     missing = bool(named) and any(one["reason"] for one in found)
-    if missing or not any(one["rows"] for one in found) or any(one["wrong"] for one in found):
+    wrong = any(one["wrong"] or one["never_ran"] for one in found)
+    if missing or wrong or not any(one["rows"] for one in found):
         raise typer.Exit(output.FAILED)
 
 
-def _cases(full: bool, dtypes: tuple[str, ...], text: str) -> list[Case]:
-    from attnreg.measure import CASES, QUICK
+def _run(running: list[tuple[Conformance, list[Check], list[Outcome]]]) -> bool:
+    """Add the outcome of every check to its list; returns whether it came to the end."""
+    total = sum(len(checks) for _, checks, _ in running)
+    with contextlib.suppress(KeyboardInterrupt), output.progress(total) as update:
+        for kit, checks, outcomes in running:
+            for check in checks:
+                update(description=f"{kit.backend.name} {check}")
+                outcomes.append(kit.run(check))
+                update(advance=1)
+        return True
+    return False
 
-    wanted = [options.dtype_name(name) for name in dtypes] or ([] if full else ["bfloat16"])
-    of_dtype = [case for case in (CASES if full else QUICK) if not wanted or case.dtype in wanted]
-    if not of_dtype:
-        known = ", ".join(dict.fromkeys(case.dtype for case in CASES))
-        raise InvalidInputError(f"--dtype: got {','.join(dtypes)!r}, expected one of {known}")
-    found = [case for case in of_dtype if text.casefold() in case.name]
+
+def _checks(kit: Conformance, text: str) -> list[Check]:
+    """Return the checks of a backend that `--case` selects."""
+    if unknown := [dtype for dtype in kit.dtypes if dtype not in DTYPES]:
+        raise InvalidInputError(f"--dtype: got {','.join(unknown)!r}, expected one of {', '.join(DTYPES)}")
+    found = [check for check in kit.checks if text.casefold() in str(check).casefold()]
     if not found:
         raise InvalidInputError(
-            f"--case: got {text!r}, expected a part of a case's name, such as {of_dtype[0].name!r}"
+            f"--case: got {text!r}, expected a part of a case's name, such as 'heads 4:2'"
         )
     return found
 
 
-def _data(entry: Entry, reason: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the outcomes of a backend, or the reason why it wasn't run, as plain data."""
     errors = [
-        (error.ratio, tensor, str(outcome.case))
+        (error.ratio, tensor, str(outcome.check))
         for outcome in outcomes
         for tensor, error in outcome.errors.items()
         if error.math or not error.passed
     ]
     ratio, tensor, case = max(errors, key=lambda error: error[0], default=(0.0, "", ""))
-    rows = [_row_data(outcome) for outcome in outcomes]
+    rows = [_row_data(kit, outcome) for outcome in outcomes if kit]
     states = [row["state"] for row in rows]
+    report = kit.report(outcomes) if kit else None
     return {
         "name": entry.name,
         "version": entry.version(),
         "reason": reason,
         **{state: states.count(state) for state in ("right", "wrong", "skipped")},
         "worst": {"ratio": output.finite(ratio), "tensor": tensor, "case": case} if errors else None,
+        "refused": dict(report.refused.most_common()) if report else {},
+        "never_ran": list(report.never_ran) if report else [],
         "rows": rows,
     }
 
 
-def _row_data(outcome: Outcome) -> dict[str, Any]:
+def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
     def numbers(error: Error) -> dict[str, Any]:
         named = {"error": error.kernel, "math": error.math, "allowed": error.allowed, "ratio": error.ratio}
         return {"passed": error.passed, **{name: output.finite(number) for name, number in named.items()}}
 
-    refused = not outcome.errors and not outcome.failure
+    case, dtype = str(outcome.check).removesuffix(f" {outcome.case.dtype}"), outcome.case.dtype
+    where = (
+        f"--backend {shlex.quote(kit.backend.name)} --device {kit.device} --dtype {dtype} --seed {kit.seed}"
+    )
     return {
-        "case": outcome.case.name,
-        "dtype": outcome.case.dtype,
-        "state": "skipped" if refused else "right" if outcome.passed else "wrong",
+        "case": case,
+        "dtype": dtype,
+        "state": "skipped" if outcome.refused else "right" if outcome.passed else "wrong",
         "reasons": list(outcome.reasons),
         "failure": outcome.failure,
+        "repeat": "" if outcome.passed else f"attnreg verify {where} --case {shlex.quote(case)}",
         "errors": {tensor: numbers(error) for tensor, error in outcome.errors.items()},
     }
 
@@ -136,8 +163,20 @@ def _print(found: list[dict[str, Any]], device: torch.device) -> None:
         for dtype, outcomes in groupby(ran, key=lambda row: row["dtype"]):
             rows = (line for row in outcomes for line in _lines(row))
             output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *TENSORS, ""))
+    skipped = [
+        (backend["name"], str(count), reason)
+        for backend in found
+        for reason, count in backend["refused"].items()
+    ]
+    if skipped:
+        output.table("Not run", skipped, ("backend", "cases", "because"))
+    never = [(backend["name"], "WRONG", text) for backend in found for text in backend["never_ran"]]
+    if never:
+        output.table("Declared and never run", never, ("backend", "", "what"))
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
     output.table("Summary", map(_summary, found), headers)
+    for again in [row["repeat"] for backend in found for row in backend["rows"] if row["repeat"]][:REPEATS]:
+        output.console().print(f"repeat one: {again}")
     output.console().print(LEGEND)
 
 

@@ -6,6 +6,7 @@ the same form: lower case, no full stop, subject first, what was expected and wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -35,6 +36,15 @@ ANY_SIZE = Range(0, 2**31 - 1)
 # The maximum of the second and third dimension of a CUDA grid: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 GRID = 65535
 
+# Torch's names. A package may add a device type to torch, by renaming "privateuseone".
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+)  # fmt: skip
+DEVICES = (
+    "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "maia", "vulkan", "privateuseone", "meta",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
@@ -42,7 +52,7 @@ class Capabilities:
 
     Attributes:
         devices: device types as torch names them, for example `("cuda",)`.
-        dtypes: dtype names, for example `("float16", "bfloat16")`.
+        dtypes: floating-point dtypes as torch names them, for example `("float16", "bfloat16")`.
         compute_capability: lowest and highest CUDA compute capability, both included; None for any.
         head_dim: head dims of query and key.
         head_dim_v: head dims of the value; None if it must equal that of query and key.
@@ -56,7 +66,8 @@ class Capabilities:
     `deterministic`; and whether it can be captured in a CUDA graph (`capture`).
 
     Raises:
-        RegistrationError: a field has the wrong type; the message names it.
+        RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
+            which field.
     """
 
     devices: tuple[str, ...]
@@ -149,14 +160,27 @@ def one_line(reasons: Iterable[str]) -> str:
 def _badly_typed(name: str, value: object) -> str:
     """Return what was expected of the field, or an empty string."""
     if name in ("devices", "dtypes"):
-        names = isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)
-        return "" if names else "a non-empty tuple of names"
+        if not (isinstance(value, tuple) and value and all(isinstance(item, str) for item in value)):
+            return "a non-empty tuple of names"
+        known, exists = (DEVICES, _is_device) if name == "devices" else (DTYPES, DTYPES.__contains__)
+        return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
     if name == "compute_capability":
         return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
     if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
         optional = value is None and name in ("head_dim_v", "page_size")
         return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
     return "" if isinstance(value, bool) else "True or False"
+
+
+def _is_device(name: str) -> bool:
+    """Whether torch has a device type of that name; one that a package adds has to be there already."""
+    if name in DEVICES:
+        return True
+    torch = sys.modules.get("torch")  # limits are declared without importing it
+    try:
+        return torch is not None and torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def _is_range(value: object) -> bool:

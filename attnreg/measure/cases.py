@@ -36,6 +36,10 @@ class Case:
         page_size: tokens in a page of the key-value cache.
         tail: rows past the last sequence of a varlen call.
         poison: whether all that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
+        dropout: probability of dropping a weight. The value is then the identity, by which the output shows
+            which weights were dropped; so each query has to see every key, and no
+            sequence may have more keys than the value's head dim.
+        num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         heavy: whether it takes seconds or gigabytes; not part of `QUICK`.
     """
@@ -59,6 +63,8 @@ class Case:
     page_size: int | None = None
     tail: int = 0
     poison: bool = False
+    dropout: float = 0.0
+    num_splits: int | None = None
     deterministic: bool = False
     heavy: bool = False
 
@@ -86,6 +92,10 @@ class Case:
         rows = sum(self.lens_q) * self.heads[0] + sum(self.lens_k) * self.heads[1]
         return rows * sum(self.dims) * DTYPES[self.dtype]
 
+    def reordered(self) -> Case:
+        """Return the call with its sequences in reverse order: equal shapes, other offsets."""
+        return replace(self, lens_q=self.lens_q[::-1], lens_k=self.lens_k[::-1])
+
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""
         return AttentionSpec(
@@ -95,6 +105,7 @@ class Case:
             tokens_k=sum(self.lens_k) + self.tail if self.varlen else -1,
             varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
             seqused_k=self.seqused_k is not None, page_size=self.page_size,
+            dropout=self.dropout, num_splits=self.num_splits,
             positive_scale=self.scale is None or self.scale > 0.0,
             deterministic=self.deterministic, needs_backward=needs_backward,
         )  # fmt: skip
@@ -110,6 +121,11 @@ def _dense(name: str, len_q: int, len_k: int, batch: int = 2, **options: Any) ->
 def _varlen(name: str, *lens: tuple[int, int], **options: Any) -> Case:
     lens_q, lens_k = zip(*lens, strict=True)
     return replace(Case(name=name, lens_q=lens_q, lens_k=lens_k, varlen=True), **options)
+
+
+def _batch(length: int) -> int:
+    """Return how many sequences of a length take their fair share of a run's time."""
+    return 2 if length < 500 else 1
 
 
 CAUSAL = (-1, 0)
@@ -136,9 +152,9 @@ EMPTIES = {
 }
 
 SHAPES: tuple[Case, ...] = (
-    *(_dense(f"length {n}", n, n, window=CAUSAL if n % 4 == 3 else (-1, -1)) for n in ODD_LENGTHS),
-    *(_dense(f"lengths {q} and {k}", q, k) for q, k in UNEQUAL),
-    *(_dense(f"causal lengths {q} and {k}", q, k, window=CAUSAL) for q, k in UNEQUAL),
+    *(_dense(f"length {n}", n, n, _batch(n), window=CAUSAL if n % 4 == 3 else (-1, -1)) for n in ODD_LENGTHS),
+    *(_dense(f"lengths {q} and {k}", q, k, _batch(q)) for q, k in UNEQUAL),
+    *(_dense(f"causal lengths {q} and {k}", q, k, _batch(q), window=CAUSAL) for q, k in UNEQUAL),
     _dense("no queries", 0, 33),
     _dense("no keys", 33, 0),
     _dense("no batch", 33, 33, batch=0),
@@ -160,8 +176,11 @@ SHAPES: tuple[Case, ...] = (
     _varlen("varlen gradient of a sum", *RAGGED, grad_layout="expanded"),
     _dense("values x5", 113, 203, magnitude=5.0),
     _dense("values x5, causal", 203, 203, magnitude=5.0, window=CAUSAL),
+    _dense("scale 0.3", 33, 65, scale=0.3, window=CAUSAL),
+    _varlen("varlen scale 0.3", *RAGGED_UNEQUAL, scale=0.3, heads=(4, 2)),
     _dense("scale 0", 33, 65, scale=0.0),
     _dense("scale below 0", 33, 65, scale=-0.125),
+    _varlen("varlen scale below 0", *RAGGED_UNEQUAL, scale=-0.125),
     _dense("key padding mask", 63, 113, bias="key padding"),
     _dense("additive bias", 63, 113, bias="additive", heads=(4, 2)),
     _dense("additive bias, causal", 113, 63, bias="additive", window=CAUSAL),
@@ -175,6 +194,13 @@ SHAPES: tuple[Case, ...] = (
     _varlen(
         "pages of NaN", (1, 600), (113, 113), seqused_k=(513, 99), page_size=256, poison=True, window=CAUSAL
     ),
+    _varlen("varlen self-attention", *RAGGED, one_cu_seqlens=True, window=CAUSAL),
+    _dense("dropout", 33, 64, dropout=0.3),
+    _varlen("varlen dropout", (33, 64), (7, 3), (65, 33), dropout=0.3),
+    _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
+    _varlen("varlen num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
+    _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),
+    _varlen("varlen deterministic", (200, 257), (1, 130), deterministic=True, window=CAUSAL),
     _dense("long", 4224, 4224, batch=1, window=CAUSAL, heavy=True),
     _dense("long, few keys", 4224, 1023, batch=1, heads=(4, 1), heavy=True),
     _dense("wide window", 2304, 2304, batch=1, window=(1025, 1025), heavy=True),

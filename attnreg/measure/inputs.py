@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ CPU_CACHE = 32 * 2**20
 MOST_COPIES = 16
 # How many pages of a paged key-value cache belong to no sequence.
 SPARE_PAGES = 3
+# Elements before and after a guarded tensor: so many that its alignment to 64 bytes stays.
+GUARD = 64
 
 
 class Inputs(NamedTuple):
@@ -54,6 +56,10 @@ def inputs(
     q = values(*rows_q, heads_q, dim)
     k, v = values(*rows_k, heads_k, dim), values(*rows_k, heads_k, dim_v)
     grad = values(*rows_q, heads_q, dim_v) / case.magnitude
+    if case.dropout:
+        places = torch.tensor([key for length in case.lens_k for key in range(length)], dtype=torch.long)
+        identity = torch.eye(max(dim_v, case.max_k))[places, :dim_v]
+        v = identity.view(*rows_k, 1, dim_v).expand(v.shape).to(v)
     if case.poison:
         unseen = torch.ones(rows_k, dtype=torch.bool)
         for rows in key_rows(case, table):
@@ -64,13 +70,17 @@ def inputs(
     q, k, v, grad = _laid_out(case, q, k, v, grad)
     bias = None
     if case.bias == "key padding":
-        lens = torch.arange(case.max_k, 0, -max(1, case.max_k // 3))[: len(case.lens_k)]
+        lens = case.max_k - torch.arange(len(case.lens_k)) % 3 * (case.max_k // 3)
         bias = (torch.arange(case.max_k) < lens[:, None])[:, None, None, :].to(device)
     elif case.bias == "additive":
         bias = normal(heads_q, case.max_q, case.max_k)
         bias[:, ::5] = -torch.inf  # these rows see no key
         bias = bias.to(device, q.dtype)
-    return Inputs(q, k, v, grad, _call(case, torch.device(device), table, bias))
+    call = _call(case, torch.device(device), table, bias)
+    if case.dropout:
+        state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
+        call = call._replace(rng_state=state.to(device).view(torch.uint64))
+    return Inputs(q, k, v, grad, call)
 
 
 def copies(case: Case, device: torch.device, count: int) -> list[Inputs]:
@@ -91,6 +101,49 @@ def copies_beyond_the_cache(case: Case, device: torch.device, fewest: int = 1) -
         cache = int(getattr(properties, "L2_cache_size", 0)) or 2 * CPU_CACHE
         most = max(torch.cuda.mem_get_info(device)[0] // (8 * size), 1)
     return int(min(max(min(-(-2 * cache // size), MOST_COPIES), fewest), most))
+
+
+class Guarded:
+    """The inputs of a call inside larger buffers, to see whether a kernel stays within them.
+
+    What lies around them is NaN (of integers the smallest), so that reading it shows in the results.
+
+    Attributes:
+        inputs: the same values, with the same strides and alignment.
+    """
+
+    def __init__(self, given: Inputs) -> None:
+        self._buffers: dict[int, Tensor] = {}  # by the memory that was copied: views may share it
+        self._views: dict[int, Tensor] = {}
+        q, k, v, grad_out, call = given
+        # All but the random state, which a forward may overwrite.
+        options: list[Any] = [self._view(x) if isinstance(x, Tensor) else x for x in call]
+        guarded = Call(*options)._replace(rng_state=call.rng_state)
+        self.inputs = Inputs(self._view(q), self._view(k), self._view(v), self._view(grad_out), guarded)
+        self._before = [(buffer, buffer.clone()) for buffer in self._buffers.values()]
+
+    def written(self) -> bool:
+        """Whether an input, or what lies around it, isn't as it was."""
+        return not all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._before)
+
+    def holds(self, result: Tensor) -> bool:
+        """Whether a result lies in the memory of an input."""
+        memory = result.untyped_storage()._cdata
+        return any(memory == buffer.untyped_storage()._cdata for buffer in self._buffers.values())
+
+    def _view(self, x: Tensor) -> Tensor:
+        if id(x) not in self._views:
+            memory = x.untyped_storage()
+            if memory._cdata not in self._buffers:
+                flat = x.new_empty(0).set_(memory)
+                least = True if x.dtype == torch.bool else torch.nan
+                if not (x.is_floating_point() or x.dtype == torch.bool):
+                    least = torch.iinfo(x.dtype).min
+                band = x.new_full((GUARD,), least)
+                self._buffers[memory._cdata] = torch.cat((band, flat, band))
+            buffer, start = self._buffers[memory._cdata], x.storage_offset() + GUARD
+            self._views[id(x)] = buffer.as_strided(x.shape, x.stride(), start)
+        return self._views[id(x)]
 
 
 def rows_of(lens: tuple[int, ...], counted: tuple[int, ...]) -> list[Tensor]:
@@ -138,11 +191,12 @@ def _laid_out(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tupl
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": torch.Tensor.contiguous,
     "bhsd": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
-    "last dim strided": lambda x: torch.stack((x, x), dim=-1)[..., 0],
+    # What lies between the elements is NaN, so that reading it shows.
+    "last dim strided": lambda x: torch.stack((x, torch.full_like(x, torch.nan)), dim=-1)[..., 0],
     # One element after the start of the memory: no address is aligned.
-    "offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "offset": lambda x: torch.cat((x.new_full((1,), torch.nan), x.flatten()))[1:].view(x.shape),
     # One element between heads: no row but the first is aligned.
-    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 1), value=torch.nan)[..., :-1],
 }
 
 
@@ -156,6 +210,8 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         cu_seqlens_k = int32(accumulate(case.lens_k, initial=0)) if case.varlen and not paged else None
     heads = case.heads[0]
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
+    if case.varlen:  # (B, H), which the contract allows as well as (H,)
+        slopes = slopes / torch.arange(1, len(case.lens_q) + 1)[:, None]
     return Call(
         scale=case.dims[0] ** -0.5 if case.scale is None else case.scale,
         max_q=case.max_q,
@@ -167,5 +223,7 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         block_table=None if table is None else table.to(device, torch.int32),
         attn_bias=bias,
         alibi_slopes=slopes.to(device) if case.alibi else None,
+        dropout=case.dropout,
+        num_splits=case.num_splits,
         deterministic=case.deterministic,
     )

@@ -36,6 +36,7 @@ def attend(
     *,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    kept: Tensor | None = None,
     first_row: int = 0,
     len_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -44,6 +45,7 @@ def attend(
     Args:
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
         scale, window, bias, alibi_slopes: as in `Call`.
+        kept: (B, H, S_q, S_k), the factors of dropout: 0 where a weight is dropped.
         first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
 
     Returns:
@@ -73,12 +75,14 @@ def attend(
     # A row without a key keeps its scores through the softmax and loses its weights after: no NaN arises.
     weights = scores.masked_fill(~visible & sees_a_key, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
     lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    if kept is not None:
+        weights = weights * kept.to(weights.dtype)
     return (weights @ value).transpose(1, 2), lse
 
 
 @torch.enable_grad()  # a caller may have turned it off for the kernels
-def attention(case: Case, given: Inputs, dtype: torch.dtype) -> Results:
-    """Return the results of a case, computed in one dtype throughout."""
+def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
+    """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
     q, k, v = (_rows(x).detach().to(dtype).requires_grad_() for x in (given.q, given.k, given.v))
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
     lse = q.new_full(q.shape[:-1], -torch.inf)
@@ -88,10 +92,12 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype) -> Results:
         if bias is not None:
             sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
             bias = bias.expand(sizes)[batch]
+        slopes = call.alibi_slopes
         part = attend(
             *(q[rows_q], k[rows_k], v[rows_k], call.scale, call.window),
             bias=bias,
-            alibi_slopes=call.alibi_slopes,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
+            kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         out = out.index_put((rows_q,), part[0])
         lse = lse.index_put((rows_q,), part[1].detach().mT)
@@ -101,6 +107,19 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype) -> Results:
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (given.q, given.k, given.v), strict=True))
     per_head = lse.view(given.q.shape[:-1]).transpose(-1, -2)
     return Results(out.detach().view(given.grad_out.shape), per_head, dq, dk, dv)
+
+
+def kept_weights(case: Case, out: Tensor) -> Tensor:
+    """Return the factors of dropout (B, H, max_q, max_k) that an output shows.
+
+    The value being the identity, column j of the output is the weight of key j.
+    """
+    kept = out.new_zeros(len(case.lens_q), case.heads[0], case.max_q, case.max_k, dtype=torch.float64)
+    for number, rows in enumerate(rows_of(case.lens_q, case.lens_q)):
+        columns = case.lens_k[number]
+        shown = _rows(out)[rows.to(out.device), :, :columns] != 0.0
+        kept[number, :, : len(rows), :columns] = shown.transpose(0, 1) / (1.0 - case.dropout)
+    return kept
 
 
 def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -213,7 +213,7 @@ SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
         ({"max_q": 65, "window": (-1, 0), "varlen": True}, ""),
         ({"seqused_k": True}, "seqused_k must be None with dense tensors, got a tensor"),
         ({"seqused_k": True, "varlen": True}, ""),
-        ({"max_q": 1, "max_k": 1}, "query and key must not both have length 1"),
+        ({"max_q": 1, "max_k": 1}, "query and key must not both have length 1, got 1 and 1"),
         ({"max_q": 1, "max_k": 1, "varlen": True}, ""),
         ({"head_dim": 256}, ""),
         ({"head_dim": 136, "device": "sm_86"}, SMALL),

@@ -18,7 +18,8 @@ from attnreg.backends.fa2 import flash_attn_package, native
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import OpLauncher
 from attnreg.errors import RegistrationError
-from attnreg.measure import QUICK, Case, inputs, verify
+from attnreg.measure import QUICK, Case, inputs
+from attnreg.testing import Conformance
 from attnreg.torchlib import captured
 
 
@@ -110,11 +111,10 @@ def test_a_torch_that_reads_pages_needs_no_package(torchs, monkeypatch):
 @pytest.mark.parametrize("window", [(0, -1), (4, -1), (-1, 100), (4, 100), (-1, 62), (63, 62)])
 def test_a_window_that_the_kernels_misread_is_a_known_issue_and_no_other_is(torchs, window):
     case = Case(name="window", lens_q=(203,), lens_k=(63,), window=window)
-    (outcome,) = verify(on_cpu(fa2.BACKEND), "cpu", [case])
+    outcome = Conformance(on_cpu(fa2.BACKEND), "cpu").run(case)
     assert outcome.passed
-    (unguarded,) = verify(
-        dataclasses.replace(on_cpu(fa2.BACKEND), name="without known issues"), "cpu", [case]
-    )
+    without_issues = dataclasses.replace(on_cpu(fa2.BACKEND), name="without known issues")
+    unguarded = Conformance(without_issues, "cpu").run(case)
     assert bool(outcome.reasons) is any(not error.passed for error in unguarded.errors.values())
 
 

@@ -69,8 +69,45 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     assert skipped[0]["errors"] == {}
     assert found["forward_only"]["rows"][0]["errors"].keys() == {"out", "lse"}
     assert found["forward_only"]["rows"][0]["reasons"] == ["has no backward"]
-    (line,) = (line for line in call(*QUICK).output.splitlines() if line.startswith("  dense  "))
-    assert line.split()[:4] == ["dense", "2", "0", "2"]
+    assert found["dense"]["refused"] == {"input must be dense": 2}
+    assert found["forward_only"]["refused"] == {"has no backward": 4}
+    lines = call(*QUICK).output.splitlines()
+    skipped, counts = (line.split() for line in lines if line.startswith("  dense  "))
+    assert skipped == ["dense", "2", "input", "must", "be", "dense"]
+    assert counts[:4] == ["dense", "2", "0", "2"]
+
+
+def test_verify_fails_a_backend_that_refuses_what_it_declares(call, fake, plugins):
+    plugins(shy=fake("shy", refuses=lambda spec: (f"batch must be 0, got {spec.batch}",)).backend)
+    result = call("verify", "--device", "cpu", "--backend", "shy", "--json")
+    assert result.exit_code == 1
+    found = rows(result)["shy"]
+    assert (found["right"], found["wrong"]) == (0, 0)
+    said = "its forward declares dense, but never ran it: batch must be 0, got 2; "
+    assert found["never_ran"][0].startswith(said)
+    assert (
+        call(*QUICK, "--backend", "shy").exit_code == 0
+    )  # some cases alone needn't have all that is declared
+
+
+def test_verify_says_how_to_repeat_what_is_wrong(call, fake, plugins, kernels):
+    def ignores_scale(q, k, v, call):
+        return kernels.forward(q, k, v, call._replace(scale=0.125))
+
+    # As a third party's backend did, and passed, when the only scales were 0 and below.
+    wrong = fake("wrong", any_scale=False, load=lambda: kernels._replace(forward=ignores_scale)).backend
+    plugins(wrong=wrong)
+    result = call("verify", "--device", "cpu", "--backend", "wrong", "--case", "scale", "--json")
+    assert result.exit_code == 1
+    found = {row["case"]: row for row in rows(result)["wrong"]["rows"]}
+    assert {name for name, row in found.items() if row["state"] == "wrong"} == {
+        "scale 0.3",
+        "varlen scale 0.3",
+    }
+    assert found["scale 0.3"]["repeat"] == (
+        "attnreg verify --backend wrong --device cpu --dtype bfloat16 --seed 0 --case 'scale 0.3'"
+    )
+    assert found["scale 0"]["repeat"] == ""
 
 
 def test_verify_passes_over_what_cannot_run_and_fails_if_it_was_named(call, fake, plugins, monkeypatch):

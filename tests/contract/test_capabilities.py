@@ -1,6 +1,8 @@
 """Promises of capabilities: data in, every reason out, each in one exact sentence."""
 
 import dataclasses
+import sys
+import types
 
 import pytest
 from support.refusals import refusal
@@ -150,9 +152,16 @@ NAMES, VERSIONS, RANGE = (
     "((major, minor), (major, minor)) or None",
     "a Range of whole numbers, its step 1 or more",
 )
+DEVICES = "torch's own names: cpu, cuda, mps, xpu, hpu, mtia, npu, xla, maia, vulkan, privateuseone, meta"
+DTYPES = (
+    "torch's own names: float16, bfloat16, float32, float64, "
+    "float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz"
+)
 BAD = [
     *(("devices", value, NAMES) for value in ("cpu", (), ["cpu"])),
+    *(("devices", value, DEVICES) for value in (("gpu",), ("cpu", "cuda:0"), ("CUDA",), ("sm_90",))),
     *(("dtypes", value, NAMES) for value in (("float32", 16), None)),
+    *(("dtypes", value, DTYPES) for value in (("bf16",), ("float16", "half"), ("torch.float32",), ("int8",))),
     *(("compute_capability", value, VERSIONS) for value in ((8, 0), ((8, 0), "9.0"), ((8, 0), (9,)), "8.0")),
     *(("head_dim", value, RANGE) for value in (None, (8, 256), Range("8", 256))),
     ("head_dim_v", Range(8, 256, 0), RANGE),
@@ -171,6 +180,12 @@ BAD = [
 def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(field, value, expected):
     message = f"Capabilities.{field}: got {value!r}, expected {expected}"
     assert refusal(lambda: Capabilities(**LEAST | {field: value}), kind=RegistrationError) == message
+
+
+def test_a_device_type_that_a_package_has_added_to_torch_can_be_declared(monkeypatch):
+    added = types.SimpleNamespace(device=lambda name: types.SimpleNamespace(type=name))
+    monkeypatch.setitem(sys.modules, "torch", added)
+    assert Capabilities(**LEAST | {"devices": ("musa",)}).devices == ("musa",)
 
 
 def test_every_field_is_checked():

@@ -10,7 +10,8 @@ from attnreg import _registry
 from attnreg.contract import known_issues
 from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
-from attnreg.measure import Case, verify
+from attnreg.measure import Case
+from attnreg.testing import Conformance
 
 ROW = {"backend": "mine", "directions": "both", "reason": "it is wrong", "link": "https://example.org/1"}
 
@@ -218,7 +219,7 @@ def test_a_call_goes_to_another_backend_and_the_statistics_say_why(shipped, fake
 def test_verification_does_not_run_what_is_known_to_be_wrong(shipped, fake):
     shipped(ROW | {"where": "{ max_q = 3 }", "directions": "backward"}, ROW | {"where": "{ max_q = 4 }"})
     cases = [Case(name=f"length {n}", lens_q=(n,), lens_k=(n,), dtype="float32") for n in (3, 4, 5)]
-    outcomes = list(verify(fake("mine").backend, "cpu", cases))
+    outcomes = list(map(Conformance(fake("mine").backend, "cpu").run, cases))
     assert [sorted(outcome.errors) for outcome in outcomes] == [
         ["lse", "out"],
         [],

@@ -20,7 +20,8 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch.planning import Native, make_plan
 from attnreg.dispatch.state import retry_on_decline, state
-from attnreg.measure import Case, verify
+from attnreg.measure import Case
+from attnreg.testing import Conformance
 from attnreg.tuning.checks import Checks
 
 REASON = "no engine for calls of this size"
@@ -263,10 +264,8 @@ def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
 
 def test_verify_says_that_a_kernel_declines_and_not_that_it_is_wrong():
     for declining, measured in ((("backward",), {"out", "lse"}), (("forward",), set())):
-        (outcome,) = verify(
-            Choosy("choosy", *declining).backend,
-            "cpu",
-            [Case(name="small", lens_q=(3,), lens_k=(3,), dtype="float32")],
+        outcome = Conformance(Choosy("choosy", *declining).backend, "cpu").run(
+            Case(name="small", lens_q=(3,), lens_k=(3,), dtype="float32")
         )
         assert (outcome.reasons, outcome.failure) == ((REASON,), "")
         assert outcome.errors.keys() == measured

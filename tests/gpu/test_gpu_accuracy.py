@@ -7,12 +7,15 @@ values; `pytest -m "gpu and slow"` holds them to all.
 import functools
 
 import pytest
+import torch
 from support import gpu
 
 from attnreg import _registry
 from attnreg.backends import fa4
 from attnreg.contract.backend import Kernels
-from attnreg.measure import CASES, QUICK, Case, measure, verify
+from attnreg.dispatch.planning import device_of
+from attnreg.measure import CASES, QUICK, Case, measure
+from attnreg.testing import Conformance
 
 pytestmark = pytest.mark.gpu
 
@@ -44,35 +47,33 @@ def from_matrix(*starts):
     return [case for case in QUICK if case.dtype == "bfloat16" and case.name.startswith(starts)]
 
 
-def hold(named, cases, may_refuse=()):
-    """Run cases by the rule; a backend refuses none, unless it may, and then says why in known words."""
-    cases = list(cases)
-    entry = _registry.find(named)
-    entry.kernels()  # that it can't load is an error here, not a reason
-    outcomes = list(verify(entry.backend, "cuda", cases))
-    assert len(outcomes) == len(cases) > 0
-    wrong = [
-        f"{outcome.case}: {outcome.failure} "
-        + ", ".join(f"{name} {error}" for name, error in outcome.errors.items() if not error.passed)
-        for outcome in outcomes
-        if not outcome.passed
-    ]
-    assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong)
-    refused = {str(outcome.case): outcome.reasons for outcome in outcomes if outcome.reasons}
-    assert not refused or named in may_refuse
-    strange = [reason for reasons in refused.values() for reason in reasons if not gpu.REFUSAL.match(reason)]
-    assert not strange
+def run(named, cases):
+    """Run cases by the conformance kit, where refusals are what the backend's limits say, in known words."""
+    kit, entry = Conformance(named, "cuda"), _registry.find(named)
+    place = device_of(torch.device("cuda", torch.cuda.current_device()))
+    outcomes = list(map(kit.run, cases))
+    assert outcomes
+    wrong = [str(outcome) for outcome in outcomes if not outcome.passed]
+    assert not wrong, f"{len(wrong)} of {len(outcomes)} wrong:\n" + "\n".join(wrong)
     for outcome in outcomes:
+        spec = outcome.case.spec(place)
+        assert outcome.reasons == (entry.reasons(spec, "forward") or entry.reasons(spec, "backward"))
+        assert all(map(gpu.REFUSAL.match, outcome.reasons)), outcome.reasons
         assert outcome.reasons or outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}
     return outcomes
 
 
+def hold(named, cases, refused=None):
+    """Run cases; `refused` says how many of them each backend refuses, none where it isn't named."""
+    count = sum(bool(outcome.reasons) for outcome in run(named, cases))
+    assert count == (refused or {}).get(named, 0)
+
+
 @pytest.mark.parametrize("window", [OPEN, CAUSAL], ids=["open", "causal"])
 def test_dense_lengths(named, window):
-    outcomes = hold(named, [dense(*shape, window=window) for shape in SHAPES], may_refuse=["cuDNN"])
     # Of these cuDNN leaves out a single query with a single key, and masks over more queries than keys.
     left_out = sum(q == k == 1 or (window == CAUSAL and q > k) for q, k in SHAPES)
-    assert sum(bool(outcome.reasons) for outcome in outcomes) == (left_out if named == "cuDNN" else 0)
+    hold(named, [dense(*shape, window=window) for shape in SHAPES], {"cuDNN": left_out})
 
 
 @pytest.mark.only_for("cuDNN")
@@ -114,7 +115,7 @@ def test_large_values_and_float16(named):
 
 
 def test_a_count_of_keys_with_offsets(named):
-    hold(named, from_matrix("varlen seqused_k"), may_refuse=["FA2"])
+    hold(named, from_matrix("varlen seqused_k"), {"FA2": 1})
 
 
 @pytest.mark.slow_for("FA4")
@@ -138,9 +139,7 @@ def test_head_dims_in_steps_of_8(named, dim):
         dense(113, 203, **options),
         ragged(*RAGGED, dims=(dim, dim), dtype="float16"),
     ]
-    outcomes = hold(named, cases, may_refuse=["FA4"])
-    wrong = named == "FA4" and dim in fa4.WRONG_GRADIENTS
-    assert [bool(outcome.reasons) for outcome in outcomes] == [wrong] * 3
+    hold(named, cases, {"FA4": 3 * (dim in fa4.WRONG_GRADIENTS)})
 
 
 @pytest.mark.only_for("FA4", "cuDNN")
@@ -157,20 +156,32 @@ def test_further_head_dims(named, dim):
 @pytest.mark.slow_for("FA4", "cuDNN")
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows(named, window):
-    # Of a window that is open to one side FA2's kernels make another one where there are few keys.
-    may_refuse = ["FA2", "cuDNN"]
-    hold(named, [dense(q, k, window=window) for q, k in ((63, 203), (113, 113), (203, 63))], may_refuse)
-    hold(named, [ragged(*RAGGED, window=window)], may_refuse)
+    # cuDNN takes no mask over more queries than keys. Of a window that is open to one side FA2's kernels make
+    # another one there.
+    refused = {"cuDNN": 1, "FA2": int(window == (100, -1))}
+    hold(named, [dense(q, k, window=window) for q, k in ((63, 203), (113, 113), (203, 63))], refused)
+    hold(named, [ragged(*RAGGED, window=window)])
 
 
 @pytest.mark.slow_for("FA4", "cuDNN")
 def test_every_case_of_the_matrix(named):
-    hold(named, QUICK, may_refuse=["FA2", "FA4", "cuDNN"])
+    outcomes = run(named, QUICK)
+    assert sum(gpu.admitted(outcome.reasons) for outcome in outcomes) == gpu.ADMITTED[named]
 
 
 @pytest.mark.slow
 def test_the_cases_that_take_gigabytes(named):
-    hold(named, [case for case in CASES if case.heavy], may_refuse=["FA2", "FA4", "cuDNN"])
+    outcomes = run(named, [case for case in CASES if case.heavy])
+    assert sum(gpu.admitted(outcome.reasons) for outcome in outcomes) == gpu.HEAVY_ADMITTED[named]
+
+
+@pytest.mark.slow_for("FA4", "cuDNN")
+def test_drawn_cases_and_every_front(named):
+    kit = Conformance(named, "cuda")
+    further = [check for check in kit.checks if check.front or check.case.name.startswith("drawn")]
+    outcomes = list(map(kit.run, further))
+    assert [str(outcome) for outcome in outcomes if not outcome.passed] == []
+    assert [str(outcome.check) for outcome in outcomes if outcome.check.front and outcome.refused] == []
 
 
 @functools.cache

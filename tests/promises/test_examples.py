@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from support.processes import python
 
+from attnreg.testing import check_backend
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -53,6 +55,12 @@ def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():
 
 def test_my_backend_takes_under_forty_lines():
     assert len((EXAMPLES / "my_backend.py").read_text().splitlines()) < 40
+
+
+def test_my_backend_keeps_the_contract(one_thread, routers):
+    left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
+    report = check_backend(left["MINE"], device="cpu")
+    assert sum(not outcome.refused for outcome in report.outcomes) == 70
 
 
 def test_my_backend_is_right_in_output_and_gradients(routers):

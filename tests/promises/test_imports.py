@@ -17,7 +17,7 @@ ROOT = Path(attnreg.__file__).parent
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
     "errors, settings, torchlib, contract, backends measure, _registry tuning, selection, dispatch, aten, "
-    "varlen, _autoload api explanation, bench, demo, cli, __main__"
+    "varlen, _autoload api explanation, testing, bench, demo, cli, __main__"
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS.split(",")) for room in rooms.split()}
 
@@ -29,6 +29,7 @@ OUTSIDE = {
     "rich": {"cli", "bench"},
     "matplotlib": {"demo", "bench"},
     "packaging": {"contract"},
+    "pytest": {"testing"},
     "cudnn": {"backends"},
     "flash_attn": {"backends"},
     "flash_attn_3": {"backends"},
@@ -224,7 +225,7 @@ def test_nobody_knows_a_backend_by_name():
 
 def test_measure_knows_the_contract_only():
     known = {name for module in MODULES if room(module) == "measure" for name in inner(module)}
-    contract = ("spec", "capabilities", "backend", "known_issues", "launchers", "discovery")
+    contract = ("spec", "capabilities", "backend", "known_issues", "launchers", "validation")
     allowed = {"errors", *(f"contract.{name}" for name in contract)}
     assert {name for name in known if room(name) != "measure"} <= allowed
 

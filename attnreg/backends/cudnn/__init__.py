@@ -72,7 +72,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     if not spec.varlen and spec.seqused_k:
         reasons.append("seqused_k must be None with dense tensors, got a tensor")
     if not spec.varlen and spec.max_q == spec.max_k == 1:
-        reasons.append("query and key must not both have length 1")
+        reasons.append("query and key must not both have length 1, got 1 and 1")
     size, capability = max(spec.head_dim, spec.head_dim_v), spec.device.capability
     if size > 128 and capability is not None and capability[0] not in (9, 10):
         reasons.append(f"head_dim must be 8 to 128 on compute capability {capability[0]}.x, got {size}")

@@ -1,0 +1,138 @@
+"""What the contract asks of kernels besides accuracy: form, memory, repeatability, dropout, launchers."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.contract.backend import Call, Kernels
+from attnreg.contract.launchers import AddressLauncher, Launcher
+from attnreg.contract.spec import Direction
+from attnreg.contract.validation import checked_against_contract
+from attnreg.errors import RegistrationError
+from attnreg.measure.cases import Case
+from attnreg.measure.inputs import Guarded, Inputs
+from attnreg.measure.reference import Results, kept_weights
+
+
+def checked(kernels: Kernels) -> Kernels:
+    """Return the kernels with a look at the form of what they return."""
+    forward = _checked(kernels.forward, "forward")
+    backward = None if kernels.backward is None else _checked(kernels.backward, "backward")
+    return kernels._replace(forward=forward, backward=backward)
+
+
+def _checked(run: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+    return checked_against_contract(run, direction, "the kernel", lambda: None)
+
+
+def run_both(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+    """Return output and LSE, and the gradients where there is a backward; what isn't written is NaN."""
+    with _uninitialized_is_nan():
+        return _results(kernels, given)
+
+
+@torch.no_grad()
+def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+    q, k, v, grad_out, call = given
+    out, lse = kernels.forward(q, k, v, call)
+    if kernels.backward is None:
+        return out, lse
+    return out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call)
+
+
+@contextmanager
+def _uninitialized_is_nan() -> Iterator[None]:
+    """Have torch.empty return NaN, so that a result that isn't written shows."""
+    settings: Any = torch.utils.deterministic
+    mode, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    # Of the modes in which torch fills memory the one that refuses no operation.
+    torch.set_deterministic_debug_mode(mode or "warn")
+    settings.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = filled
+
+
+def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
+    """Check that nothing was written to the inputs or around them, and that the results are new tensors."""
+    if guarded.written():
+        raise RegistrationError("the kernel has written to its inputs or around them")
+    named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
+    if shared := {name for name, result in named if guarded.holds(result)}:
+        raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
+
+
+def check_repeatable(kernels: Kernels, given: Inputs) -> None:
+    """Check that a call with `deterministic` gives the same bits each time."""
+    # Memory isn't filled here: some kernels obey the mode that torch is in for that.
+    first, *others = (_results(kernels, given) for _ in range(3))
+    pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
+    if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
+        raise RegistrationError(
+            f"{', '.join(sorted(differing))}: got other bits for the same deterministic call"
+        )
+
+
+def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
+    """Check how many weights are dropped, and that another random state drops others."""
+    q, k, v, _, call = given
+    if call.rng_state is None:
+        return
+    other = call._replace(rng_state=(call.rng_state.view(torch.int64) + 1).view(torch.uint64))
+    with torch.no_grad():
+        kept, others = (kept_weights(case, kernels.forward(q, k, v, one)[0]) for one in (call, other))
+    count = case.heads[0] * sum(map(operator.mul, case.lens_q, case.lens_k))
+    dropped = 1.0 - float(kept.count_nonzero()) / count
+    # Six standard deviations: of right kernels one in 500 million is beyond them.
+    if abs(dropped - case.dropout) > 6.0 * math.sqrt(case.dropout * (1.0 - case.dropout) / count):
+        raise RegistrationError(f"dropout: got {dropped:.3f} of the weights dropped, expected {case.dropout}")
+    if torch.equal(kept, others):
+        raise RegistrationError("dropout: got the same weights dropped with another rng_state")
+
+
+def launched(
+    specialize: Callable[..., Any],
+    kernels: Kernels,
+    given: Inputs,
+    results: tuple[Tensor, ...],
+    earlier: Inputs,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the results of every launcher, or a direction's own where it has none or that declines.
+
+    The launchers are those for an earlier call, whose tensors have other values.
+    """
+    *tensors, grad_out, call = given
+    *before, grad_before, call_before = earlier
+    out_before, lse_before, *_ = run_both(kernels, earlier)
+
+    def launches(direction: Direction, seen: list[Tensor], given: list[Tensor], own: Any) -> list[Any]:
+        with torch.no_grad(), _uninitialized_is_nan():
+            launcher = specialize(direction, tuple(seen), call_before)
+            # As a function, and as the compiled call cache calls it.
+            ways: list[Any] = [launcher]
+            if isinstance(launcher, AddressLauncher):
+                ways.append(launcher.on_addresses)
+            return [own if run is None else _launch(run, direction, given, call, own) for run in ways]
+
+    for forward in launches("forward", before, tensors, results[:2]):
+        seen, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
+        for backward in launches("backward", seen, wanted, results[2:]) if kernels.backward else [()]:
+            yield *forward, *backward
+
+
+def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
+    """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
+    offsets = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
+    return _checked(lambda *_: run(*given, *offsets) or own, direction)(*given, call)

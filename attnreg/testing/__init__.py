@@ -1,0 +1,16 @@
+"""Holding a backend to the contract: for the authors of kernels, `attnreg verify` and the project's tests.
+
+    from attnreg.testing import check_backend
+
+    def test_my_backend():
+        check_backend(BACKEND)
+
+`pytest -p attnreg.testing.plugin --attnreg-backend=mine` makes each check a test of its own, and `attnreg
+verify --backend mine` prints a table. `kit.py` has what all three run; `cases.py` makes the calls that fit
+what a backend declares, and `fronts.py` calls it by every way. May import all but bench, demo and cli.
+"""
+
+from attnreg.testing.cases import Check
+from attnreg.testing.kit import Conformance, Outcome, Report, check_backend
+
+__all__ = ["Check", "Conformance", "Outcome", "Report", "check_backend"]

@@ -1,0 +1,159 @@
+"""The calls that a backend is held to: the input matrix as far as it fits, and others drawn for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from attnreg.contract.backend import Backend
+from attnreg.contract.capabilities import Capabilities, Range
+from attnreg.measure import CASES, QUICK, Case
+from attnreg.measure.cases import DIMS, Layout
+from attnreg.testing.fronts import FRONTS
+
+# Most models compute in the first.
+DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")
+
+DRAWN = 24
+
+# What a direction may declare, and which cases ask for it. Nothing here records a CUDA graph.
+ABILITIES: dict[str, Callable[[Case], bool]] = {
+    "dense": lambda case: not case.varlen,
+    "varlen": lambda case: case.varlen,
+    "gqa": lambda case: case.heads[0] != case.heads[1],
+    "causal": lambda case: case.window == (-1, 0),
+    "window": lambda case: case.window[0] >= 0 or case.window[1] > 0,
+    "dropout": lambda case: case.dropout > 0.0,
+    "bias": lambda case: case.bias != "none",
+    "alibi": lambda case: case.alibi,
+    "seqused_k": lambda case: case.seqused_k is not None,
+    "page_size": lambda case: case.page_size is not None,
+    "num_splits": lambda case: case.num_splits is not None,
+    "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
+    "deterministic": lambda case: case.deterministic,
+}
+
+
+class Check(NamedTuple):
+    """A call to hold a backend to.
+
+    Attributes:
+        case: the call.
+        front: by what it is called, one of `FRONTS`; "" for the kernels themselves and their launchers.
+    """
+
+    case: Case
+    front: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.front}: {self.case}" if self.front else str(self.case)
+
+
+def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -> list[Check]:
+    """Return what to hold a backend to: in these dtypes, or in those that it declares.
+
+    Without `dtypes`, unless `full`, the matrix and the fronts are in one dtype, bfloat16 if that is declared,
+    and the drawn cases in all: most that is wrong is wrong in every dtype.
+    """
+    limits = backend.forward
+    wanted = list(dtypes) or [dtype for dtype in DTYPES_BY_USE if dtype in limits.dtypes]
+    main = wanted if dtypes or full else wanted[:1]
+    matrix = [fitted(case, limits) for case in (CASES if full else QUICK) if case.dtype in main]
+    drawn = [_drawn(limits, wanted, seed, number) for number in range(DRAWN)] if wanted else []
+    usual: dict[str, Any] = {"window": (-1, 0)} if limits.causal else {}
+    repeated = [
+        Check(fitted(replace(case, dtype=dtype, **usual), limits), front)
+        for dtype in main[:1]
+        for front, case in FRONTS.items()
+    ]
+    return [*map(Check, matrix), *map(Check, drawn), *repeated]
+
+
+def declared(limits: Capabilities | None) -> list[str]:
+    """Return which of `ABILITIES` a direction declares."""
+    on = {field.name for field in fields(Capabilities) if limits and getattr(limits, field.name)}
+    return [name for name in ABILITIES if name in on]
+
+
+def fitted(case: Case, limits: Capabilities) -> Case:
+    """Return a case with the nearest head dims, heads and page size that a backend takes.
+
+    Only if they are the usual ones: a case about a head dim of 5 stays about that.
+    """
+    changes: dict[str, Any] = {}
+    dims = case.dims
+    if dims == (64, 64) and 64 not in limits.head_dim:
+        dim = _nearest(limits.head_dim, 64)
+        changes["dims"] = dims = dim, dim if limits.head_dim_v is None else _nearest(limits.head_dim_v, dim)
+    if case.dropout and case.max_k > dims[1]:
+        changes["lens_k"] = tuple(min(length, dims[1]) for length in case.lens_k)
+    if case.heads[0] not in limits.heads:
+        factors = (factor for factor in range(2, 65) if case.heads[0] * factor in limits.heads)
+        factor = next(factors, 1)
+        changes["heads"] = case.heads[0] * factor, case.heads[1] * factor
+    if case.page_size is not None and limits.page_size is not None:
+        changes["page_size"] = _nearest(limits.page_size, case.page_size)
+    return replace(case, **changes) if changes else case
+
+
+def _nearest(allowed: Range, number: int) -> int:
+    clamped = min(max(number, allowed.low), allowed.high)
+    return max(clamped // allowed.step, -(-allowed.low // allowed.step)) * allowed.step
+
+
+def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> Case:
+    """Return a small call with some of what a backend declares, each in turn among it; the seed decides."""
+    draw, abilities = random.Random(f"{seed} {number}"), declared(limits)
+    in_turn = abilities[number % len(abilities)] if abilities else ""
+
+    def maybe(ability: str, value: Any, otherwise: Any, chance: float = 0.2) -> Any:
+        drawn = draw.random() < chance  # drawn in any case: what else is declared doesn't change the rest
+        return value if ability in abilities and (drawn or in_turn == ability) else otherwise
+
+    varlen = limits.varlen
+    if varlen and limits.dense and in_turn not in ("varlen", "seqused_k", "page_size"):
+        varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
+    lens_q, lens_k = _lengths(draw, limits, varlen)
+    dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
+    heads_k = draw.randint(1, 3)
+    window = maybe("causal", (-1, 0), (-1, -1), 0.4)
+    case = Case(
+        name=f"drawn {number}",
+        lens_q=lens_q,
+        lens_k=lens_k,
+        varlen=varlen,
+        heads=(heads_k * maybe("gqa", draw.randint(2, 4), 1, 0.5), heads_k),
+        dims=(dim, dim if limits.head_dim_v is None else _nearest(limits.head_dim_v, dim)),
+        dtype=random.Random(f"{seed} {number} dtype").choice(dtypes),  # the rest is alike for all
+        window=maybe("window", (draw.choice((0, 4, 40)), draw.choice((-1, 3, 40))), window),
+        scale=maybe("any_scale", -0.1, draw.choice((None, draw.uniform(0.5, 2.0) * (dim or 1) ** -0.5)), 0.0),
+        grad_layout=draw.choice(("plain", "plain", "bhsd", "expanded")),
+        alibi=maybe("alibi", True, False),
+        num_splits=maybe("num_splits", draw.randint(1, 4), None),
+        deterministic=maybe("deterministic", True, False, 0.1),
+    )
+    if not varlen:
+        case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))
+    elif in_turn == "page_size":
+        case = replace(case, seqused_k=tuple(draw.randint(0, length) for length in lens_k), page_size=16)
+    else:
+        used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
+        layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
+        case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
+    return fitted(case, limits)
+
+
+def _lengths(draw: random.Random, limits: Capabilities, varlen: bool) -> tuple[tuple[int, ...], ...]:
+    batch = _nearest(limits.batch, draw.randint(1, 4))
+    lens_q, lens_k = (tuple(draw.randint(1, 130) for _ in range(batch if varlen else 1)) for _ in "qk")
+    if draw.random() < 0.5:
+        lens_k = lens_q
+    return (lens_q, lens_k) if varlen else (lens_q * batch, lens_k * batch)
+
+
+def selected(checks: Iterable[Check], texts: Iterable[str]) -> Iterator[Check]:
+    """Yield the checks with one of these texts in their names."""
+    folded = [text.casefold() for text in texts]
+    return (check for check in checks if any(text in str(check).casefold() for text in folded))

@@ -1,0 +1,125 @@
+"""Calling a backend by every way: each front, with each way to choose a backend, three times.
+
+The first call makes a plan, the second may find it, a later one may be the call cache's. Each has values of
+its own, and the offsets of a packed one differ: what was kept of an earlier call must not be in the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnreg import _registry, api, aten
+from attnreg.contract.backend import Backend
+from attnreg.dispatch import counters
+from attnreg.errors import RegistrationError
+from attnreg.measure import Case, Error, Inputs, inputs
+from attnreg.measure.reference import Results, attention
+from attnreg.measure.rule import compare
+from attnreg.varlen.front import AuxRequest, varlen_attn
+
+CALLS = 3
+
+DENSE = Case(name="repeated", lens_q=(65, 65), lens_k=(65, 65), scale=0.3)
+PACKED = Case(name="repeated", lens_q=(33, 7, 64), lens_k=(40, 9, 70), varlen=True, scale=0.3)
+
+# By what a backend is called, and the call.
+FRONTS = {
+    "varlen_attn(backend=)": PACKED,
+    "varlen_attn in use_backend": PACKED,
+    "varlen_attn after register_backend": PACKED,
+    "SDPA in use_backend": DENSE,
+    "SDPA after register_backend": DENSE,
+}
+
+
+def measure_front(
+    front: str, backend: Backend, case: Case, device: torch.device, seed: int, backward: bool
+) -> dict[str, Error]:
+    """Return the largest error of each tensor in three calls of a front.
+
+    Raises:
+        RegistrationError: another backend has its name, or the calls didn't reach it.
+    """
+    found: dict[str, Error] = {}
+    with _known(backend), _chosen(front, backend):
+        for number in range(CALLS):
+            drawn = case.reordered() if number % 2 else case
+            given = inputs(drawn, device, seed + number)
+            with torch.set_grad_enabled(backward):
+                results = _reaching(backend.name, partial(_called, front, backend.name, given))
+            truth, plain = (attention(drawn, given, dtype) for dtype in (torch.float64, given.q.dtype))
+            for name, got in results.items():
+                error = compare((got,), getattr(plain, name), getattr(truth, name), given.q.dtype)
+                found[name] = max(found.get(name, error), error, key=lambda one: one.share)
+    return found
+
+
+def against(front: str, case: Case, device: torch.device) -> tuple[str, ...]:
+    """Return why a front can't bring a call to a backend; empty if it can, or if there is no front."""
+    halves = ("float16", "bfloat16")
+    if front.startswith("SDPA") and device.type not in ("cpu", "cuda"):
+        return (f"the routers below SDPA need a CPU or a CUDA GPU, got {device.type}",)
+    if front.startswith("SDPA") and device.type == "cuda" and case.dtype not in halves:
+        return (f"torch's flash op, which SDPA calls, needs {' or '.join(halves)}, got {case.dtype}",)
+    return ()
+
+
+@contextmanager
+def _known(backend: Backend) -> Iterator[None]:
+    """Have the registry know a backend; leaves it and torch's ops as they were."""
+    installed, before = aten.installed(), _registry.entries().get(backend.name.casefold())
+    entry = _registry.add(backend, "attnreg.testing")
+    try:
+        yield
+    finally:
+        if not installed:
+            aten.restore()
+        if before is None:
+            _registry.discard(entry)
+
+
+def _chosen(front: str, backend: Backend) -> AbstractContextManager[object]:
+    if front.endswith("use_backend"):
+        return api.use_backend(backend.name)
+    return api.register_backend(backend) if front.endswith("register_backend") else nullcontext()
+
+
+def _called(front: str, name: str, given: Inputs) -> dict[str, Tensor]:
+    """Return what a call gives, in the contract's shapes."""
+    *tensors, grad_out, call = given
+    recording = torch.is_grad_enabled()
+    leaves = [x.detach().requires_grad_(recording) for x in tensors]
+    found: dict[str, Tensor] = {}
+    if front.startswith("SDPA"):
+        query, key, value = (x.transpose(1, 2) for x in leaves)
+        options: dict[str, Any] = {"is_causal": call.window == (-1, 0), "scale": call.scale}
+        out = F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+    else:
+        lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
+        options = {"scale": call.scale, "window_size": call.window, "enable_gqa": True}
+        options |= {"backend": name if front.endswith("(backend=)") else None}
+        packed: Any = varlen_attn
+        out, found["lse"] = packed(*leaves, *lengths, return_aux=AuxRequest(lse=True), **options)
+    grads = torch.autograd.grad(out, leaves, grad_out) if recording else ()
+    return {"out": out.detach(), **found, **dict(zip(Results._fields[2:], grads, strict=False))}
+
+
+def _reaching(name: str, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Run a call; an error if any direction of it ran on another backend."""
+    before = counters.stats().calls
+    results = call()
+    ran = {
+        other: {direction: n - before.get(other, {}).get(direction, 0) for direction, n in counts.items()}
+        for other, counts in counters.stats().calls.items()
+    }
+    expected = {name: {"forward": 1, "backward": int("dq" in results)}}
+    if (got := {other: counts for other, counts in ran.items() if any(counts.values())}) != expected:
+        raise RegistrationError(f"calls by backend: got {got}, expected {expected}")
+    return results

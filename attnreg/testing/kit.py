@@ -1,0 +1,233 @@
+"""The conformance kit: which calls a backend is held to, what came of each, and the report."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from attnreg import _registry
+from attnreg.contract.backend import Backend
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec
+from attnreg.dispatch.planning import device_of
+from attnreg.errors import BackendUnavailableError, InvalidInputError
+from attnreg.measure import Case, Error, measure_taken
+from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
+from attnreg.testing.fronts import against, measure_front
+
+# A reason against a call has what was got, or what is missing here; known issues have a link.
+CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
+
+
+class Outcome(NamedTuple):
+    """What came of one check.
+
+    Attributes:
+        check: the call, and by what it was called.
+        errors: by tensor name: `out`, `lse`, `dq`, `dk`, `dv`, those that were run.
+        reasons: why a direction wasn't run.
+        failure: what is wrong besides the numbers; empty if nothing is.
+    """
+
+    check: Check
+    errors: dict[str, Error]
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def case(self) -> Case:
+        """The call without its front."""
+        return self.check.case
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing was run."""
+        return not self.errors and not self.failure
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was run is right."""
+        return not self.failure and all(error.passed for error in self.errors.values())
+
+    def __str__(self) -> str:
+        wrong = [f"{name} {error}" for name, error in self.errors.items() if not error.passed]
+        return f"{self.check}: {'; '.join([self.failure] * bool(self.failure) + wrong) or 'right'}"
+
+
+class Report(NamedTuple):
+    """What came of all checks of a backend.
+
+    Attributes:
+        outcomes: one for each check.
+        never_ran: what the backend declares, and yet refused in every case, with a reason.
+        repeat: the line that repeats one check, with `{}` for its name.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    never_ran: tuple[str, ...]
+    repeat: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was run, everything that was is right, and everything declared was."""
+        ran = [outcome for outcome in self.outcomes if not outcome.refused]
+        return bool(ran) and not self.never_ran and all(outcome.passed for outcome in ran)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many checks weren't run, or without their backward, by the reason without its numbers."""
+        return Counter(
+            reason
+            for outcome in self.outcomes
+            for reason in {one.partition(", got")[0] for one in outcome.reasons}
+        )
+
+    def __str__(self) -> str:
+        wrong = [outcome for outcome in self.outcomes if not outcome.passed]
+        ran = sum(not outcome.refused for outcome in self.outcomes)
+        lines = [f"{len(self.outcomes)} checks: {ran - len(wrong)} right, {len(wrong)} wrong"]
+        lines += [f"{outcome}\n  {self.repeat.format(repr(str(outcome.check)))}" for outcome in wrong]
+        lines += self.never_ran
+        lines += [f"not run, {count} times: {reason}" for reason, count in self.refused.most_common()]
+        return "\n".join(lines)
+
+
+class Conformance:
+    """A backend and the checks that it is held to on a device.
+
+    Args:
+        backend: the name of a known backend, or a `Backend`.
+        device: where to run it; unless given, a GPU if it serves one that is here, else the CPU.
+        dtypes: names of dtypes; those that it declares unless given.
+        seed: of the drawn cases and of all values.
+        full: whether the cases that take seconds or gigabytes are among the checks.
+
+    Attributes:
+        checks: all of them, refused ones included.
+
+    Raises:
+        UnknownBackendError: no backend has that name.
+        BackendUnavailableError: the backend of that name is broken; says why.
+    """
+
+    def __init__(
+        self,
+        backend: str | Backend,
+        device: torch.device | str | None = None,
+        dtypes: Iterable[str] = (),
+        seed: int = 0,
+        *,
+        full: bool = False,
+    ) -> None:
+        found = backend if isinstance(backend, Backend) else _registry.find(backend).backend
+        if found is None:
+            raise BackendUnavailableError(f"{backend} {_registry.find(str(backend)).unavailable()}")
+        self.backend, self.seed, self.dtypes = found, seed, tuple(dtypes)
+        if device is None:
+            device = "cuda" if "cuda" in found.devices and torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self.checks = checks_for(found, self.dtypes, seed, full)
+        # What it lacks here, its loading says: a fake package, say, lacks nothing.
+        self._entry = Entry(found.name, "attnreg.testing", replace(found, unavailable=lambda: None))
+
+    def run(self, check: Check | Case) -> Outcome:
+        """Run one check, unless the backend refuses it.
+
+        Raises `BackendUnavailableError` if the backend can't load here.
+        """
+        check = check if isinstance(check, Check) else Check(check)
+        kernels, spec = self._entry.kernels(), check.case.spec(device_of(self.device))
+        forward = self._entry.reasons(spec, "forward")
+        backward = self._entry.reasons(spec, "backward")
+        unclear = self._unclear(spec, (*forward, *backward))
+        if forward := forward or against(check.front, check.case, self.device):
+            return Outcome(check, {}, forward, unclear)
+        try:
+            runnable = kernels._replace(backward=None) if backward else kernels
+            errors, declined = measure_taken(runnable, check.case, self.device, self.seed)
+            if check.front:
+                where = check.case, self.device, self.seed
+                errors = {} if declined else measure_front(check.front, self.backend, *where, not backward)
+        except Exception as error:  # noqa: BLE001 - one check that breaks must not hide the others
+            return Outcome(check, {}, backward, f"{type(error).__name__}: {error}")
+        return Outcome(check, errors, (declined,) if declined else backward, unclear)
+
+    def report(self, outcomes: Iterable[Outcome]) -> Report:
+        """Return what came of the checks that were run; of all checks, whether all that is declared ran."""
+        found = {outcome.check: outcome for outcome in outcomes}
+        never = self.never_ran(found.__getitem__) if len(found) == len(self.checks) else ()
+        options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed}
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+        repeat = f"check_backend({self.backend.name!r}, {given}, cases=[{{}}])"
+        return Report(tuple(found.values()), tuple(never), repeat)
+
+    def never_ran(self, run: Callable[[Check], Outcome]) -> list[str]:
+        """Return a sentence for each thing that a direction declares and refuses in every check."""
+        found = []
+        directions = ("forward", "out", self.backend.forward), ("backward", "dq", self.backend.backward)
+        for direction, tensor, limits in directions:
+            for ability in declared(limits):
+                reasons: dict[str, None] = {}
+                for check in self.checks:
+                    if ABILITIES[ability](check.case):
+                        outcome = run(check)
+                        if tensor in outcome.errors or outcome.failure:
+                            break
+                        reasons |= dict.fromkeys(outcome.reasons)
+                else:
+                    # What needs something that isn't here is no fault of the declaration.
+                    if not any(re.search(r"\bneeds?\b", reason) for reason in reasons):
+                        refusals = "; ".join(reasons) or "no check asks for it"
+                        found.append(f"its {direction} declares {ability}, but never ran it: {refusals}")
+        return found
+
+    def _unclear(self, spec: AttentionSpec, reasons: tuple[str, ...]) -> str:
+        """Return what is wrong with the reasons that `Backend.refuses` gives; empty if nothing is."""
+        limits = [one for one in (self.backend.forward, self.backend.backward) if one is not None]
+        by_limits = [reason for one in limits for reason in one.unsupported(spec)]
+        for reason in reasons:
+            if reason not in (*by_limits, "has no backward") and not CLEAR.search(reason):
+                return f"refusal: got {reason!r}, expected a sentence such as 'head_dim must be 64, got 80'"
+        return ""
+
+
+def check_backend(
+    backend: str | Backend,
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Iterable[str] = (),
+    seed: int = 0,
+    cases: Iterable[str] | None = None,
+    full: bool = False,
+) -> Report:
+    """Hold a backend to the contract: values, forms, memory, repeatability, reasons, on every way to it.
+
+    Args:
+        backend, device, dtypes, seed, full: as for `Conformance`.
+        cases: parts of the names of checks, to run these alone; all of them unless given.
+
+    Returns:
+        The report, which says what was refused and how often. A test of one's own backend pins `refused`.
+
+    Raises:
+        AssertionError: a check fails, or the backend runs nothing of what it declares; the message has for
+            each failure the line that repeats it.
+        InvalidInputError: no check has one of `cases` in its name.
+        UnknownBackendError: no backend has that name.
+        BackendUnavailableError: the backend can't load here.
+    """
+    kit = Conformance(backend, device, dtypes, seed, full=full)
+    checks = kit.checks if cases is None else list(selected(kit.checks, cases))
+    if not checks:
+        raise InvalidInputError(
+            f"cases: got {cases!r}, expected parts of names, such as {str(kit.checks[0])!r}"
+        )
+    report = kit.report(map(kit.run, checks))
+    if not report.passed:
+        raise AssertionError(f"{kit.backend.name} on {kit.device}: {report}")
+    return report

@@ -1,0 +1,229 @@
+"""Promises of the conformance kit: what it runs, what it says, and that refusing everything isn't passing."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import attnreg
+from attnreg import Range, aten
+from attnreg.backends import math as math_backend
+from attnreg.contract.spec import Device
+from attnreg.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
+from attnreg.measure import Case, measure
+from attnreg.testing import Conformance, check_backend
+from attnreg.testing.cases import ABILITIES, declared
+
+MATH = math_backend.BACKEND.load()
+SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32")
+
+
+def double(*given):
+    out, lse = MATH.forward(*given)
+    return out * 2, lse
+
+
+def test_one_line_holds_a_backend_and_returns_a_report(fake):
+    report = check_backend(fake("mine").backend, device="cpu", cases=["drawn 1 ", "repeated", "heads 4:"])
+    assert report.passed
+    assert [str(outcome.check) for outcome in report.outcomes] == [
+        *("heads 4:2 bfloat16", "heads 4:1 bfloat16"),
+        *("varlen heads 4:2 bfloat16", "varlen heads 4:1 bfloat16"),
+        *[text for text in map(str, Conformance("math", "cpu").checks) if text.startswith("drawn 1 ")],
+        *[str(check) for check in Conformance("math", "cpu").checks if check.front],
+    ]
+    assert len(report.outcomes) == 10
+    assert report.refused == {}
+
+
+def test_a_failure_has_the_line_that_repeats_it(fake):
+    kernels = MATH._replace(forward=double)
+    wrong = fake("mine", load=lambda: kernels).backend
+    with pytest.raises(AssertionError) as raised:
+        check_backend(wrong, device="cpu", seed=7, cases=["drawn 3 ", "heads 4:2"])
+    said = str(raised.value)
+    assert said.startswith("mine on cpu: 3 checks: 0 right, 3 wrong\nheads 4:2 bfloat16: out ")
+    lines = [line.strip() for line in said.splitlines() if "check_backend" in line]
+    assert lines[0] == "check_backend('mine', device='cpu', seed=7, cases=['heads 4:2 bfloat16'])"
+    for line in lines:
+        with attnreg.register_backend(wrong), pytest.raises(AssertionError, match=r"[12] wrong"):
+            eval(line)  # noqa: S307
+
+
+def test_the_seed_decides_what_is_drawn_and_which_values():
+    first, again, other = (Conformance("math", "cpu", seed=seed).checks for seed in (0, 0, 1))
+    assert first == again
+    changed = {one.case.name for one, two in zip(first, other, strict=True) if one != two}
+    assert changed and all(name.startswith("drawn") for name in changed)
+    errors = [measure(MATH, SMALL, seed=seed)["out"].kernel for seed in (0, 0, 1)]
+    assert errors[0] == errors[1] != errors[2]
+
+
+def test_a_dtype_changes_no_drawn_case_but_its_dtype():
+    everything, one = (Conformance("math", "cpu", dtypes).checks for dtypes in ((), ["float16"]))
+    drawn = [
+        [dataclasses.replace(check.case, dtype="") for check in checks if check.case.name.startswith("drawn")]
+        for checks in (everything, one)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+NARROW = {
+    "head dims": {"head_dim": Range(96, 256, 32), "head_dim_v": Range(128, 128)},
+    "heads": {"heads": Range(8, 16)},
+    "pages": {"page_size": Range(256, 512, 256)},
+    "one dtype": {"dtypes": ("float64",)},
+    "packed only": {"dense": False, "bias": False},
+    "dense only": {"varlen": False, "page_size": None},
+    "one sequence": {"batch": Range(0, 1), "dropout": False, "seqused_k": False, "page_size": None},
+}
+
+
+@pytest.mark.parametrize("limits", NARROW.values(), ids=NARROW)
+def test_what_is_declared_is_asked_for_however_narrow_it_is(fake, limits):
+    backend = fake("mine", **limits).backend
+    kit = Conformance(backend, "cpu")
+    taken = [
+        check.case for check in kit.checks if not backend.forward.unsupported(check.case.spec(Device("cpu")))
+    ]
+    asked = {name for name, asks in ABILITIES.items() if any(map(asks, taken))}
+    assert asked >= set(declared(backend.forward))
+    drawn = [case for case in taken if case.name.startswith("drawn")]
+    assert len(drawn) == 24 or limits == NARROW["one sequence"]
+    assert kit.run(next(check for check in kit.checks if check.case in drawn)).passed
+
+
+def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
+    reason = "heads must be equal, got others"
+    shy = fake("mine", refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else ()).backend
+    kit = Conformance(shy, "cpu")
+    found = kit.never_ran(
+        lambda check: kit.run(check if check.case.heads[0] != check.case.heads[1] else SMALL)
+    )
+    assert found == [
+        f"its {direction} declares gqa, but never ran it: {reason}" for direction in ("forward", "backward")
+    ]
+
+
+def test_a_backend_that_refuses_everything_does_not_pass(fake):
+    def decline(*given):
+        raise UnsupportedInputError("no kernel for it")
+
+    broken = MATH._replace(forward=decline, backward=decline)
+    for options in ({"refuses": lambda spec: ("batch must be 5, got 2",)}, {"load": lambda: broken}):
+        with pytest.raises(AssertionError) as raised:
+            check_backend(fake("mine", **options).backend, device="cpu")
+        assert "0 right, 0 wrong\nits forward declares dense, but never ran it: " in str(raised.value)
+    needing = fake(
+        "mine", refuses=lambda spec: ("alibi_slopes need a package",) if spec.alibi else ()
+    ).backend
+    kit = Conformance(needing, "cpu")
+    alibi = [check for check in kit.checks if check.case.alibi]
+    assert alibi and all(kit.run(check).refused for check in alibi)
+    assert not any("alibi" in text for text in kit.never_ran(lambda check: kit.run(alibi[0])))
+
+
+def test_a_refusal_without_what_was_got_is_a_failure(fake):
+    for reason, passes in (("no", False), ("head_dim must be 64, got 80", True), ("it needs torch 9", True)):
+        outcome = Conformance(fake("mine", refuses=lambda spec, said=reason: (said,)).backend, "cpu").run(
+            SMALL
+        )
+        assert (outcome.passed, outcome.reasons, outcome.errors) == (passes, (reason,), {})
+    crashing = fake("mine", refuses=lambda spec: spec.no_such_field).backend
+    assert "check failed: AttributeError" in Conformance(crashing, "cpu").run(SMALL).failure
+
+
+def test_what_a_backend_refuses_is_not_run(fake):
+    narrow = fake("narrow", dtypes=("float16",), varlen=False)
+    case = dataclasses.replace(SMALL, varlen=True)
+    outcome = Conformance(narrow.backend, "cpu").run(case)
+    assert outcome.refused
+    assert outcome.reasons == ("dtype must be float16, got float32", "input must be dense, got varlen")
+    assert narrow.forwards == []
+
+
+def test_a_kernel_that_raises_does_not_end_the_run(fake):
+    def crash(*given):
+        raise RuntimeError("no such kernel")
+
+    kit = Conformance(fake("broken", load=lambda: MATH._replace(forward=crash)).backend, "cpu")
+    outcomes = list(map(kit.run, kit.checks[:2]))
+    assert [outcome.failure for outcome in outcomes] == ["RuntimeError: no such kernel"] * 2
+
+
+def test_a_front_leaves_the_registry_and_torch_as_they_were(fake):
+    mine = fake("mine").backend
+    installed, known = aten.installed(), attnreg.list_backends()
+    kit = Conformance(mine, "cpu")
+    for check in kit.checks:
+        if check.front:
+            assert kit.run(check).passed
+            assert (aten.installed(), attnreg.list_backends()) == (installed, known)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_call_that_another_backend_serves_is_a_failure(fake, monkeypatch):
+    """SDPA's own kernel answers where the routers don't reach the backend."""
+    monkeypatch.setattr(aten, "ensure", lambda: None)
+    if aten.installed():
+        aten.restore()
+    kit = Conformance(fake("mine").backend, "cpu")
+    (check,) = (check for check in kit.checks if check.front == "SDPA in use_backend")
+    failure = kit.run(check).failure
+    assert failure == (
+        "RegistrationError: calls by backend: got {}, expected {'mine': {'forward': 1, 'backward': 1}}"
+    )
+
+
+def test_arguments_that_mean_nothing_are_errors(fake):
+    with pytest.raises(UnknownBackendError, match="no backend is named 'mien'"):
+        check_backend("mien")
+    with pytest.raises(InvalidInputError, match=r"cases: got .'no such'., expected parts of names"):
+        check_backend("math", cases=["no such"])
+
+
+class Specializing:
+    """A `specialize` for `math`, whose launchers multiply their results by what a test wants to be found."""
+
+    def __init__(self, forward=1.0, backward=1.0):
+        self.factors, self.directions = (forward, backward), []
+
+    def __call__(self, direction, tensors, call):
+        self.directions.append(direction)
+        factor = self.factors[direction == "backward"]
+        kernel = getattr(MATH, direction)
+
+        def launch(*given):
+            offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), given[len(tensors) :], strict=False))
+            results = kernel(*given[: len(tensors)], call._replace(**offsets))
+            return results[0] * factor, *results[1:]
+
+        return launch
+
+
+def wrong(specialize, case):
+    errors = measure(MATH._replace(specialize=specialize), case)
+    return {name for name, error in errors.items() if not error.passed}
+
+
+PACKED = dataclasses.replace(SMALL, lens_q=(9, 3), lens_k=(12, 4), varlen=True, window=(-1, 0))
+
+
+@pytest.mark.parametrize("case", [SMALL, PACKED], ids=["dense", "packed"])
+def test_launchers_are_held_to_the_rule_as_well(case):
+    right = Specializing()
+    assert wrong(right, case) == set()
+    assert right.directions[:2] == ["forward", "backward"]
+    assert "out" in wrong(Specializing(forward=1.1), case)
+    assert wrong(Specializing(backward=1.1), case) == {"dq"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seqused_k": (7, 1)}, {"tail": 3}, {"lens_k": (12, 0)}, {"lens_q": (30, 3)}, {"num_splits": 2}],
+    ids=str,
+)
+def test_no_launcher_is_asked_for_where_the_call_cache_asks_for_none(changes):
+    specialize = Specializing(2.0, 2.0)
+    assert wrong(specialize, dataclasses.replace(PACKED, **changes)) == set()
+    assert specialize.directions == []

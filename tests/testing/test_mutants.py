@@ -1,0 +1,302 @@
+"""The test of the conformance kit: kernels that are wrong in one thing, each of which it has to find."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from attnreg.backends import math as math_backend
+from attnreg.contract.backend import KEYED_BY, Backend
+from attnreg.testing import Conformance
+from attnreg.testing.cases import selected
+
+MATH = math_backend.BACKEND.load()
+
+
+def called_with(**changes):
+    """Return kernels that run another call than they are given, in both directions."""
+
+    def changed(call):
+        return call._replace(**{name: change(call) for name, change in changes.items()})
+
+    return {
+        "forward": lambda *given: MATH.forward(*given[:-1], changed(given[-1])),
+        "backward": lambda *given: MATH.backward(*given[:-1], changed(given[-1])),
+    }
+
+
+def only(direction, kernels):
+    return {direction: kernels[direction]}
+
+
+def without(field):
+    """Return kernels that ignore an optional argument."""
+    return called_with(**{field: lambda call: None})
+
+
+def ignoring_scale(field="scale"):
+    # As a kernel does that was written for one head dim.
+    return called_with(scale=lambda call: 64**-0.5)
+
+
+def first_keys(count):
+    """Return kernels that see so many keys of each sequence at most."""
+
+    def used(call):
+        return call.cu_seqlens_k.diff().clamp(max=count(call))
+
+    return called_with(seqused_k=used)
+
+
+def first_queries(q, k, v, call):
+    """Compute 64 rows of each sequence, whatever `max_q` says."""
+    out, lse = MATH.forward(q, k, v, call)
+    ends = call.cu_seqlens_q.tolist()
+    for start, end in itertools.pairwise(ends):
+        out[start + 64 : end] = 0.0
+    return out, lse
+
+
+def results(direction, change):
+    """Return kernels of which one direction's results are changed."""
+    run = getattr(MATH, direction)
+    return {direction: lambda *given: change(*run(*given))}
+
+
+def inputs(direction, change):
+    """Return kernels of which one direction's tensors are changed before it runs; the call stays."""
+    run = getattr(MATH, direction)
+    return {direction: lambda *given: run(*change(*given[:-1]), given[-1])}
+
+
+def with_noise(*gradients):
+    """Return gradients of other bits each time, as those of atomic additions are."""
+    return tuple(x + torch.randn_like(x) * 1e-3 * x.abs() for x in gradients)
+
+
+def half_dropped(call):
+    return call.dropout / 2
+
+
+def as_if_contiguous(x):
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())
+
+
+def other_heads(q, k, v):
+    """Return key heads in the order of `repeat`, where `repeat_interleave` is right."""
+    group = q.shape[-2] // k.shape[-2]
+    return q, *(torch.cat([x] * group, dim=-2) for x in (k, v))
+
+
+def reading_past(q, k, v):
+    """Return keys that are off by what lies behind them, at a weight of zero."""
+    behind = v.as_strided((1,), (1,), v.storage_offset() + v.numel())
+    return q, k, v + 0.0 * behind
+
+
+def write_around(q, k, v, call):
+    q.as_strided((1,), (1,), q.storage_offset() - 1).zero_()
+    return MATH.forward(q, k, v, call)
+
+
+def into_the_query(q, k, v, call):
+    out, lse = MATH.forward(q, k, v, call)
+    return q.copy_(out), lse
+
+
+def into_the_gradient(grad_out, *given):
+    dq, dk, dv = MATH.backward(grad_out, *given)
+    grad_out.copy_(dq)
+    return dq, dk, dv
+
+
+def unwritten_tail(q, k, v, call):
+    """Leave the rows past the last offset as torch.empty made them."""
+    out, lse = MATH.forward(q, k, v, call)
+    found = torch.empty_like(out)
+    last = len(out) if call.cu_seqlens_q is None else int(call.cu_seqlens_q[-1])
+    found[:last] = out[:last]
+    return found, lse
+
+
+def nan_for_unseeing_rows(q, k, v, call):
+    out, lse = MATH.forward(q, k, v, call)
+    unseeing = (lse == -torch.inf).transpose(-1, -2)[..., None]
+    return out.masked_fill(unseeing, torch.nan), lse
+
+
+class KeepingResults:
+    """A `specialize` whose launchers return what the first call gave."""
+
+    def __call__(self, direction, tensors, call):
+        kept = getattr(MATH, direction)(*tensors, call)
+        return lambda *given: kept
+
+
+class KeepingOffsets:
+    """A `specialize` whose launchers keep the offsets of the first call."""
+
+    def __call__(self, direction, tensors, call):
+        run = getattr(MATH, direction)
+        return lambda *given: run(*given[: len(tensors)], call)
+
+
+# What is wrong: the field of `Call` or the rule that a kernel breaks, the kernels, a case that shows it.
+FIELDS = {
+    "scale": ("scale", ignoring_scale(), "scale 0.3"),
+    "scale of the backward": ("scale", only("backward", ignoring_scale()), "scale 0.3"),
+    "scale of packed tensors": ("scale", only("forward", ignoring_scale()), "varlen scale 0.3"),
+    "sign of the scale": ("scale", called_with(scale=lambda call: abs(call.scale)), "scale below 0"),
+    "longest query": ("max_q", {"forward": first_queries}, "varlen window (-1, -1)"),
+    "longest key": ("max_k", first_keys(lambda call: 64), "varlen window (-1, -1)"),
+    "no mask": ("window", called_with(window=lambda call: (-1, -1)), "length 15 "),
+    "top-left mask": (
+        "window",
+        called_with(window=lambda call: (-1, call.max_q - call.max_k)),
+        "causal lengths 64 and 32",
+    ),
+    "one key more": ("window", called_with(window=lambda call: (call.window[0] + 1, 0)), "window (4, 0)"),
+    "left bound": ("window", called_with(window=lambda call: (-1, call.window[1])), "window (4, 4)"),
+    "right bound": ("window", called_with(window=lambda call: (call.window[0], -1)), "window (4, 4)"),
+    "offsets of the query": (
+        "cu_seqlens_q",
+        called_with(cu_seqlens_q=lambda call: call.cu_seqlens_k),
+        "varlen window (-1, 0)",
+    ),
+    "offsets of the key": (
+        "cu_seqlens_k",
+        called_with(cu_seqlens_k=lambda call: call.cu_seqlens_q),
+        "varlen window (-1, 0)",
+    ),
+    "keys used": ("seqused_k", without("seqused_k"), "varlen seqused_k"),
+    "keys used, dense": ("seqused_k", without("seqused_k"), "seqused_k"),
+    "order of pages": (
+        "block_table",
+        called_with(block_table=lambda call: call.block_table.sort().values),
+        "pages",
+    ),
+    "bias": ("attn_bias", without("attn_bias"), "additive bias"),
+    "boolean mask": ("attn_bias", without("attn_bias"), "key padding mask"),
+    "slopes": ("alibi_slopes", without("alibi_slopes"), "alibi"),
+    "slopes of one sequence": (
+        "alibi_slopes",
+        called_with(alibi_slopes=lambda call: call.alibi_slopes[0].expand_as(call.alibi_slopes)),
+        "varlen alibi",
+    ),
+    "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
+    "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
+    "dropout of the backward": ("dropout", only("backward", called_with(dropout=half_dropped)), "dropout"),
+    "random state": (
+        "rng_state",
+        called_with(rng_state=lambda call: torch.ones_like(call.rng_state)),
+        "varlen dropout",
+    ),
+    "random state of the backward": (
+        "rng_state",
+        only("backward", called_with(rng_state=lambda call: torch.ones_like(call.rng_state))),
+        "dropout",
+    ),
+    "pieces that aren't merged": (
+        "num_splits",
+        first_keys(lambda call: call.max_k // call.num_splits),
+        "varlen num_splits",
+    ),
+    "other bits each time": ("deterministic", results("backward", with_noise), "deterministic"),
+}
+
+RESULTS = {
+    "base of the LSE": (results("forward", lambda out, lse: (out, lse / math.log(2))), "length 15 "),
+    "dtype of the output": (results("forward", lambda out, lse: (out.float(), lse)), "length 15 "),
+    "dtype of the LSE": (results("forward", lambda out, lse: (out, lse.bfloat16())), "length 15 "),
+    "dtype of a gradient": (results("backward", lambda dq, dk, dv: (dq, dk.float(), dv)), "length 15 "),
+    "layout of the output": (results("forward", lambda out, lse: (out.transpose(1, 2), lse)), "length 15 "),
+    "layout of the LSE": (results("forward", lambda out, lse: (out, lse.mT)), "length 15 "),
+    "no gradient of the value": (results("backward", lambda dq, dk, dv: (dq, dk)), "length 15 "),
+    "None for a gradient": (results("backward", lambda dq, dk, dv: (dq, dk, None)), "length 15 "),
+    "zeros for a gradient": (results("backward", lambda dq, dk, dv: (dq, dk, dv * 0)), "length 15 "),
+    "a list": (results("forward", lambda *both: list(both)), "length 15 "),
+    "half the heads": (
+        results("forward", lambda out, lse: (out[..., :1, :].expand_as(out), lse)),
+        "heads 12:4",
+    ),
+    "mapping of heads": (inputs("forward", other_heads), "heads 12:4"),
+    "strides": (inputs("forward", lambda *qkv: map(as_if_contiguous, qkv)), "layout bhsd"),
+    "gaps between rows": (inputs("forward", lambda *qkv: map(as_if_contiguous, qkv)), "layout odd rows"),
+    "rows without a key": ({"forward": nan_for_unseeing_rows}, "causal lengths 256 and 8"),
+    "rows of no sequence": ({"forward": unwritten_tail}, "varlen tail"),
+    "reading past the end": (inputs("forward", reading_past), "length 15 "),
+    "writing before the start": ({"forward": write_around}, "length 15 "),
+    "the output in the query": ({"forward": into_the_query}, "length 15 "),
+    "the gradient overwritten": ({"backward": into_the_gradient}, "length 15 "),
+    "a launcher that keeps results": ({"specialize": KeepingResults()}, "length 15 "),
+    "a launcher that keeps offsets": ({"specialize": KeepingOffsets()}, "varlen heads 6:3"),
+}
+
+
+def outcomes(kernels, texts, seed=0):
+    """Yield what came of the checks with these texts in their names; most kernels are those of `math`."""
+    everything = math_backend.EVERYTHING
+    backend = Backend(
+        name="mutant",
+        forward=everything,
+        backward=everything,
+        load=lambda: MATH._replace(**kernels),
+        version=lambda: "1.0",
+    )
+    kit = Conformance(backend, "cpu", dtypes=["bfloat16"], seed=seed)
+    return map(kit.run, selected(kit.checks, texts))
+
+
+def test_every_field_of_a_call_has_a_mutant():
+    assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys()
+
+
+@pytest.mark.parametrize(("kernels", "text"), [row[-2:] for row in (*FIELDS.values(), *RESULTS.values())],
+                         ids=[*FIELDS, *RESULTS])  # fmt: skip
+def test_a_kernel_that_is_wrong_in_one_thing_is_found(kernels, text):
+    found = next((outcome for outcome in outcomes(kernels, [text]) if not outcome.passed), None)
+    assert found is not None
+    assert found.failure.startswith(
+        ("RegistrationError: ", "")[not found.failure]
+    )  # not a fault of the mutant's
+
+
+def test_a_right_kernel_passes_all_of_these():
+    texts = {row[-1] for row in (*FIELDS.values(), *RESULTS.values())}
+    found = list(outcomes({}, texts))
+    assert [str(outcome) for outcome in found if not outcome.passed] == []
+    assert not any(outcome.refused for outcome in found)
+    assert len(found) >= len(texts)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("field", ["scale", "window", "seqused_k", "alibi_slopes", "attn_bias"])
+def test_drawn_cases_find_what_is_ignored_by_themselves(field, seed):
+    kernels = {"scale": ignoring_scale(), "window": called_with(window=lambda call: (-1, -1))}
+    assert any(not one.passed for one in outcomes(kernels.get(field) or without(field), ["drawn"], seed))
+
+
+class RememberingOffsets:
+    """A forward that keeps the offsets of the first call of each shape: right when it is called once."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, q, k, v, call):
+        first = self.calls.setdefault((q.shape, call.max_q, call.dropout), call)
+        return MATH.forward(q, k, v, first if call.varlen else call)
+
+
+class RememberingResults(RememberingOffsets):
+    """A forward that keeps the results of the first call of each shape."""
+
+    def __call__(self, q, k, v, call):
+        return self.calls.setdefault((q.shape, call.max_q), MATH.forward(q, k, v, call))
+
+
+def test_what_a_kernel_keeps_of_earlier_calls_is_found_through_every_front():
+    for kept, fronts in ((RememberingOffsets(), 3), (RememberingResults(), 5)):
+        found = list(outcomes({"forward": kept}, ["repeated"]))
+        assert [outcome.failure for outcome in found] == [""] * 5
+        assert sum(not outcome.errors["out"].passed for outcome in found) == fronts

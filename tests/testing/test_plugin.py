@@ -1,0 +1,32 @@
+"""Promises of the pytest plugin: a test for each check, in a run of somebody else's."""
+
+import re
+
+from support.processes import python
+
+RUN = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "attnreg.testing.plugin")
+
+
+def test_a_named_backend_adds_a_test_for_each_check(tmp_path):
+    run = python(
+        *RUN, "--attnreg-backend=cpu", "--attnreg-device=cpu", "-rs", "-k", "alibi or bhsd", cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\n\d+ passed, 2 skipped, \d+ deselected", run.stdout)
+    assert "alibi_slopes must be None, got a tensor" in run.stdout
+
+
+def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import attnreg\n"
+        "from attnreg.backends.math import BACKEND, EVERYTHING, forward\n"
+        "def halves(q, k, v, call):\n"
+        "    out, lse = forward(q, k, v, call._replace(scale=0.125))\n"
+        "    return out, lse\n"
+        "attnreg.register_backend(attnreg.Backend(\n"
+        "    name='halves', forward=EVERYTHING, load=lambda: attnreg.Kernels(halves)))\n"
+    )
+    run = python(*RUN, "--attnreg-backend=halves", "-k", "scale or dim", cwd=tmp_path)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "cases=['scale 0.3 bfloat16'])" in run.stdout
+    assert "cases=['dim 64" not in run.stdout
