@@ -5,7 +5,7 @@ every option of the contract, and never reads a tensor of another device on the 
 packed and paged tensors to one form, `mask.py` says which scores count. Here each padded group is computed,
 tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k, S_k, D_v). The
 forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
-the backward rebuilds each tile's weights from the LSE (Dao et al., https://arxiv.org/abs/2205.14135).
+the backward computes each tile's weights twice, as it needs the sums of a row first.
 Imports from `contract`. Start with README.md.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,17 +69,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     work = _working_dtype(q)
-    if torch.finfo(lse.dtype).bits < torch.finfo(work).bits:
-        lse = forward(q, k, v, call)[1]
-    of_queries = [as_rows(x) for x in (grad_out, q, lse.transpose(-1, -2)[..., None])]
-    of_keys = [as_rows(k), as_rows(v)]
+    of_queries = as_rows(grad_out), as_rows(q)
+    of_keys = as_rows(k), as_rows(v)
     grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
     with _without_autocast(q.device):
         for group in _groups(q, k, v, call):
-            grad, query, stats = (group.queries.gather(x, work) for x in of_queries)
+            grad, query = (group.queries.gather(x, work) for x in of_queries)
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, stats, mask)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -118,65 +115,87 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tuple[Tensor, Tensor]:
-    peak = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    total = torch.zeros_like(peak)
+    softmax = _Softmax(q)
     weighted = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for tile in mask.tiles(rows):
-        scores = _scores(q, _seen_keys(k, tile), tile, mask)
-        higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        # A row without a key so far has no peak: -inf - -inf would be NaN.
-        anchor = higher.masked_fill(higher == -torch.inf, 0.0)
-        weights, fade = (scores - anchor).exp_(), (peak - anchor).exp_()
-        total = total * fade + weights.sum(-1, keepdim=True)
+        weights, fade = softmax.add(_scores(q, _seen_keys(k, tile), tile, mask))
         kept = mask.kept(tile, q.dtype)
         dropped = weights if kept is None else weights * kept
         weighted = weighted * fade + _times(dropped, _seen_keys(v, tile))
-        peak = higher
-    return weighted / total.masked_fill(total == 0, 1.0), peak + total.log()
+    return weighted / softmax.divisor, softmax.peak + softmax.total.log()
 
 
-class _Rows(NamedTuple):
-    """Some rows of what a backward is given, with all keys and values."""
+class _Softmax:
+    """The softmax of some rows, of which one tile of keys after another comes.
 
-    grad_out: Tensor
-    q: Tensor
-    lse: Tensor
-    k: Tensor
-    v: Tensor
+    Attributes:
+        peak: the highest score so far, (b, H, rows, 1); -inf for a row without a key.
+        total: the sum of the weights so far, relative to the peak.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self.peak = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        self.total = torch.zeros_like(self.peak)
+
+    def add(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of a tile relative to the new peak, and the factor on what was summed before."""
+        before, self.peak = self.peak, torch.maximum(self.peak, scores.amax(-1, keepdim=True))
+        weights, fade = self.weights(scores), (before - self._anchor).exp_()
+        self.total = self.total * fade + weights.sum(-1, keepdim=True)
+        return weights, fade
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Return the weights of a tile relative to the peak."""
+        return (scores - self._anchor).exp_()
+
+    @property
+    def _anchor(self) -> Tensor:
+        # A row without a key so far has no peak: -inf - -inf would be NaN.
+        return self.peak.masked_fill(self.peak == -torch.inf, 0.0)
+
+    @property
+    def divisor(self) -> Tensor:
+        """The sum of all weights, 1 for a row without a key."""
+        return self.total.masked_fill(self.total == 0, 1.0)
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: Mask
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; `lse` is (b, H, S_q, 1)."""
+    """Return the gradients of query, key and value.
+
+    The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
+    sum(grad_out * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
+    gradients where scores are large, or where terms cancel, as with one or two keys.
+    """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
-        of = _Rows(grad_out[:, :, rows], q[:, :, rows], lse[:, :, rows], k, v)
-        # The softmax's backward subtracts it. sum(grad_out * out) is equal and cheaper, but outputs are
-        # rounded, and the error stays in the gradients where the terms cancel, as with one or two keys.
-        delta, tiles = torch.zeros_like(of.lse), list(mask.tiles(rows))
+        q_rows, grad_rows, tiles = q[:, :, rows], grad_out[:, :, rows], list(mask.tiles(rows))
+        softmax = _Softmax(q_rows)
+        delta = torch.zeros_like(softmax.total)
         for tile in tiles:
-            weights, grad_weights, kept = _weights(of, tile, mask)
-            delta += (weights * grad_weights).sum(-1, keepdim=True)
+            weights, fade = softmax.add(_scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), tile, mask))
+            grad_weights, kept = _grad_weights(grad_rows, v, tile, mask)
+            delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
+        delta = delta / softmax.divisor
         for tile in tiles:
+            queries, grads, keys = _seen_rows(q_rows, tile), _seen_rows(grad_rows, tile), _seen_keys(k, tile)
             if len(tiles) > 1:
-                weights, grad_weights, kept = _weights(of, tile, mask)
-            q_rows, grad_rows = _seen_rows(of.q, tile), _seen_rows(of.grad_out, tile)
-            grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grad_rows, k)
-            grad_scores = weights.mul_(grad_weights.sub_(delta)).mul_(mask.call.scale)
-            grad_scores = _hide(grad_scores, tile, 0.0)
-            grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
-            grad_k[:, :, tile.cols] += _summed(grad_scores, q_rows, k)
+                weights = softmax.weights(_scores(queries, keys, tile, mask))
+                grad_weights, kept = _grad_weights(grad_rows, v, tile, mask)
+            weights = weights / softmax.divisor
+            grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
+            grad_scores = _hide(weights * (grad_weights - delta) * mask.call.scale, tile, 0.0)
+            grad_q[:, :, rows] += _times(grad_scores, keys)
+            grad_k[:, :, tile.cols] += _summed(grad_scores, queries, k)
     return grad_q, grad_k, grad_v
 
 
-def _weights(of: _Rows, tile: Tile, mask: Mask) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the weights of a tile, their gradients, and the factors of dropout."""
-    scores = _scores(_seen_rows(of.q, tile), _seen_keys(of.k, tile), tile, mask)
-    weights = _hide((scores - of.lse).exp_(), tile, 0.0)
-    grad_weights = _times(_seen_rows(of.grad_out, tile), _seen_keys(of.v, tile).mT)
-    kept = mask.kept(tile, of.q.dtype)
-    return weights, _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
+def _grad_weights(grad_rows: Tensor, v: Tensor, tile: Tile, mask: Mask) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of a tile's weights, and the factors of dropout."""
+    grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
+    kept = mask.kept(tile, grad_rows.dtype)
+    return _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
 
 
 def _scores(q: Tensor, keys: Tensor, tile: Tile, mask: Mask) -> Tensor:
