@@ -10,7 +10,8 @@ from attnreg import aten
 
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_OP = "_flash_attention_forward"
-PLACES = [(route.op, key) for route in aten.ROUTES for key in route.keys]
+# Of the ops that this torch has.
+PLACES = [(route.op, key) for route in aten.ROUTES if aten._is_present(route) for key in route.keys]
 
 
 def table(op, key):
