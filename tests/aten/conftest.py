@@ -48,6 +48,8 @@ def route(either_routers, routes):
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for op, kernel in kernels.items():
                 native.impl(op, kernel, "CPU")
+            # Up to torch 2.12 a kernel known to be in Python can't be overridden; torch's own aren't.
+            torch.library._impls.difference_update(native._op_impls)
             for op, kernel in sdpa_kernels().items():
                 routers.impl(op, kernel, "CPU")
         for op, found in routes.items():
