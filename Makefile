@@ -12,7 +12,7 @@ GPU_PROCESSES ?= 4
 ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow demo bench clean
+.PHONY: help venv lint test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,9 @@ test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
 	$(PY) -m pytest -m "gpu and slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
 
+matrix: $(READY) ## `test` on other versions of torch, Python and dependencies; VERSIONS=2.11,2.15 picks some
+	$(PY) tests/matrix.py --versions=$(VERSIONS) --venvs=$(or $(VENVS),.matrix) --routers=$(ROUTERS)
+
 demo: $(READY) ## train on real text, packed and padded, and compare
 	@echo "compiling the call cache and the CPU kernel where that hasn't been done and a compiler is there"
 	@$(PY) -m attnreg build --missing || true
@@ -80,5 +83,5 @@ else
 endif
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv build dist demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .matrix build dist demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

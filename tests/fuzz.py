@@ -72,8 +72,8 @@ def draw(seed: int, number: int, backends: list[str], device: str) -> Drawn:
     rng = random.Random(f"{seed}/{number}")
     varlen, dtype = rng.random() < 0.6, rng.choice(("float16", "bfloat16", "bfloat16", "float32"))
     case = _packed(rng) if varlen else _dense(rng)
-    # Large 16-bit values saturate the softmax. The gradient of a flash kernel has the rounding of its output then,
-    # and that of plain PyTorch cancels: flash-attention's own test of such values allows five times, not two.
+    # Large 16-bit values saturate the softmax. The gradient of a flash kernel has the rounding of its output
+    # then, and that of plain PyTorch cancels: flash-attention's own test of such values allows five times.
     exact, dim = dtype == "float32", rng.choice(DIMS)
     case = replace(
         case,

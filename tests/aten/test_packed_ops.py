@@ -5,6 +5,7 @@ import torch
 from support import truth
 from support.cuda_ops import (
     BACKWARD,
+    FLASH_OPTIONS,
     FORWARD,
     LENGTHS_K,
     LENGTHS_Q,
@@ -264,6 +265,7 @@ def test_every_argument_of_the_flash_op_reaches_torchs_kernel(route, packed, ran
         "block_table": torch.zeros(4, 1, dtype=torch.int32),
         "num_splits": 2,
     }
+    options = {name: options[name] for name in FLASH_OPTIONS}
     with attnreg.register_backend("math"):
         flash_varlen(inputs, cu_q, cu_k, max_q, max_k, p=0.25, causal=True, debug=True, **options)
     ((args, kwargs),) = kernel.calls

@@ -136,7 +136,7 @@ def test_a_layout_names_the_places_of_query_key_and_value_of_the_installed_op(op
         assert names[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
 
 
-@pytest.mark.parametrize("op", [op for op in DECLARED if op.endswith("backward")])
+@pytest.mark.parametrize("op", [op for op in DECLARED_HERE if op.endswith("backward")])
 def test_the_choice_token_is_a_result_of_the_forward_and_the_argument_of_the_same_name(op):
     route = ROUTES[op]
     forward_op = op.removesuffix("_backward")

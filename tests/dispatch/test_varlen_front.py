@@ -14,6 +14,10 @@ import attnreg
 from attnreg.dispatch import call_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
+# torch's own, of traces and of forward-mode AD; FutureWarning from torch 2.15 on.
+jit_is_deprecated = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning"
+)
 
 # ---- which calls the compiled front leaves to Python
 
@@ -53,7 +57,7 @@ def test_arguments_of_other_types_are_left_to_python(packed_plan, pair, wrong):
     assert packed_plan.planned(*tensors(PACKED), pair, pair, **wrong) is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode AD
+@jit_is_deprecated
 def test_tensors_that_are_more_than_memory_are_left_to_python(packed_plan, pair):
     q, k, v = tensors(PACKED)
     dual = torch.autograd.forward_ad
@@ -91,7 +95,8 @@ def test_dispatch_modes_see_the_custom_op(front, packed):
     assert seen.names == ["attnreg::_varlen_attn", "attnreg::_varlen_attn_backward"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@jit_is_deprecated
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_computes_with_its_own_inputs(front, packed):
     query, *rest = packed(LENGTHS, grad=False)
     traced = torch.jit.trace(lambda q: attnreg.varlen_attn(q, *rest), (query,), check_trace=False)
@@ -121,7 +126,7 @@ def test_function_transforms_are_right(front, packed, ran):
         torch.func.grad(lambda q: torch.func.grad(total)(q).sum())(query.detach())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of forward-mode AD
+@jit_is_deprecated
 def test_forward_mode_ad_is_an_error_not_a_lost_tangent(front, packed):
     query, *rest = packed(LENGTHS, grad=False)
     for _ in range(3):

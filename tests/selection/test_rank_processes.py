@@ -68,6 +68,13 @@ sys.stdin.read()
 """
 
 
+def under_torchrun(port):
+    """Return what torchrun tells the ranks: its agent serves the store there."""
+    return {
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
 def start(script, *arguments, **variables):
     threads = str(torch.get_num_threads())
     environ = processes.environment(ATTNREG_ROUTERS="python", OMP_NUM_THREADS=threads, **variables)
@@ -169,7 +176,7 @@ def test_groups_follow_each_other_in_one_process_and_each_compares_its_ranks(job
 
 def test_under_torchrun_a_group_does_not_compare_with_the_one_before(start_job, settings):
     agent = new_store()  # that of torchrun's agent outlives the groups of its workers
-    job = start_job(agent.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    job = start_job(agent.port, **under_torchrun(agent.port))
     job("join()")
     # Rank 0 runs no attention in the first group, so it can't know the record by its id.
     assert job("", "attend()") == ["ran cpu"]
@@ -192,7 +199,7 @@ def test_a_stalled_host_of_the_store_holds_a_call_up_no_longer_than_the_groups_t
     host = start(HOST)
     try:
         port = int(host.stdout.readline())
-        job = start_job(port, TORCHELASTIC_USE_AGENT_STORE="True")
+        job = start_job(port, **under_torchrun(port))
         assert job("join(2)") == ["joined"] * 2
         host.send_signal(signal.SIGSTOP)
         started = time.monotonic()

@@ -15,6 +15,10 @@ FORWARD = {"flash": "_flash_attention_forward", "cudnn": "_cudnn_attention_forwa
 BACKWARD = {"flash": "_flash_attention_backward", "cudnn": "_cudnn_attention_backward"}
 NATIVE = {"flash": "FA2", "cudnn": "cuDNN"}  # the backends that torch's own kernels belong to
 
+# The arguments by name of this torch's flash op: torch 2.11 lacks block_table and num_splits.
+FLASH_SCHEMA = torch.ops.aten._flash_attention_forward.default._schema
+FLASH_OPTIONS = {argument.name for argument in FLASH_SCHEMA.arguments if argument.kwarg_only}
+
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 
 
