@@ -34,11 +34,13 @@ def lengths_unread(monkeypatch):
     monkeypatch.setattr(batch, "_on_host", lambda lengths: False)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("tiled", ["", "held", "computed twice"])
 @pytest.mark.parametrize(("dtype", "rows", "keys", "seeds"), [("float32", 257, 1, 3), ("bfloat16", 2, 2, 40)])
 def test_gradients_are_right_where_their_terms_cancel(monkeypatch, dtype, rows, keys, seeds, tiled):
     if tiled:
         use_tiles(monkeypatch, 64, 1)
+    if tiled == "computed twice":
+        monkeypatch.setattr(reference, "HELD", 0)
     sizes = {"lens_q": (rows,), "lens_k": (keys,), "heads": (1, 1), "dims": (96, 96)}
     case = Case(name="few keys", **sizes, dtype=dtype, scale=0.5)
     for seed in range(seeds):

@@ -24,6 +24,8 @@ from attnreg.contract.capabilities import ANY_SIZE, Capabilities
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
+# Scores of a block of rows that a backward holds on to; of more it computes the products twice.
+HELD = 2**23
 
 EVERYTHING = Capabilities(
     devices=("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "privateuseone", "meta"),
@@ -170,32 +172,34 @@ def _attend_backward(
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
-        q_rows, grad_rows, tiles = q[:, :, rows], grad_out[:, :, rows], list(mask.tiles(rows))
-        softmax = _Softmax(q_rows)
+        of_rows = q[:, :, rows], grad_out[:, :, rows]
+        area = of_rows[0].shape[:-1].numel() * k.shape[2]
+        products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
+        softmax = _Softmax(of_rows[0])
         delta = torch.zeros_like(softmax.total)
-        for tile in tiles:
-            weights, fade = softmax.add(_scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), tile, mask))
-            grad_weights, kept = _grad_weights(grad_rows, v, tile, mask)
+        for _, scores, grad_weights, _ in products or _products(*of_rows, k, v, mask, rows):
+            weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
         delta = delta / softmax.divisor
-        for tile in tiles:
-            queries, grads, keys = _seen_rows(q_rows, tile), _seen_rows(grad_rows, tile), _seen_keys(k, tile)
-            if len(tiles) > 1:
-                weights = softmax.weights(_scores(queries, keys, tile, mask))
-                grad_weights, kept = _grad_weights(grad_rows, v, tile, mask)
-            weights = weights / softmax.divisor
+        for tile, scores, grad_weights, kept in products or _products(*of_rows, k, v, mask, rows):
+            queries, grads = (_seen_rows(x, tile) for x in of_rows)
+            weights = softmax.weights(scores) / softmax.divisor
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
             grad_scores = _hide(weights * (grad_weights - delta) * mask.call.scale, tile, 0.0)
-            grad_q[:, :, rows] += _times(grad_scores, keys)
+            grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
             grad_k[:, :, tile.cols] += _summed(grad_scores, queries, k)
     return grad_q, grad_k, grad_v
 
 
-def _grad_weights(grad_rows: Tensor, v: Tensor, tile: Tile, mask: Mask) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a tile's weights, and the factors of dropout."""
-    grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
-    kept = mask.kept(tile, grad_rows.dtype)
-    return _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
+def _products(
+    q_rows: Tensor, grad_rows: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice
+) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor | None]]:
+    """Yield for each tile of some rows: its scores, the gradients of its weights, the factors of dropout."""
+    for tile in mask.tiles(rows):
+        scores = _scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), tile, mask)
+        grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
+        kept = mask.kept(tile, q_rows.dtype)
+        yield tile, scores, _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
 
 
 def _scores(q: Tensor, keys: Tensor, tile: Tile, mask: Mask) -> Tensor:
