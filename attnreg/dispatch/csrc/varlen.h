@@ -11,6 +11,8 @@
 
 namespace attnreg {
 
+inline PyObject* plan_forward = nullptr;  // a function of `varlen.plans`; there as long as the process lives
+
 // Whether something wants to see ops that this front doesn't call.
 inline bool is_observed() {
   return at::impl::torch_function_mode_enabled() || c10::impl::dispatch_mode_enabled() ||
