@@ -7,11 +7,13 @@ values; `pytest -m "gpu and slow"` holds them to all.
 import functools
 
 import pytest
+import torch
 from support import gpu
 
 from attnreg import _registry
 from attnreg.backends import fa4
 from attnreg.contract.backend import Kernels
+from attnreg.errors import UnsupportedInputError
 from attnreg.measure import CASES, QUICK, Case, measure, verify
 
 pytestmark = pytest.mark.gpu
@@ -171,6 +173,27 @@ def test_every_case_of_the_matrix(named):
 @pytest.mark.slow
 def test_the_cases_that_take_gigabytes(named):
     hold(named, [case for case in CASES if case.heavy], may_refuse=["FA2", "FA4", "cuDNN"])
+
+
+@pytest.mark.slow
+def test_tensors_of_more_than_2_to_31_elements_are_right_at_both_ends_or_refused(named, ran):
+    one = gpu.packed((512,), heads=(8, 8), dim=128)
+    count = 2**31 // one.query.numel() + 2
+    offsets = gpu.offsets_of((512,) * count)
+    query, key, value = (x.detach().repeat(count, 1, 1).requires_grad_() for x in one.qkv)
+    attend = functools.partial(gpu.on(named), query, key, value, offsets, offsets, 512, 512)
+    if named == "FA2":
+        with pytest.raises(
+            UnsupportedInputError, match=r"packed tensors must have fewer than 2\*\*31 elements"
+        ):
+            attend()
+        return
+    out = attend()
+    grads = torch.autograd.grad(out, (query, key, value), gpu.incoming(one.query).repeat(count, 1, 1))
+    assert ran() == {named: (1, 1)}
+    right, _ = gpu.expected(one)
+    for end in (slice(512), slice(-512, None)):
+        gpu.assert_near([x[end] for x in (out, *grads)], right)
 
 
 @functools.cache
