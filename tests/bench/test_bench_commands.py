@@ -162,6 +162,18 @@ def test_where_nothing_was_measured_nothing_can_run(bench):
     assert json.loads(ended.stdout)["error"]["type"] == "BackendUnavailableError"
 
 
+def test_without_a_backend_or_a_yardstick_that_runs_nothing_is_measured(bench, monkeypatch):
+    monkeypatch.setattr("attnreg.bench.varlen.checked", lambda *_: {})
+    ended = bench("varlen", "--quick", "--rounds", "1")
+    assert ended.exit_code == 1
+    assert "are the yardsticks, and neither runs here" in words(ended)
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    monkeypatch.setenv("ATTNREG_DISABLE", "cpu,math")
+    attnreg.reload()
+    ended = bench("selection", "--quick", "--rounds", "1")
+    assert (ended.exit_code, ended.stderr) == (1, "attnreg: no backend can be measured on cpu\n")
+
+
 def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
     measured, out = selection._row, tmp_path / "found.json"
 
