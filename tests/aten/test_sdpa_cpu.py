@@ -255,22 +255,26 @@ def mesh():
     distributed.destroy_process_group()
 
 
-def test_distributed_tensors_run_on_what_is_registered_or_are_an_error_of_torchs(mesh, packed, ran):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+@pytest.mark.slow  # torch takes seconds to find out how the op is spread over ranks
+def test_distributed_tensors_run_on_what_is_registered(mesh, ran):
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     inputs = [x.detach() for x in qkv()]
     over_heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in inputs]
-    query, key, value, *offsets, max_q, max_k = packed([3, 4], grad=False)
-    tokens = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value)]
-    offsets = [distribute_tensor(x, mesh, [Replicate()]) for x in offsets]
     with attnreg.register_backend("math"):
         out = F.scaled_dot_product_attention(*over_heads)
-        assert ran() == {"math": (1, 0)}
-        # No rule says how the op of packed calls is spread over ranks.
-        with pytest.raises(NotImplementedError, match=r"attnreg\._varlen_attn.* sharding strategy"):
-            attnreg.varlen_attn(*tokens, *offsets, max_q, max_k)
-    assert ran() == {}
+    assert ran() == {"math": (1, 0)}
     truth.assert_near(out.full_tensor(), truth.dense(*inputs)[0])
+
+
+def test_packed_distributed_tensors_are_an_error_of_torchs(mesh, packed, ran):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    *tensors, max_q, max_k = packed([3, 4], grad=False)
+    # No rule says how the op is spread over ranks.
+    with pytest.raises(NotImplementedError, match=r"attnreg\._varlen_attn.* sharding strategy"):
+        attnreg.varlen_attn(*[distribute_tensor(x, mesh, [Replicate()]) for x in tensors], max_q, max_k)
+    assert ran() == {}
 
 
 # ---- which backend runs
