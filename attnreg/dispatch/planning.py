@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,10 @@ def make_plan(
         now.keep(made)
         return made
     entry = entries[made.backend.casefold()]
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        _warn_not_deterministic(
+            entry.name, direction, entry.reasons(replace(spec, deterministic=True), direction)
+        )
     made = made._replace(set_aside=functools.partial(entry.set_aside, spec, direction))
     if (specialize := entry.kernels().specialize) is not None:
         made = made._replace(specialize=functools.partial(specialize, direction))
@@ -207,6 +212,15 @@ def _faster_than_native(
     if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
         return None
     return entry.kernel(direction)
+
+
+@functools.cache
+def _warn_not_deterministic(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
+    """Say why deterministic algorithms would have refused a backend, had they not been asked to warn only."""
+    if reasons:
+        log.warning(
+            "%s runs a %s, as deterministic algorithms only warn: %s", name, direction, "; ".join(reasons)
+        )
 
 
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:

@@ -315,3 +315,9 @@ def test_an_op_that_torch_lacks_or_declares_in_another_way_is_an_error(lacks):
         else f"aten::{CPU_OP} of {torchs}: got {schema}, expected arguments ('query', 'value', 'key')"
     )
     assert tables() == before
+
+
+def test_a_kernel_that_torch_lacks_is_an_error_with_its_op_and_version():
+    with pytest.raises(RegistrationError) as error:
+        captured.kernel(FLASH_OP, "CPU")
+    assert str(error.value) == f"torch {torch.__version__} has no CPU kernel for aten::{FLASH_OP}"

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -201,6 +202,81 @@ def test_dropout_at_the_op_is_torchs_own_affair(ran):
     assert ran() == {}
 
 
+NO_NUMBERS = {
+    "scale nan": ({"scale": math.nan}, "scale: got nan, expected a finite number"),
+    "scale inf": ({"scale": math.inf}, "scale: got inf, expected a finite number"),
+    "dropout below 0": ({"dropout_p": -0.1}, "dropout_p: got -0.1, expected 0 to 1"),
+    "dropout nan": ({"dropout_p": math.nan}, "dropout_p: got nan, expected 0 to 1"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_a_scale_or_probability_that_is_none_is_an_error(ran, options, message):
+    with attnreg.register_backend("math"), pytest.raises(attnreg.InvalidInputError) as error:
+        F.scaled_dot_product_attention(*qkv(), **options)
+    assert str(error.value) == message
+    assert ran() == {}
+
+
+# ---- tensors that are more than memory
+
+
+def test_tensors_that_are_copied_when_written_to_are_not_copied(either_routers, ran):
+    attnreg.uninstall()
+    inputs = [x.detach() for x in qkv()]
+    lazy = [torch._lazy_clone(x) for x in inputs]
+    with attnreg.register_backend("math"):
+        for _ in range(3):
+            out = F.scaled_dot_product_attention(*lazy)
+            truth.assert_near(out, truth.dense(*inputs)[0])
+    assert ran() == {"math": (3, 0)}
+    assert all(map(torch._C._is_cow_tensor, lazy))
+    attnreg.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_jagged_tensors_go_to_torchs_own_kernels_on_a_cpu(packed, ran):
+    query, key, value, offsets, *_ = packed([3, 5], grad=False)
+    nested = [
+        torch.nested.nested_tensor_from_jagged(x, offsets.long()).transpose(1, 2) for x in (query, key, value)
+    ]
+    with attnreg.register_backend("math"):
+        out = F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
+    assert ran() == {}
+    truth.assert_near(out, truth.varlen(query, key, value, offsets, offsets)[0])
+
+
+@pytest.fixture
+def mesh():
+    """Make a mesh of this process alone, for distributed tensors."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow  # torch takes seconds to find out how the op is spread over ranks
+def test_distributed_tensors_run_on_what_is_registered(mesh, ran):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    inputs = [x.detach() for x in qkv()]
+    over_heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in inputs]
+    with attnreg.register_backend("math"):
+        out = F.scaled_dot_product_attention(*over_heads)
+    assert ran() == {"math": (1, 0)}
+    truth.assert_near(out.full_tensor(), truth.dense(*inputs)[0])
+
+
+def test_packed_distributed_tensors_are_an_error_of_torchs(mesh, packed, ran):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    *tensors, max_q, max_k = packed([3, 4], grad=False)
+    # No rule says how the op is spread over ranks.
+    with pytest.raises(NotImplementedError, match=r"attnreg\._varlen_attn.* sharding strategy"):
+        attnreg.varlen_attn(*[distribute_tensor(x, mesh, [Replicate()]) for x in tensors], max_q, max_k)
+    assert ran() == {}
+
+
 # ---- which backend runs
 
 
@@ -374,3 +450,21 @@ def test_compiled_strides_are_those_that_the_compiler_expects(whole_graph, layou
         got = with_gradients(whole_graph(attend)(*inputs), inputs)
         assert ran() == {"math": (1, 1)}
     torch.testing.assert_close(got, expected)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def test_an_exported_program_holds_ops_of_torch_alone_and_runs_what_is_registered(ran):
+    inputs = [x.detach() for x in qkv()]
+    with attnreg.register_backend("math"):
+        program = torch.export.export(Layer(), tuple(inputs))
+        ops = {node.target for node in program.graph.nodes if node.op == "call_function"}
+        assert {op.namespace for op in ops} == {"aten"}
+        ran()
+        truth.assert_near(program.module()(*inputs), truth.dense(*inputs, window=CAUSAL)[0])
+        assert ran() == {"math": (1, 0)}
+    program.module()(*inputs)
+    assert "math" not in ran()

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -106,15 +107,25 @@ def test_selection_divides_what_it_measured(measured):
     ] == "the default order, as no table is in force"
 
 
+def out_of_memory(_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize(
-    ("factor", "limits", "why"),
-    [(0.5, {}, "WRONG: out of sequence "), (1.0, {"causal": False}, "ran cpu (forward), cpu (backward); ")],
+    ("change", "limits", "why"),
+    [
+        (lambda x: x * 0.5, {}, "WRONG: out of sequence "),
+        (lambda x: x * math.nan, {}, "WRONG: out has values that aren't finite"),
+        (out_of_memory, {}, "OutOfMemoryError: CUDA out of memory"),
+        (lambda x: x, {"causal": False}, "ran cpu (forward), cpu (backward); "),
+    ],
+    ids=["wrong", "NaN", "out of memory", "another backend"],
 )
-def test_a_side_that_is_wrong_or_ran_another_backend_is_left_out(bench, fake, factor, limits, why):
+def test_a_side_that_is_wrong_fails_or_ran_another_backend_is_left_out(bench, fake, change, limits, why):
     backend = fake("mine", **limits).backend
     right = backend.load()
-    scaled = right._replace(forward=lambda *given: tuple(x * factor for x in right.forward(*given)))
-    with attnreg.register_backend(dataclasses.replace(backend, load=lambda: scaled)):
+    changed = right._replace(forward=lambda *given: tuple(map(change, right.forward(*given))))
+    with attnreg.register_backend(dataclasses.replace(backend, load=lambda: changed)):
         ended = bench("varlen", "--quick", "--rounds", "1", "--backend", "mine,math", "--json")
     found = json.loads(ended.stdout)
     sides = {row["side"] for row in found["results"]["rows"]}
@@ -149,6 +160,18 @@ def test_where_nothing_was_measured_nothing_can_run(bench):
     ended = bench("selection", "--rounds", "1", "--budget", "0.000001s", "--json")
     assert ended.exit_code == 1 and "the time was spent" in ended.stderr
     assert json.loads(ended.stdout)["error"]["type"] == "BackendUnavailableError"
+
+
+def test_without_a_backend_or_a_yardstick_that_runs_nothing_is_measured(bench, monkeypatch):
+    monkeypatch.setattr("attnreg.bench.varlen.checked", lambda *_: {})
+    ended = bench("varlen", "--quick", "--rounds", "1")
+    assert ended.exit_code == 1
+    assert "are the yardsticks, and neither runs here" in words(ended)
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    monkeypatch.setenv("ATTNREG_DISABLE", "cpu,math")
+    attnreg.reload()
+    ended = bench("selection", "--quick", "--rounds", "1")
+    assert (ended.exit_code, ended.stderr) == (1, "attnreg: no backend can be measured on cpu\n")
 
 
 def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Promises of discovery: every backend is found without being listed, and a broken one hides no other."""
 
+import dataclasses
 import importlib
 import shutil
 import sys
@@ -209,3 +210,24 @@ def test_a_call_that_no_working_backend_can_run_names_the_broken_ones_with_their
         attnreg.varlen_attn(*tensors, max_q, max_k)
     assert error.value.rejected == {"broken": ("failed to load: ImportError: no _C",)}
     assert str(error.value).splitlines()[-1] == "  broken  failed to load: ImportError: no _C"
+
+
+def test_the_backends_of_attnreg_are_found_and_listed_without_a_look_at_a_gpu(routers, monkeypatch):
+    # So that workers which are forked afterwards can use CUDA.
+    asked = []
+    for name in ("is_available", "device_count", "get_device_capability", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+    attnreg.install()
+    assert {"math", "FA2", "FA3", "FA4", "cuDNN"} < set(attnreg.list_backends())
+    assert asked == []
+    assert _registry.find("FA2").unavailable()
+    assert asked == ["is_available"]
+
+
+def test_on_a_gpu_that_is_newer_than_all_kernels_they_say_so_and_math_runs():
+    newest = attnreg.Device.parse("sm_130")
+    explanation = attnreg.explain(dataclasses.replace(SPEC, device=newest, dtype="bfloat16"))
+    assert explanation.backend == "math"
+    of_gpus = {name: why for name, why in explanation.rejected.items() if "device must be" not in why[0]}
+    assert of_gpus.keys() == {"FA2", "FA3", "FA4", "cuDNN"}
+    assert all(why[0].endswith("got 13.0 (too new)") for why in of_gpus.values())

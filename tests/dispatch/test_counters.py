@@ -142,6 +142,24 @@ def test_a_fallback_logged_at_info_is_logged_at_warning_once_the_backend_is_pref
         assert line.endswith(" does: dtype must be float16, got float32")
 
 
+def test_a_check_that_fails_is_a_reason_logged_once_and_with_strict_an_error(routers, fake, caplog):
+    def fails(spec):
+        raise KeyError("max_q")
+
+    reason = "check failed: KeyError: 'max_q'"
+    with attnreg.register_backend(fake("mine", refuses=fails).backend):
+        for dtype in (torch.float32, torch.float64, torch.float64):
+            sdpa(dtype)
+        assert attnreg.stats() == Stats(
+            {"cpu": {"forward": 3, "backward": 0}}, (Fallback("mine", reason, 3),)
+        )
+        assert lines(caplog) == [("WARNING", f"mine can't run this call and cpu does: {reason}")]
+        attnreg.configure({"strict": True})
+        with pytest.raises(attnreg.UnsupportedInputError) as error:
+            sdpa()
+    assert error.value.rejected["mine"] == (reason,)
+
+
 def test_all_reasons_of_one_backend_are_one_row_and_each_set_of_reasons_a_row_of_its_own(
     routers, fake, caplog
 ):

@@ -143,3 +143,16 @@ def test_one_key_serves_calls_of_different_scale_each_with_its_own(plans):
         out, _ = plan_for("forward", *PACKED, call, None).run(*PACKED, call)
         truth.assert_near(out, truth.varlen(*PACKED, OFFSETS, OFFSETS, scale=scale)[0])
     assert len(state().plans) == 1
+
+
+def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(plans, monkeypatch, ran):
+    monkeypatch.setattr("attnreg.dispatch.state.MOST_PLANS", 8)
+    made = 0
+    for length in range(1, 41):
+        tensors = [torch.randn(length, 2, 16) for _ in "qkv"]
+        offsets = torch.tensor([0, length], dtype=torch.int32)
+        call = Call(0.25, length, length, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        made += plans(*tensors, call) > 0
+        assert len(state().plans) <= 8
+    assert made >= 35  # the others found the plans full
+    assert ran() == {"mine": (40, 0)}

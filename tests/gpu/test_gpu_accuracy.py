@@ -14,6 +14,7 @@ from attnreg import _registry
 from attnreg.backends import fa4
 from attnreg.contract.backend import Kernels
 from attnreg.dispatch.planning import device_of
+from attnreg.errors import UnsupportedInputError
 from attnreg.measure import CASES, QUICK, Case, measure
 from attnreg.testing import Conformance
 
@@ -182,6 +183,27 @@ def test_drawn_cases_and_every_front(named):
     outcomes = list(map(kit.run, further))
     assert [str(outcome) for outcome in outcomes if not outcome.passed] == []
     assert [str(outcome.check) for outcome in outcomes if outcome.check.front and outcome.refused] == []
+
+
+@pytest.mark.slow
+def test_tensors_of_more_than_2_to_31_elements_are_right_at_both_ends_or_refused(named, ran):
+    one = gpu.packed((512,), heads=(8, 8), dim=128)
+    count = 2**31 // one.query.numel() + 2
+    offsets = gpu.offsets_of((512,) * count)
+    query, key, value = (x.detach().repeat(count, 1, 1).requires_grad_() for x in one.qkv)
+    attend = functools.partial(gpu.on(named), query, key, value, offsets, offsets, 512, 512)
+    if named == "FA2":
+        with pytest.raises(
+            UnsupportedInputError, match=r"packed tensors must have fewer than 2\*\*31 elements"
+        ):
+            attend()
+        return
+    out = attend()
+    grads = torch.autograd.grad(out, (query, key, value), gpu.incoming(one.query).repeat(count, 1, 1))
+    assert ran() == {named: (1, 1)}
+    right, _ = gpu.expected(one)
+    for end in (slice(512), slice(-512, None)):
+        gpu.assert_near([x[end] for x in (out, *grads)], right)
 
 
 @functools.cache

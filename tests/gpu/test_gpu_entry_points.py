@@ -97,6 +97,28 @@ def test_a_program_ends_in_silence(named):
     assert result.stdout == "{'forward': 2, 'backward': 2}\n"
 
 
+FORKING = """
+import os, sys, torch, attnreg
+attnreg.install()
+assert sys.argv[1] in attnreg.list_backends()
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+packed = torch.randn(7, 4, 64, device="cuda", dtype=torch.bfloat16)
+offsets = torch.tensor([0, 3, 7], device="cuda", dtype=torch.int32)
+attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 4, 4, backend=sys.argv[1])
+torch.cuda.synchronize()
+print(attnreg.stats().calls)
+"""
+
+
+def test_a_child_forked_after_attnreg_was_installed_can_use_the_gpu(named):
+    result = subprocess.run(
+        [sys.executable, "-c", FORKING, named], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{{'{named}': {{'forward': 1, 'backward': 0}}}}\n"
+
+
 def test_multihead_attention_runs_it_forward_and_backward(named, ran):
     torch.manual_seed(0)
     inputs, forward = of_multihead_attention()

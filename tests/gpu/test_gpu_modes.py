@@ -217,6 +217,23 @@ def test_a_side_stream_is_the_only_one_that_is_used(named, front, lengths, ran):
 
 
 @ALL_FRONTS
+def test_a_backward_that_is_called_on_another_stream_waits_for_its_forward(named, front, lengths, ran):
+    first = gpu.packed(lengths[0])
+    given = gpu.Packed(*(x.detach().clone().requires_grad_() for x in first.qkv), *first[3:])
+    with attnreg.register_backend(named):
+        gpu.run(front, first)  # compiles, plans
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)
+            out = front(*given)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            grads = torch.autograd.grad(out, given.qkv, gpu.incoming(given.query))
+        torch.cuda.synchronize()
+    assert ran() == {named: (2, 2)}
+    gpu.assert_near((out, *grads), gpu.expected(given)[0])
+
+
+@ALL_FRONTS
 def test_two_threads_on_streams_of_their_own_get_their_own_results(named, front, lengths, ran):
     batches = [gpu.packed(one, seed=seed) for seed, one in enumerate(lengths)]
     start = threading.Barrier(2)

@@ -1,5 +1,6 @@
 """Promises about the source: how long a file may be, how many modules lie outside of rooms, plain words."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -67,3 +68,28 @@ def test_the_names_of_former_mechanisms_do_not_come_back():
         if wanted.search(line)
     }
     assert found == {}
+
+
+# Texts that another library fills in.
+TEMPLATES = {"{task.description}", "{x:,.0f}", "Expected {expected}"}
+
+
+def unfilled(source):
+    """Return the texts, also those within an f-string, that have a name in braces as it stands."""
+    tree = ast.parse(source)
+    documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node not in documentation
+        and re.search(r"\{[a-z_][^{}]*\}", node.value)
+    }
+
+
+def test_no_message_shows_a_name_in_braces_instead_of_its_value():
+    assert unfilled('def f(x):\n    "{doc}"\n    raise E(f"{x}: " f"got {x}")\n') == set()
+    assert unfilled('raise E("got {x}, not " f"{y}")\nlog("{x.name}")') == {"got {x}, not ", "{x.name}"}
+    found = set().union(*(unfilled(file.read_text("utf-8")) for file in (ROOT / "attnreg").rglob("*.py")))
+    assert found == TEMPLATES

@@ -308,6 +308,9 @@ PROBLEMS = {
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
         sys, "executable", "/opt/application"
     ),
+    "the process that compiles ended with status 3": lambda patch, _: patch.setattr(
+        libraries, "python", lambda *_: ["sh", "-c", "exit 3"]
+    ),
     "No locks available": lambda patch, _: patch.setattr(
         locks, "lock_file", lambda path, wait=False: refuse(OSError("No locks available"))
     ),
@@ -317,7 +320,7 @@ PROBLEMS = {
 @pytest.mark.parametrize(("problem", "cause"), PROBLEMS.items(), ids=PROBLEMS)
 @pytest.mark.parametrize("mode", ["background", "now"])
 def test_a_problem_changes_nothing_and_is_one_line(cache, compiler, monkeypatch, log, problem, cause, mode):
-    if "no Python" in problem and mode == "now":
+    if mode == "now" and ("no Python" in problem or "ended with" in problem):
         pytest.skip("no other process is started")
     cause(monkeypatch, cache)
     monkeypatch.setenv("ATTNREG_BUILD", mode)

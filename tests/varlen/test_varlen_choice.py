@@ -1,5 +1,6 @@
 """Promises of `attnreg.varlen_attn` about its backend: which one runs each direction, and who is refused."""
 
+import functools
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ from support import truth
 from support.packed_calls import LENGTHS_K, LENGTHS_Q, assert_right, random_like, run_and_compare, total
 
 import attnreg
+from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError, UnknownBackendError, UnsupportedInputError
 
 
@@ -145,3 +147,36 @@ def test_a_scope_of_one_thread_is_unknown_to_another(front, packed, mine, ran):
     with attnreg.use_backend("mine"):
         in_thread(attnreg.varlen_attn, *packed((3, 4), grad=False))
     assert ran() == {"math": (1, 0)}
+
+
+# ---- deterministic algorithms
+
+
+@pytest.fixture
+def deterministic():
+    """Ask for deterministic algorithms: `deterministic(warn_only=True)`."""
+    planning._warn_not_deterministic.cache_clear()
+    yield functools.partial(torch.use_deterministic_algorithms, True)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_backend_that_is_not_deterministic_gives_way_or_is_warned_of(
+    front, packed, fake, ran, caplog, deterministic
+):
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    reason = "not deterministic, and deterministic algorithms are on"
+    with attnreg.register_backend(fake("mine", deterministic=False).backend):
+        deterministic(warn_only=True)
+        for _ in range(3):
+            run_and_compare(given)
+        assert ran() == {"mine": (3, 3)}
+        assert [record.getMessage() for record in caplog.records] == [
+            f"mine runs a {direction}, as deterministic algorithms only warn: {reason}"
+            for direction in ("forward", "backward")
+        ]
+        deterministic()
+        run_and_compare(given)
+        refused = {(row.backend, row.reason) for row in attnreg.stats().fallbacks if row.count}
+        calls = ran()
+    assert refused == {("mine", reason)}
+    assert "mine" not in calls and total(calls) == (1, 1)

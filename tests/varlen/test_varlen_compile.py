@@ -215,6 +215,25 @@ def test_a_registration_after_compiling_is_honoured_without_compiling_again(pack
         assert "mine" not in ran()
 
 
+@EACH_FRONT
+def test_a_variable_that_changes_after_compiling_holds_from_a_reload_without_compiling_again(
+    packed, ran, attend, monkeypatch
+):
+    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
+    attnreg.install()
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    attend = compiled(attend)
+    run_and_compare(given, attend=attend)
+    assert ran() == {"cpu": (1, 1)}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        monkeypatch.setenv("ATTNREG_BACKEND", "math")
+        run_and_compare(given, attend=attend)
+        assert ran() == {"cpu": (1, 1)}
+        attnreg.reload()
+        run_and_compare(given, attend=attend)
+        assert ran() == {"math": (1, 1)}
+
+
 def test_a_backend_of_a_call_inside_compiled_code_is_obeyed_or_refused(packed, fake, ran):
     given = packed(LENGTHS_Q, LENGTHS_K)
     attend = compiled(functools.partial(attnreg.varlen_attn, backend="mine"))

@@ -163,6 +163,27 @@ def test_checkpointing_recomputes_in_its_scope_and_gives_the_same_gradients(
             assert all(torch.equal(one.grad, other) for one, other in zip(inputs, expected, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_whose_scope_has_ended_recomputes_without_it_and_is_right(
+    front, packed, fake, ran, reentrant
+):
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    grad = random_like(given[0])
+    expected = truth.varlen(*given[:5])[0]
+    with attnreg.register_backend(fake("mine").backend), attnreg.register_backend("math"):
+        with attnreg.use_backend("mine"):
+            out = checkpoint(attnreg.varlen_attn, *given, use_reentrant=reentrant)
+        out.backward(grad)
+    # A reentrant checkpoint has the autograd node of the second call alone; the other that of the first, in
+    # which the op's choice is a saved tensor, and so comes of the second call as well.
+    of_the_first = not reentrant and front != "custom op"
+    assert ran() == {"mine": (1, int(of_the_first)), "math": (1, int(not of_the_first))}
+    truth.assert_near(out, expected)
+    right = torch.autograd.grad(expected, given[:3], grad.double())
+    for one, other in zip(given[:3], right, strict=True):
+        truth.assert_near(one.grad, other.double())
+
+
 @pytest.mark.parametrize("needing", [(0,), (1,), (2,), (0, 2)])
 def test_only_the_inputs_that_need_a_gradient_get_one(given, needing):
     wanted = torch.autograd.grad(attnreg.varlen_attn(*given).sum(), given[:3])
