@@ -24,8 +24,12 @@ from support.dense import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
+from attnreg import measure
 from attnreg.backends.cpu import choice
 from attnreg.backends.cpu import compiled as cpu_compiled
+from attnreg.measure import Case
+from attnreg.measure.reference import attention
+from attnreg.measure.rule import compare
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
@@ -148,6 +152,24 @@ def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
             got = results(inputs, is_causal=True, scale=scale)
             assert_right(got, inputs, top_left=True, window=CAUSAL, scale=scale)
             assert ran() == {"cpu": (1, 1)}
+    attnreg.uninstall()
+
+
+def test_gradients_of_float16_are_not_summed_in_float16(either_routers, either_cpu_kernel, ran):
+    attnreg.uninstall()
+    sizes = {"lens_q": (512, 512), "lens_k": (512, 512), "heads": (8, 1), "dims": (40, 40)}
+    case = Case(name="float16", **sizes, window=CAUSAL, dtype="float16", scale=0.05)
+    for seed in range(3):
+        given = measure.inputs(case, seed=seed)
+        truth, plain = (attention(case, given, dtype) for dtype in (torch.float64, torch.float16))
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in given[:3]]
+        with attnreg.register_backend("cpu"):
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=case.scale, enable_gqa=True)
+            grads = torch.autograd.grad(out, leaves, given.grad_out.transpose(1, 2))
+        assert ran() == {"cpu": (1, 1)}
+        for got, near, exact in zip(grads, plain[2:], truth[2:], strict=True):
+            error = compare([got.transpose(1, 2)], near, exact, torch.float16)
+            assert error.passed, error
     attnreg.uninstall()
 
 
