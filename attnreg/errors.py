@@ -78,20 +78,28 @@ class RanksDifferError(AttnregError, RuntimeError):
 
 
 def is_of_device(error: BaseException | None) -> bool:
-    """Whether memory ran out or CUDA failed, by an error or its cause; packages have classes of their own.
+    """Whether memory ran out or CUDA failed, by an error or its causes; packages have classes of their own.
 
     What is wrong then isn't the kernel: memory may be there later, and a CUDA error often ends the context.
+    Where CUDA only can't load the kernel's code, nothing was launched, and it is the kernel.
     """
-    while error is not None:
-        classes = {one.__name__ for one in type(error).__mro__}
-        if classes & _OF_DEVICE or re.search(_SAYS_DEVICE, str(error)):
-            return True
+    chain: dict[int, BaseException] = {}
+    while error is not None and id(error) not in chain:  # errors may be each other's causes
+        chain[id(error)] = error
         error = error.__cause__
-    return False
+    said = "\n".join(map(str, chain.values()))
+    classes = {base.__name__ for one in chain.values() for base in type(one).__mro__}
+    of_device = bool(classes & _OF_DEVICE or re.search(_SAYS_DEVICE, said))
+    return of_device and not re.search(_SAYS_UNLOADABLE, said)
 
 
 _OF_DEVICE = {"MemoryError", "OutOfMemoryError", "AcceleratorError"}
 _SAYS_DEVICE = r"(?i)out[ _]of[ _]memory|allocate memory|alloc\w*_failed|cuda[ _]?error"
+# For another architecture, or from a compiler that is newer than the driver.
+_SAYS_UNLOADABLE = (
+    r"(?i)no_?binary_?for_?gpu|no[ _]?kernel[ _]?image|(invalid|unsupported)_?(kernel_?image|image|ptx)"
+    r"|kernel image is invalid|ptx jit compilation failed|ptx was compiled with an unsupported toolchain"
+)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -144,7 +144,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         captured.call_cache_in_use = False
         # Up to torch 2.12 an op that stands in this set can't be overridden by anyone else: no implementation
         # of `torch.nn.attention` could be activated.
-        torch.library._impls.difference_update(library._op_impls)
+        getattr(torch.library, "_impls", set()).difference_update(getattr(library, "_op_impls", ()))
     _registry.changed()
     return remove
 

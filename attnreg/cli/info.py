@@ -110,7 +110,6 @@ def _library(library: Library) -> dict[str, str | None]:
 
 def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
     from attnreg.cli import facts
-    from attnreg.dispatch.counters import stats
 
     state, reason = facts.state(entry, in_force)
     return {
@@ -120,7 +119,6 @@ def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
         "reason": reason,
         "origin": entry.origin,
         "devices": list(entry.backend.devices) if entry.backend is not None else [],
-        "failures": [str(row) for row in stats().failures if row.backend == entry.name],
     }
 
 
@@ -212,8 +210,8 @@ def _device_rows(found: dict[str, Any]) -> Rows:
 def _backend_rows(found: list[dict[str, Any]]) -> Rows:
     for backend in found:
         yield backend["name"], backend["version"], backend["state"], backend["origin"]
-        for line in filter(None, (backend["reason"], *backend["failures"])):
-            yield "", "", "", line
+        if backend["reason"]:
+            yield "", "", "", backend["reason"]
 
 
 def _variable_rows(found: list[dict[str, Any]]) -> Rows:

@@ -92,7 +92,7 @@ def _print_stats() -> None:
     if counted.calls:
         calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
         table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
-    else:
+    elif not (counted.fallbacks or counted.failures):
         place.print("No attention call went through attnreg", style="bold")
     if counted.fallbacks:
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)

@@ -22,6 +22,7 @@ from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
 
 GROUP = "attnreg.backends"
+SET_ASIDE = "set aside for calls like this: "
 
 # One lock for all: two backends that load each other's packages would deadlock with one each.
 _loading = open_after_fork(threading.RLock())
@@ -83,8 +84,7 @@ class Entry:
         It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
         reason that it gives.
         """
-        reason = f"set aside for calls like this: {problem}"
-        return self._set_aside.setdefault(_without_lengths(spec, direction), reason)
+        return self._set_aside.setdefault(_without_lengths(spec, direction), SET_ASIDE + problem)
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""
@@ -146,10 +146,13 @@ class Entry:
 
 
 def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:
-    """Return what calls have in common that differ in their lengths, and in how far a window reaches."""
+    """Return what calls have in common but for lengths, how far a window reaches, and how much is dropped."""
     left, right = spec.window
     alike = replace(spec.of(direction), batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
-    return direction, replace(alike, window=(min(left, 1), min(right, 1)), needs_backward=False)
+    dropout = float(spec.dropout > 0.0)
+    return direction, replace(
+        alike, window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False
+    )
 
 
 def discover() -> list[Entry]:

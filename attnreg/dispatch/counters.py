@@ -19,9 +19,9 @@ from attnreg.torchlib.locks import open_after_fork
 
 __all__ = ["Failure", "Fallback", "Stats", "reset_stats", "stats"]
 
-# Reasons may hold numbers that change with every call; a long run mustn't grow a row for each.
-MOST_FALLBACKS = 1000
-FURTHER = ("*", "(further reasons)")
+# Reasons may hold numbers that change with every call, and classes of errors may be made at run time; a long
+# run mustn't grow a row for each.
+MOST_ROWS = 1000
 
 # How much of an error's text is kept.
 MOST_CHARACTERS = 300
@@ -83,7 +83,8 @@ class Stats:
         calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
         fallbacks: backends that would have come first but couldn't run a call, with the reason; what
             goes beyond a thousand rows is counted in one more, of the backend "*".
-        failures: errors of kernels, whether they ended a call or another backend ran it.
+        failures: errors of kernels, whether they ended a call or another backend ran it; beyond a thousand
+            rows as for `fallbacks`.
     """
 
     calls: dict[str, dict[str, int]]
@@ -105,24 +106,27 @@ def call_counter(backend: str, direction: Direction) -> Counter:
 def fallback_counter(backend: str, reason: str) -> Counter:
     """Return the counter of one fallback."""
     with _lock:
-        full = len(_fallbacks) >= MOST_FALLBACKS and (backend, reason) not in _fallbacks
-        return _fallbacks.setdefault(FURTHER if full else (backend, reason), Counter())
+        full = len(_fallbacks) >= MOST_ROWS and (backend, reason) not in _fallbacks
+        return _fallbacks.setdefault(("*", "(further reasons)") if full else (backend, reason), Counter())
 
 
-def failed(call: Counter, error: BaseException) -> None:
+def failed(call: Counter, error: BaseException, level: int = logging.WARNING) -> None:
     """Count an error of the kernel whose calls a counter counts; logs the first of each class."""
-    # Wrong arguments are no fault of the kernel that finds them.
-    if call.call is None or isinstance(error, InvalidInputError):
+    # Wrong arguments are no fault of the kernel that finds them, nor is Ctrl-C.
+    if call.call is None or isinstance(error, InvalidInputError) or not isinstance(error, Exception):
         return
     name, message = type(error).__name__, "its text can't be read"
     with contextlib.suppress(Exception):
-        message = one_line([str(error)])[:MOST_CHARACTERS]
+        message = one_line([str(error)])[:MOST_CHARACTERS] or "no message"
+    row = (*call.call, name)
     with _lock:
-        counter, message = _failures.setdefault((*call.call, name), (Counter(), message))
+        if len(_failures) >= MOST_ROWS and row not in _failures:
+            row = ("*", call.call[1], "(further errors)")
+        counter, message = _failures.setdefault(row, (Counter(), message))
         counter.value += 1
-    if not_yet_logged(counter, logging.WARNING):
+    if not_yet_logged(counter, level):
         text = "%s failed in a %s: %s: %s (said once; attnreg.stats() counts all failures)"
-        log.warning(text, *call.call, name, message)
+        log.log(level, text, *call.call, name, message)
 
 
 def not_yet_logged(counter: Counter, level: int) -> bool:

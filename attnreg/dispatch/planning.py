@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call
-from attnreg.contract.discovery import Entry
+from attnreg.contract.discovery import SET_ASIDE, Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
@@ -238,7 +238,8 @@ def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callabl
     fallbacks = []
     for passed in decision.passed_over:
         reason = "; ".join(decision.rejected[passed])
-        level = logging.WARNING if passed in decision.asked_for else logging.INFO
+        broken = reason.startswith(SET_ASIDE)
+        level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
         found.append(counters.fallback_counter(passed, reason))
         fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
 

@@ -4,12 +4,14 @@ What some packages can run only they know, and only at the call: cuDNN when it b
 finds out that it can't run a call which its backend's limits admit *declines* it: it raises
 `UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
 whose reason is what the kernel said. A kernel that can't be loaded, compiled or planned raises
-`BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well. Any
-other error may come from a kernel that was launched: it is counted, and passes through.
+`BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well: all
+plans are dropped, as those for other lengths would try it again. Any other error may come from a kernel that
+was launched: it is counted, and passes through.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
@@ -24,7 +26,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import Launcher
 from attnreg.dispatch import counters, trace
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
-from attnreg.selection import policy
+from attnreg.selection import policy, ranks
 from attnreg.selection.decision import Policy
 
 T = TypeVar("T")
@@ -68,9 +70,13 @@ class Plan(NamedTuple):
             reason = str(error).partition("\n")[0] if error.rejected else str(error)
             raise self._declined(reason) from error
         except BackendUnavailableError as error:
-            counters.failed(self.counters[0], error)
-            reason = one_line([str(error)])
-            raise self._declined(self.set_aside(reason) if self.set_aside else reason) from error
+            # The next plan logs the reason, and what runs instead.
+            counters.failed(self.counters[0], error, logging.DEBUG)
+            reason = one_line([f"{ranks.place()}{error}"])
+            if self.set_aside is not None:
+                reason = self.set_aside(reason)
+                _registry.changed()
+            raise self._declined(reason) from error
         except Exception as error:
             counters.failed(self.counters[0], error)
             raise

@@ -87,11 +87,8 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     If another rank's inputs are different, a `RanksDifferError` names the difference.
     """
     global _store
-    # A program that has initialised it has imported it.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if device.simulated or distributed.get_world_size() < 2:
+    distributed = _group_of_several()
+    if distributed is None or device.simulated:
         return
     place = device.name or device.type
     store = distributed.distributed_c10d._get_default_store()
@@ -111,6 +108,23 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     del store  # the error below holds this frame
     if difference:
         raise RanksDifferError(difference)
+
+
+def place() -> str:
+    """Return which rank of a job this is, as the beginning of a reason that holds for it alone; or ''."""
+    distributed = _group_of_several()
+    if distributed is None:
+        return ""
+    return f"on rank {distributed.get_rank()} (ranks that choose differently don't agree bitwise): "
+
+
+def _group_of_several() -> Any:
+    """Return `torch.distributed` if the default process group has several ranks, else None."""
+    # A program that has initialised it has imported it.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed if distributed.get_world_size() > 1 else None
 
 
 def _leave_the_parents_store() -> None:

@@ -18,10 +18,15 @@ import torch
 from attnreg.errors import RegistrationError
 from attnreg.torchlib.locks import open_after_fork
 
+
+def _too_old(what: str = "") -> RegistrationError:
+    return RegistrationError(f"{what}attnreg needs torch 2.11 or newer, found {torch.__version__}")
+
+
 try:
     from torch.nn.attention import _registry
 except ImportError as error:
-    raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}") from error
+    raise _too_old() from error
 
 torch_registry = _registry  # of the implementations that `torch.nn.attention` can activate
 log = logging.getLogger("attnreg")
@@ -37,7 +42,7 @@ _told = ""  # which implementation above the routers has been warned of
 def check_version() -> None:
     """Raise RegistrationError if torch is older than any that attnreg supports."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        raise RegistrationError(f"attnreg needs torch 2.11 or newer, found {torch.__version__}")
+        raise _too_old()
 
 
 def capture(op: str, key: str) -> Callable[..., Any] | None:
@@ -80,10 +85,7 @@ def _get(op: str, key: str) -> Callable[..., Any] | None:
     check_not_overridden(op, key)
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
-        raise RegistrationError(
-            f"torch.library.get_kernel or call_boxed is missing: attnreg needs torch 2.11 or newer, "
-            f"found {torch.__version__}"
-        )
+        raise _too_old("torch.library.get_kernel or call_boxed is missing: ")
     try:
         found = get_kernel(f"aten::{op}", key)
     except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -189,12 +190,12 @@ def test_an_implementation_can_be_activated_after_also_where_torch_allows_one_ov
     assert all(map(is_ours, PLACES))
 
 
-@pytest.mark.parametrize("moment", ["a new plan", "register_backend", "install"])
+@pytest.mark.parametrize("moment", ["a plan of varlen_attn", "register_backend", "install"])
 def test_an_implementation_activated_after_is_warned_of_once(fa4, packed, caplog, moment):
     lengths = itertools.count(1)
 
     def comes():
-        if moment == "a new plan":
+        if moment == "a plan of varlen_attn":
             attnreg.varlen_attn(*packed([3, next(lengths)]))
         else:
             attnreg.install() if moment == "install" else attnreg.register_backend("math")
@@ -261,8 +262,8 @@ def test_a_torch_that_hands_out_no_kernels_is_an_error_with_both_versions(monkey
 
 def test_a_torch_that_is_too_old_is_one_error_whatever_else_it_lacks(monkeypatch):
     before = tables()
-    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
-    with pytest.raises(RegistrationError) as error:
+    with monkeypatch.context() as patch, pytest.raises(RegistrationError) as error:
+        patch.setattr(torch, "__version__", "2.10.1+cpu")
         aten.ensure((swapped(CPU_OP), swapped("_no_such_attention")))
     assert str(error.value) == "attnreg needs torch 2.11 or newer, found 2.10.1+cpu"
     assert tables() == before
@@ -284,6 +285,15 @@ except attnreg.RegistrationError as error:
 def test_a_torch_without_a_registry_of_implementations_is_the_same_error():
     done = python("-c", TOO_OLD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "attnreg needs torch 2.11 or newer, found 2.8.1\n", done.stderr
+
+
+def test_a_torch_that_keeps_no_set_of_overridden_ops_needs_none(monkeypatch):
+    library = SimpleNamespace(Library=torch.library.Library)
+    fields = {"library": library, "ops": torch.ops, "__version__": torch.__version__}
+    monkeypatch.setattr(aten, "torch", SimpleNamespace(**fields))
+    attnreg.install()
+    assert aten.installed()
+    assert all(map(is_ours, PLACES))
 
 
 class Swapped(NamedTuple):

@@ -50,21 +50,6 @@ def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkey
         assert reason in words(table)
 
 
-def test_info_shows_how_a_backend_has_failed_in_this_process(call, fake, plugins):
-    def fails(*arguments):
-        raise RuntimeError("no image for this device")
-
-    plugins(failing=fake("failing", load=lambda: attnreg.Kernels(fails, fails)).backend)
-    for _ in range(2):
-        with pytest.raises(RuntimeError), attnreg.use_backend("failing"):
-            attnreg.varlen_attn(
-                *torch.randn(3, 3, 1, 8), *torch.tensor([[0, 3]] * 2, dtype=torch.int32), 3, 3
-            )
-    line = "failed 2 times in a forward of this process: RuntimeError: no image for this device"
-    assert rows(call("info", "--json"))["failing"]["failures"] == [line]
-    assert line in words(call("info"))
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [

@@ -247,6 +247,19 @@ def test_a_thousand_reasons_have_rows_of_their_own_and_all_further_ones_share_on
     )
 
 
+def test_so_have_a_thousand_classes_of_errors(caplog):
+    counter = counters.call_counter("a", "forward")
+    for _ in range(2):
+        for n in range(1003):  # as a package may make them
+            counters.failed(counter, type(f"Error{n}", (Exception,), {})("said"))
+    rows = attnreg.stats().failures
+    assert rows == (
+        *(Failure("a", "forward", f"Error{n}", "said", 2) for n in range(1000)),
+        Failure("*", "forward", "(further errors)", "said", 6),
+    )
+    assert len(caplog.records) == 1001
+
+
 # Reset and copies
 
 

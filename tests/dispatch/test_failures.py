@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.dense import assert_right, qkv, with_gradients
 
@@ -17,13 +18,15 @@ from attnreg.backends import math as math_backend
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.dispatch.counters import Failure
 from attnreg.errors import is_of_device
+from attnreg.selection import ranks
 
 LIMITS = attnreg.Capabilities(
     devices=("cpu",), dtypes=("float32", "float64"), varlen=True, causal=True, dropout=True
 )
 MATH = math_backend.BACKEND.load()
 PROBLEM = "ptxas: unknown option\n  in kernel.cu"
-SAID = "set aside for calls like this: ptxas: unknown option in kernel.cu"
+ONE_LINE = "ptxas: unknown option in kernel.cu"
+SAID = f"set aside for calls like this: {ONE_LINE}"
 
 
 class Failing:
@@ -142,9 +145,11 @@ def test_an_error_whose_text_cannot_be_read_is_raised_all_the_same():
         def __str__(self):
             raise ValueError
 
-    with attnreg.register_backend(Failing(forward=UnreadableError()).backend), pytest.raises(UnreadableError):
-        F.scaled_dot_product_attention(*qkv())
-    assert [row.message for row in attnreg.stats().failures] == ["its text can't be read"]
+    for error in (UnreadableError(), MemoryError()):
+        with attnreg.register_backend(Failing(forward=error).backend), pytest.raises(type(error)):
+            F.scaled_dot_product_attention(*qkv())
+    messages = [row.message for row in attnreg.stats().failures]
+    assert messages == ["its text can't be read", "no message"]
 
 
 def raising_function(direction, tensors, call):
@@ -187,6 +192,42 @@ def test_errors_of_launchers_are_counted_as_their_backends(compiled_routers, spe
     assert len(lines(caplog)) == 1
 
 
+@pytest.mark.usefixtures("router_kind")
+def test_ctrl_c_in_a_kernel_is_no_failure_of_it(attend, caplog):
+    failing = Failing()
+    with attnreg.register_backend(failing.backend):
+        for _ in range(4):  # the compiled routers have kept it
+            attend()
+        failing.errors["forward"] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            attend()
+    assert attnreg.stats().failures == ()
+    assert lines(caplog) == []
+
+
+class Interrupting(logging.Handler):
+    def emit(self, record):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("router_kind")
+def test_ctrl_c_while_a_failure_is_counted_is_raised(attend):
+    failing, handler = Failing(), Interrupting()
+    with attnreg.register_backend(failing.backend):
+        for _ in range(4):
+            attend()
+        failing.errors["forward"] = RuntimeError("a launch failed")
+        logging.getLogger("attnreg").addHandler(handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                attend()
+        finally:
+            logging.getLogger("attnreg").removeHandler(handler)
+        with pytest.raises(RuntimeError, match="a launch failed"):
+            attend()
+    assert [row.count for row in attnreg.stats().failures] == [2]
+
+
 def test_explain_says_how_the_backend_that_would_run_a_call_has_failed():
     failing, inputs = Failing(forward=RuntimeError("no image")), qkv(5, 5, heads=3)
     with attnreg.register_backend(failing.backend):
@@ -219,11 +260,11 @@ def test_a_kernel_that_cannot_be_set_up_gives_way_to_the_next_backend(attend, di
         for _ in range(5):
             torch.testing.assert_close(attend(), expected)
     assert failing.called.count(direction) <= (2 if before else 1), "a kept launcher, then the plan's kernel"
-    what_ran = ran()
+    failures, what_ran = attnreg.stats().failures, ran()
     assert what_ran["failing"] == ((0, 5) if direction == "forward" else (5, 0))
     assert sum(map(sum, what_ran.values())) == 10
-    failed, fallback = lines(caplog)
-    assert failed.startswith(f"failing failed in a {direction}: BackendUnavailableError: ptxas")
+    assert failures == (Failure("failing", direction, "BackendUnavailableError", ONE_LINE, 1),)
+    (fallback,) = lines(caplog)
     assert fallback.startswith("failing can't run this call and ")
     assert fallback.endswith(SAID)
 
@@ -245,6 +286,55 @@ def test_a_backend_is_set_aside_for_other_lengths_as_well_but_not_for_other_call
         F.scaled_dot_product_attention(*qkv(5, 5, heads=3))
         assert ran() == {"cpu": (1, 0)}
     assert [row.count for row in attnreg.stats().failures] == []  # `ran` has reset them
+
+
+@pytest.mark.usefixtures("router_kind")
+def test_a_backend_is_set_aside_for_other_lengths_that_it_has_run_before(ran):
+    failing = Failing()
+    lengths = {length: qkv(length, length, heads=3) for length in range(3, 11)}
+
+    def attend():
+        for inputs in lengths.values():
+            assert_right(with_gradients(F.scaled_dot_product_attention(*inputs), inputs), inputs)
+
+    with attnreg.register_backend(failing.backend):
+        for _ in range(4):  # the compiled routers have kept all
+            attend()
+        ran()
+        failing.errors["forward"] = attnreg.BackendUnavailableError(PROBLEM)
+        failing.called.clear()
+        for _ in range(3):
+            attend()
+    assert failing.called.count("forward") <= 2, "a kept launcher, then the plan's kernel, of one length"
+    assert ran() == {"failing": (0, 24), "cpu": (24, 0)}
+
+
+def test_a_backend_is_set_aside_whatever_the_dropout(ran):
+    failing = Failing(forward=attnreg.BackendUnavailableError(PROBLEM))
+    query, key, value = (torch.randn(2, 5, 3, 8) for _ in "qkv")
+    flash = torch.ops.aten._flash_attention_forward
+    with attnreg.register_backend(failing.backend):
+        for dropout in (0.1, 0.2, 0.3):
+            flash(query, key, value, None, None, 5, 5, dropout, False, False)
+        assert failing.called == ["forward"]
+        failing.errors.clear()
+        flash(query, key, value, None, None, 5, 5, 0.0, False, False)  # its kernel is another one
+    assert ran() == {"math": (3, 0), "failing": (1, 0)}
+
+
+@pytest.mark.usefixtures("router_kind")
+def test_a_rank_that_sets_a_backend_aside_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(ranks, "agree", lambda *_: None)
+    failing, inputs = Failing(forward=attnreg.BackendUnavailableError(PROBLEM)), qkv(5, 5, heads=3)
+    with attnreg.register_backend(failing.backend):
+        F.scaled_dot_product_attention(*inputs)
+        (reason,) = attnreg.explain(*inputs).rejected["failing"]
+    where = "on rank 1 (ranks that choose differently don't agree bitwise)"
+    assert reason == f"set aside for calls like this: {where}: {ONE_LINE}"
+    assert lines(caplog) == [f"failing can't run this call and cpu does: {reason}"]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "backend="])
@@ -284,6 +374,18 @@ def test_a_backward_with_dropout_has_no_other_backend_to_go_to():
         (RuntimeError("cudaErrorLaunchFailure"), True),
         (RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (RuntimeError("ptxas fatal: out of shared memory"), False),
+        (
+            torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+            False,
+        ),
+        (RuntimeError("CUDA Error: cudaErrorNoKernelImageForDevice"), False),
+        (RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU"), False),
+        (RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)"), False),
+        (RuntimeError("CUDA_ERROR_INVALID_PTX"), False),
+        (RuntimeError("CUDA_ERROR_INVALID_IMAGE"), False),
+        (RuntimeError("CUDA error: device kernel image is invalid"), False),
+        (RuntimeError("CUDA error: the provided PTX was compiled with an unsupported toolchain."), False),
+        (RuntimeError("CUDA error: invalid argument"), True),
         (AssertionError(), False),
     ],
 )
@@ -291,4 +393,6 @@ def test_whether_an_error_or_its_cause_is_of_the_device(error, expected):
     assert is_of_device(error) is expected
     wrapped = RuntimeError("the package failed")
     wrapped.__cause__ = error
+    assert is_of_device(wrapped) is expected
+    error.__cause__ = wrapped  # causes in a circle
     assert is_of_device(wrapped) is expected

@@ -88,6 +88,9 @@ bool counting_failures(const Entry& entry, const Run& run) {
       const Object owners[] = {owned(type), owned(error), owned(traceback)};
       PyObject* given[] = {entry.tallies[0]->counter, error};
       owned(error ? PyObject_Vectorcall(on_failure, given, 2, nullptr) : nullptr);
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        throw_error_of_python();  // Ctrl-C, which came meanwhile
+      }
       PyErr_Clear();
     }
     throw;
