@@ -11,9 +11,7 @@ are first used.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -90,16 +88,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _handle(record: logging.LogRecord) -> None:
-    with contextlib.suppress(Exception):
-        type(_log).handle(_log, record)
-
-
-# A program's handler may raise, or write to a closed stream: that must not cost it its attention.
-_log = logging.getLogger("attnreg")
-_log.handle = _handle  # type: ignore[method-assign]
 
 
 # torch's own registry learns the name "attnreg" here, or, where attnreg is installed as a package,

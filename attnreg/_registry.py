@@ -7,6 +7,7 @@ is valid for as long as the generation is the same object.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +19,16 @@ from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 from attnreg.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
+
+
+def _handle(record: logging.LogRecord) -> None:
+    with contextlib.suppress(Exception):
+        type(log).handle(log, record)
+
+
+# A program's handler may raise, or write to a closed stream: that must not cost it its attention. Not done in
+# `attnreg/__init__.py`: `python -m attnreg` imports that while the current folder is on the path.
+log.handle = _handle  # type: ignore[method-assign]
 
 lock = open_after_fork(threading.RLock())
 generation: object = object()

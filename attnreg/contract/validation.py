@@ -140,8 +140,12 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
-    if not math.isfinite(scale):
-        raise _wrong("scale", str(scale), "a finite number")
+    try:
+        is_finite = math.isfinite(scale)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer
+        is_finite = False
+    if not is_finite:
+        raise _wrong("scale", repr(scale), "a finite number")
 
 
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:

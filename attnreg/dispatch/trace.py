@@ -25,6 +25,9 @@ from attnreg.tuning.traces import merge
 log = logging.getLogger("attnreg")
 
 SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
+# How long the thread waits for another process that is writing, and how long the end of the program does,
+# which waits for the thread first. A large file takes two seconds and a half.
+PATIENCE_BETWEEN, PATIENCE_AT_THE_END = 4.0, 10.0
 
 # A program that never repeats a length mustn't grow a row for each without end.
 MOST_SPECS = 100_000
@@ -65,7 +68,7 @@ class Recording:
             return None
         return self.counted.setdefault(place, Counter())
 
-    def write(self) -> None:
+    def write(self, seconds: float = PATIENCE_AT_THE_END) -> None:
         """Add what was counted since the last time; raises `ConfigError` as `traces.merge` does."""
         with _writing:
             collect()
@@ -73,7 +76,7 @@ class Recording:
                 now = {place: counter.value for place, counter in self.counted.items()}
             fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
             if fresh := {place: n for place, n in fresh.items() if n}:
-                merge(self.path, fresh)
+                merge(self.path, fresh, seconds)
             self.written = now
 
 
@@ -127,13 +130,13 @@ def follow(path: Path | None) -> None:
 def _keep_writing(recording: Recording) -> None:
     pause = SECONDS_BEFORE
     while not recording.over.wait(pause):
-        _write(recording)
+        _write(recording, PATIENCE_BETWEEN)
         pause = SECONDS_BETWEEN
 
 
-def _write(recording: Recording) -> None:
+def _write(recording: Recording, seconds: float = PATIENCE_AT_THE_END) -> None:
     try:
-        recording.write()
+        recording.write(seconds)
     except AttnregError as error:  # not a reason to lose a training run
         log.log(logging.DEBUG if recording.failed else logging.WARNING, "%s", error)
         recording.failed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
@@ -42,22 +43,49 @@ def unsafe(place: Path, to_be_made_in: bool = False) -> str:
     """Return why code in a file or folder must not be run: another user can replace it; empty if none can.
 
     Where it is empty, what is opened by the path afterwards is what was looked at: nobody else can rename or
-    write to the path's files and folders up to the root. The path has to be without links, as `Path.resolve`
+    write to the path's files and folders up to the root. Only owners whom a user namespace lacks could: for
+    the folders above the place they count as root. The path has to be without links, as `Path.resolve`
     returns it. With `to_be_made_in` it is a folder in which this user is about to make one for the code.
     Raises OSError if one of them isn't there or can't be looked at.
     """
     for each in (place, *place.parents):
-        found = each.lstat()
-        if found.st_uid not in (os.geteuid(), 0):
+        found, is_above = each.lstat(), each != place or to_be_made_in
+        if not (_is_trusted(found.st_uid) or (is_above and found.st_uid == _unmapped_owner())):
             return f"{each} belongs to another user (id {found.st_uid})"
         # In a folder with the sticky bit, as /tmp has it, others can't rename or remove what isn't theirs.
-        is_sticky = (each != place or to_be_made_in) and found.st_mode & stat.S_ISVTX
+        is_sticky = is_above and found.st_mode & stat.S_ISVTX
         others = stat.S_IWOTH if _is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
         if found.st_mode & others and not is_sticky:
             return (
                 f"others may write to {each} (mode {stat.S_IMODE(found.st_mode):o}; `chmod go-w` ends that)"
             )
     return ""
+
+
+def check_contents(folder: Path) -> None:
+    """Raise OSError if another user owns something in a folder: it was put there while others could write."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                if not _is_trusted(owner := (each := Path(place, name)).lstat().st_uid):
+                    raise PermissionError(f"{each} belongs to another user (id {owner})")
+
+
+def _is_trusted(owner: int) -> bool:
+    return owner in (os.geteuid(), 0)
+
+
+def _unmapped_owner() -> int | None:
+    """Return the owner that a user namespace shows for all users it lacks; None where it lacks none.
+
+    In a rootless container root is one of them, who owns `/`, `/home` and `/tmp`.
+    """
+    try:
+        if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != ["0", "0", str(2**32 - 1)]:
+            return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except OSError:
+        pass  # not Linux, or /proc isn't mounted
+    return None
 
 
 @functools.cache
@@ -70,5 +98,6 @@ def _is_private(group: int) -> bool:
         user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    # In some containers every user is in the group root.
-    return group != 0 and found.gr_name == user and set(found.gr_mem) <= {user}
+    # In some containers every user is in the group root. `gr_mem` lacks those whose own group it is.
+    others = set(found.gr_mem) | {one.pw_name for one in pwd.getpwall() if one.pw_gid == group}
+    return group != 0 and found.gr_name == user and others <= {user}

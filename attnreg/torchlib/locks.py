@@ -24,18 +24,23 @@ def open_after_fork(lock: AnyLock) -> AnyLock:
     return lock
 
 
-def lock_file(path: Path, wait: bool = False) -> int | None:
+def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int | None:
     """Lock a file for this process and those that inherit it; None where another process holds it.
 
     The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
     there are no stale locks, and the file, which is made if it isn't there, stays where it is. A process
     inherits the lock if it is started with `pass_fds`, a fork doesn't. With `wait` it waits for the holder.
+    The file is this user's alone, or with `like` of those who may write to that one, if it is there.
     Raises OSError if the file can't be made or opened, or its file system has no locks.
     """
     import fcntl
 
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    mode = 0o666 if like else 0o600
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
+        if like:
+            with suppress(FileNotFoundError, PermissionError):  # another user has made the lock, and did this
+                os.fchmod(descriptor, like.stat().st_mode & mode | 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(descriptor)
@@ -53,15 +58,18 @@ def lock_file(path: Path, wait: bool = False) -> int | None:
 def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
     """Let one thread of one process at a time read a file and write it anew, inside this block.
 
-    Raises TimeoutError if another one is for so many seconds, OSError as `lock_file` does. Systems without
-    fcntl have no such locks: there it holds nobody off.
+    Raises TimeoutError if one other process is for so many seconds, however many come before this one;
+    OSError as `lock_file` does. Systems without fcntl have no such locks: there it holds nobody off.
     """
+    target = path.resolve()  # one lock for all links to a file
     # Not the file itself: it is replaced, and those who wait for its lock would have that of the old one.
-    lock = path.resolve().with_name(f".{path.name}.lock")
-    end = time.monotonic() + seconds
-    while os.name == "posix" and (descriptor := _lock_in_place(lock)) is None:
+    lock = target.with_name(f".{target.name}.lock")
+    last, end = None, 0.0
+    while os.name == "posix" and (descriptor := _lock_in_place(lock, target)) is None:
+        if (process := holder(lock)) != last:
+            last, end = process, time.monotonic() + seconds
         if time.monotonic() > end:
-            raise TimeoutError(f"process {holder(lock) or 'unknown'} has kept {lock} locked for {seconds} s")
+            raise TimeoutError(f"process {process or 'unknown'} has kept {lock} locked for {seconds} s")
         time.sleep(0.01)
     try:
         yield
@@ -71,9 +79,9 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
             release(descriptor)
 
 
-def _lock_in_place(path: Path) -> int | None:
+def _lock_in_place(path: Path, like: Path) -> int | None:
     """Lock a file as `lock_file` does; None as well where its last holder has just removed it."""
-    if (descriptor := lock_file(path)) is None:
+    if (descriptor := lock_file(path, like=like)) is None:
         return None
     with suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(descriptor), path.stat()):

@@ -63,14 +63,14 @@ def read(path: Path) -> list[Recorded]:
     return _recorded(lines, path)
 
 
-def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int]) -> None:
-    """Add counts to a file; other processes may do so at the same time.
+def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], seconds: float = 10.0) -> None:
+    """Add counts to a file; other processes may do so at the same time, each of them for so many seconds.
 
     Raises `ConfigError` if it can't be written, as on a full disk, or isn't a recorded workload. Then it is
     as it was.
     """
     try:
-        with locks.rewriting(path):
+        with locks.rewriting(path, seconds):
             before = read(path) if path.exists() else []
             known = {one.spec: [one.forward, one.backward] for one in before}
             for (spec, direction), count in counts.items():

@@ -165,9 +165,10 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     """Compute `varlen_attn` into `out`, (T_q, H, D_v), for inference; returns what that returns.
 
     Raises:
-        InvalidInputError: `out` has another shape, dtype or device than the result, or autograd
-            would have to record the call.
+        InvalidInputError: `out` is no tensor, has another shape, dtype or device than the result, or
+            autograd would have to record the call.
     """
+    check_tensors(out=out)
     result = varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
     computed = result[0] if isinstance(result, tuple) else result
     if computed.requires_grad or (out.requires_grad and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of, needs_graph_memory
 from attnreg.contract.spec import UNBOUNDED, Direction
-from attnreg.contract.validation import check
+from attnreg.contract.validation import check, check_scale
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_deterministic
@@ -63,12 +63,14 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
     """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
-    if window_size is None:
-        window_size = UNBOUNDED
-    elif isinstance(window_size, int | float) or len(window_size) != 2 or min(window_size) < -1:
-        got = window_size if isinstance(window_size, int | float) else tuple(window_size)
-        raise InvalidInputError(f"window_size: got {got}, expected (left, right), each -1 or more")
-    return window_size[0], 0 if is_causal else window_size[1]
+    try:
+        left, right = map(operator.index, UNBOUNDED if window_size is None else window_size)
+    except (TypeError, ValueError):
+        left = right = -2
+    if min(left, right) < -1:
+        got = reprlib.repr(window_size)
+        raise InvalidInputError(f"window_size: got {got}, expected (left, right), each an integer from -1 on")
+    return left, 0 if is_causal else right
 
 
 def call_of(
@@ -82,14 +84,14 @@ def call_of(
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
-    Raises `InvalidInputError` if a length or the window isn't of integers.
+    Raises `InvalidInputError` if a length is no integer, or the scale no number.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = lengths
-    left, right = bound
-    if not type(max_q) is type(max_k) is type(left) is type(right) is int:
+    if not type(max_q) is type(max_k) is int:
         # Those of NumPy are taken as well, as torch's own ops do; specs and kernels get Python's.
         max_q, max_k = _integer("max_q", max_q), _integer("max_k", max_k)
-        bound = _integer("window_size", left), _integer("window_size", right)
+    if scale is not None and type(scale) is not float:
+        check_scale(scale)  # the call's key compares it
     return Call(
         scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,

@@ -27,7 +27,7 @@ COMMANDS = [(name,) for name in APP] + [("bench", name) for name in BENCH]
 
 @pytest.mark.parametrize("options", [("-m", "attnreg"), ("-P", "-m", "attnreg")], ids=" ".join)
 def test_a_command_runs_no_module_of_the_current_folder(tmp_path, options):
-    for name in ("torch", "typer", "numpy", "subprocess"):
+    for name in ("torch", "typer", "numpy", "subprocess", "logging"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     installed = os.pathsep.join((str(Path(attnreg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     environ = os.environ | {"PYTHONPATH": installed.rstrip(os.pathsep)}

@@ -61,6 +61,19 @@ def test_build_compiles_both_and_says_where_they_are(cache, compiler, copying):
     assert build("--missing").output == ""
 
 
+def test_the_contents_of_a_library_are_on_the_disk_before_its_name_is(cache, compiler, copying, monkeypatch):
+    compiler.does(copying)
+    synced = []
+
+    def fsync(descriptor):
+        found = os.fstat(descriptor)
+        synced.append((found.st_ino, found.st_size, libraries.target(building.CPU_KERNEL).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    found = building.build(building.CPU_KERNEL).stat()
+    assert synced == [(found.st_ino, found.st_size, False)]
+
+
 def test_a_missing_compiler_is_named(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("ATTNREG_BUILD")
@@ -189,7 +202,17 @@ def test_what_others_can_write_to_or_replace_is_not_loaded(cache, monkeypatch, m
 def test_what_another_user_owns_is_not_loaded_nor_what_lies_below_it(cache, monkeypatch):
     file = stand_in(building.CPU_KERNEL)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    owners = {file: 12345, file.parent: 12345, cache: 54321}
+    owners = owned_by(monkeypatch, {file: 12345, file.parent: 12345, cache: 54321})
+    with pytest.raises(BuildError, match=rf"isn't loaded: {cache} belongs to another user \(id 54321\)"):
+        building.loaded_cpu_kernel()
+    assert info()["CPU kernel"]["reason"].endswith(f"{cache} belongs to another user (id 54321)")
+    owners[cache] = 0
+    with pytest.raises(BuildError, match="can't be loaded"):
+        building.loaded_cpu_kernel()
+
+
+def owned_by(monkeypatch, owners):
+    """Have paths owned by these users, and all others by root."""
     lstat = Path.lstat
 
     def owned(path):
@@ -198,12 +221,29 @@ def test_what_another_user_owns_is_not_loaded_nor_what_lies_below_it(cache, monk
         return os.stat_result(found)
 
     monkeypatch.setattr(Path, "lstat", owned)
-    with pytest.raises(BuildError, match=rf"isn't loaded: {cache} belongs to another user \(id 54321\)"):
-        building.loaded_cpu_kernel()
-    assert info()["CPU kernel"]["reason"].endswith(f"{cache} belongs to another user (id 54321)")
-    owners[cache] = 0
-    with pytest.raises(BuildError, match="can't be loaded"):
-        building.loaded_cpu_kernel()
+    return owners
+
+
+@pytest.mark.parametrize("users", ["0 1000 1\n1 100000 65536", "0 0 4294967295"])
+def test_in_a_user_namespace_folders_above_may_belong_to_users_whom_it_lacks(cache, monkeypatch, users):
+    file = stand_in(building.CPU_KERNEL)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    lacked = dict.fromkeys(cache.parents, 65534)  # as root, who owns `/` and `/home`
+    owners = owned_by(monkeypatch, {file: 12345, file.parent: 12345, cache: 12345} | lacked)
+    read = Path.read_text
+    given = {"/proc/self/uid_map": f"{users}\n", "/proc/sys/kernel/overflowuid": "65534\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: given.get(str(path)) or read(path, **how))
+    if users.startswith("0 0"):
+        with pytest.raises(BuildError, match=rf"{cache.parent} belongs to another user \(id 65534\)"):
+            libraries.checked(building.CPU_KERNEL)
+        return
+    assert caches.unsafe(file) == ""
+    caches.check_writable(cache.parent / "not there yet")
+    owners[file] = 65534
+    cache.parent.chmod(0o777)
+    assert caches.unsafe(file).startswith(f"{file} belongs to another user (id 65534)")
+    owners[file] = 12345
+    assert caches.unsafe(file).startswith(f"others may write to {cache.parent} ")
 
 
 def test_a_folder_where_only_owners_rename_may_hold_the_cache_but_not_the_files(cache):
@@ -233,14 +273,18 @@ def test_a_link_is_followed_once_and_what_it_led_to_is_checked(cache, tmp_path):
 def test_a_group_of_the_user_alone_may_write(cache, monkeypatch):
     stand_in(building.CPU_KERNEL)
     cache.chmod(0o770)
-    members = []
-    user, group = SimpleNamespace(pw_name="me"), SimpleNamespace(gr_name="me", gr_mem=members)
+    members, users = [], [SimpleNamespace(pw_name="me", pw_gid=1000)]
+    user, group = users[0], SimpleNamespace(gr_name="me", gr_mem=members)
+    monkeypatch.setattr("pwd.getpwall", lambda: users)
     monkeypatch.setattr("pwd.getpwuid", lambda _: user)
     monkeypatch.setattr("grp.getgrgid", lambda _: group)
     is_private = caches._is_private.__wrapped__
     monkeypatch.setattr(caches, "_is_private", lambda _: is_private(1000))
     assert libraries.existing(building.CPU_KERNEL)
     members.append("another")
+    assert libraries.existing(building.CPU_KERNEL) is None
+    members.clear()
+    users.append(SimpleNamespace(pw_name="another", pw_gid=1000))  # whose own group it is
     assert libraries.existing(building.CPU_KERNEL) is None
 
 

@@ -1,6 +1,5 @@
 """Promises of recording: each distinct call once with its count, at the price of a counter."""
 
-import functools
 import json
 import os
 import subprocess
@@ -268,19 +267,35 @@ def fail_with(message):
     raise ConfigError(message)
 
 
-def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path):
     file = tmp_path / "trace.jsonl"
     traces.merge(file, {(asked(), "forward"): 1})
     held = locks.lock_file(tmp_path / ".trace.jsonl.lock")
-    monkeypatch.setattr(locks, "rewriting", functools.partial(locks.rewriting, seconds=0.02))
     # What reads the file, as `import torch` does, needs no lock: it is replaced whole.
     traces.check_writable(file)
     with pytest.raises(ConfigError, match=rf"can't be written: process {os.getpid()} has kept .* locked"):
-        traces.merge(file, {(asked(), "forward"): 1})
+        traces.merge(file, {(asked(), "forward"): 1}, seconds=0.02)
     locks.release(held)
     traces.merge(file, {(asked(), "forward"): 1})
     (one,) = traces.read(file)
     assert one.forward == 2
+
+
+def test_the_thread_waits_less_for_a_lock_than_the_end_of_the_program_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "SECONDS_BEFORE", 0.01)
+    waits, merged = {}, threading.Event()
+
+    def merge(path, counts, seconds):
+        waits[threading.current_thread() is threading.main_thread()] = seconds
+        merged.set()
+        raise ConfigError("locked")
+
+    monkeypatch.setattr(trace, "merge", merge)
+    with pytest.raises(ConfigError, match="locked"), attnreg.record(tmp_path / "trace.jsonl"):
+        attend(8)
+        assert merged.wait(60.0)
+    # In two seconds and a half a process adds to as large a file as there is.
+    assert 2.5 < waits[False] < 5.0 <= waits[True]
 
 
 def test_threads_that_add_to_one_file_lose_nothing(tmp_path, hasty):

@@ -34,7 +34,7 @@ RANK = "3 dimensions (tokens, heads, head_dim)"
 ROWS = "as cu_seq_q has 3 offsets"
 TOKENS = "expected at most 7, the tokens there are"
 HERE = "expected cpu, where the query is"
-WINDOW = "(left, right), each -1 or more"
+WINDOW = "(left, right), each an integer from -1 on"
 # What is wrong, and what is said about it.
 BAD = [
     ({"query": Q[0]}, f"query: got shape (4, 16), expected {RANK}"),
@@ -88,7 +88,14 @@ BAD = [
     ({"seqused_k": [3, 4]}, "seqused_k: got [3, 4], expected a tensor"),
     ({"window_size": (-2, 0)}, f"window_size: got (-2, 0), expected {WINDOW}"),
     ({"window_size": (1, 2, 3)}, f"window_size: got (1, 2, 3), expected {WINDOW}"),
-    ({"window_size": (1.0, 0)}, "window_size: got 1.0, expected an integer"),
+    ({"window_size": (1.0, 0)}, f"window_size: got (1.0, 0), expected {WINDOW}"),
+    ({"window_size": 1.5}, f"window_size: got 1.5, expected {WINDOW}"),
+    ({"window_size": "ab"}, f"window_size: got 'ab', expected {WINDOW}"),
+    ({"window_size": (None, 1)}, f"window_size: got (None, 1), expected {WINDOW}"),
+    ({"window_size": torch.tensor(4)}, f"window_size: got tensor(4), expected {WINDOW}"),
+    ({"scale": "x"}, "scale: got 'x', expected a finite number"),
+    ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),
+    ({"scale": torch.ones(2)}, "scale: got tensor([1., 1.]), expected a finite number"),
     (PAGED | {"key": K}, "key: got shape (7, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)"),
     (PAGED | {"block_table": TABLE[0]}, "block_table: got shape (2,), expected 2 dimensions"),
     (PAGED | {"block_table": TABLE.long()}, "block_table: got torch.int64, expected torch.int32"),
@@ -192,10 +199,11 @@ OUT_ERRORS = [
     (Q.double(), "out: got dtype torch.float64, expected torch.float32"),
     (meta(Q), "out: got device meta, expected cpu"),
     (Q.clone().requires_grad_(), NO_GRADIENT),
+    ([1], "out: got [1], expected a tensor"),
 ]
 
 
-@pytest.mark.parametrize(("out", "message"), OUT_ERRORS, ids=["shape", "dtype", "device", "gradient"])
+@pytest.mark.parametrize(("out", "message"), OUT_ERRORS, ids=["shape", "dtype", "device", "gradient", "list"])
 def test_varlen_attn_out_refuses_a_tensor_that_does_not_fit(out, message):
     with pytest.raises(InvalidInputError) as error:
         attnreg.varlen_attn_out(out, **GOOD)

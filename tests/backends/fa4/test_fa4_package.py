@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import stat
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
@@ -139,6 +140,24 @@ def test_a_folder_that_others_can_write_to_is_not_used(package, cache, monkeypat
     BACKEND.load()
     assert os.environ[fa4_package.SWITCH] == "0"  # the package would run what it finds there
     assert f"its cache folder can't be used: others may write to {shared} (mode 777" in caplog.text
+
+
+def test_a_folder_with_something_that_another_user_has_put_there_is_not_used(
+    package, cache, monkeypatch, caplog
+):
+    (cache / "kernels").mkdir(parents=True)
+    (cache / "kernels" / "one.o").touch()
+    lstat, theirs = Path.lstat, cache / "kernels" / "one.o"
+
+    def owned(path):
+        found = list(lstat(path))
+        found[stat.ST_UID] = 54321 if path == theirs else found[stat.ST_UID]
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    BACKEND.load()
+    assert settings() == (None, None)
+    assert f"cache folder can't be used: {theirs} belongs to another user (id 54321)" in caplog.text
 
 
 def test_a_folder_without_locks_is_not_used(package, cache, monkeypatch, caplog):
