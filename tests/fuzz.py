@@ -1,12 +1,13 @@
-"""Random calls through both fronts, made as programs make them, each compared with float64.
+"""Makes random calls of `varlen_attn` and SDPA as programs do, and compares each with float64.
 
     python tests/fuzz.py [--seconds 60] [--calls N] [--seed S] [--device cuda] [--backends FA2,FA4,math]
     python tests/fuzz.py --seed S --only N      repeats one call
 
-Each call is drawn from the seed and its number alone. It is made three times, with new values, and packed
-ones with their lengths in another order written to the same offsets, so that a plan, a launcher and the call
-cache run it. It fails if a result is beyond the accuracy rule (`measure/rule.py`), or if another backend ran
-than the one that was asked for and `stats()` has no reason for that. `make fuzz` and `make fuzz-gpu` run it.
+Each call is drawn from the seed and its number alone. It is made three times, with new values each time; for
+a packed call the lengths change their order, and are written to the same offsets. So a new plan, a kept plan
+and the call cache run it. A call fails if a result breaks the accuracy rule (`measure/rule.py`), or if
+another backend ran than the one that was asked for and `stats()` has no reason for that. `make fuzz` and
+`make fuzz-gpu` run this script.
 """
 
 from __future__ import annotations
@@ -293,8 +294,8 @@ def _reaches_an_op(given: Inputs, case: Case) -> bool:
 def main(
     seconds: Annotated[float, typer.Option(help="How long to go on.")] = 60.0,
     calls: Annotated[int, typer.Option(help="How many calls to make at most; 0 for no limit.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of all calls; drawn unless given.")] = -1,
-    only: Annotated[int, typer.Option(help="Make the call of this number and no other.")] = -1,
+    seed: Annotated[int, typer.Option(help="The seed of all calls; a random one if below 0.")] = -1,
+    only: Annotated[int, typer.Option(help="Make only the call with this number.")] = -1,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     backends: Annotated[str, typer.Option(help="The backends to ask for, separated by commas.")] = "cpu,math",
 ) -> None:

@@ -1,10 +1,11 @@
-"""Runs the tests that need no GPU on each torch, Python and set of dependencies that attnreg supports.
+"""Runs the tests that need no GPU with the versions of torch, Python and dependencies that `ROWS` lists.
 
     python tests/matrix.py [--versions 2.11,2.15.0-python3.13] [--venvs FOLDER] [--processes N]
 
 Each row of `ROWS` gets a virtual environment of its own, which is kept for the next run; with CUDA's
-libraries it takes 6 GB. What came of a row is kept in docs/results/versions.json, and docs/versions.md gets
-the table. A row's Python is the `python3.13` of PATH, say, or what the variable PYTHON313 names.
+libraries it takes 6 GB. What came of a row is written to docs/results/versions.json, and the table to
+docs/versions.md. For Python 3.13, say, a row takes what the variable PYTHON313 names, else `python3.13` of
+PATH.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ REPEATS = 5  # so many commands that repeat what is wrong are shown
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;
-         not divided where PyTorch's error is 0
-WRONG:   the error exceeds twice PyTorch's plus the rounding error of the dtype;
-         or the contract is broken as the next line says
-drawn:   cases drawn for what the backend declares; --seed N draws others"""
+         not divided where PyTorch's error is 0; - where nothing was computed
+right:   no error exceeds twice PyTorch's plus the rounding error of the dtype:
+         so a number above 2 can be right, where PyTorch's error is small
+WRONG:   an error exceeds that, or the next line says what else is wrong
+drawn:   cases drawn from what the backend declares; --seed N draws others"""
 
 
 def verify(
@@ -38,23 +39,27 @@ def verify(
     dtype: Annotated[
         list[str],
         valued(
-            "--dtype", "DTYPES", "One or several with commas. Default: bf16 if declared; with --full all."
+            "--dtype",
+            "DTYPES",
+            "One or several with commas. Default: the first of bf16, fp16, fp32 and fp64 that is declared; "
+            "for drawn cases, and with --full, all that are declared.",
         ),
     ] = [],  # noqa: B006
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="All cases, some of which take seconds each.")
+        bool, typer.Option("--full/--quick", help="Whether to run cases that take seconds or gigabytes, too.")
     ] = False,
-    case: Annotated[str, valued("--case", "TEXT", "Only the checks with this text in their name.")] = "",
+    case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
     seed: Annotated[
-        int, valued("--seed", "N", "Of the values, and of the drawn cases.", show_default=True)
+        int, valued("--seed", "N", "The seed of the values and of the drawn cases.", show_default=True)
     ] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Check every backend against a float64 reference.
 
-    What else the contract asks of kernels is checked as well. A backend is wrong in a case if its
-    error exceeds twice the error of plain PyTorch in the same dtype, plus the rounding error of that
-    dtype. The exit code is 1 if any is wrong, or refuses all of something that it declares.
+    A backend is wrong in a case if its error exceeds twice the error of plain PyTorch in the same dtype,
+    plus the rounding error of that dtype; or if it breaks the contract in another way: it writes to its
+    inputs, say. The exit code is 1 if a backend is wrong, never runs something that it declares, or is
+    named and can't run here.
 
     Example: attnreg verify --backend FA2,cuDNN --dtype fp16
     """

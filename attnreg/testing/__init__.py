@@ -1,4 +1,4 @@
-"""Holding a backend to the contract: for the authors of kernels, `attnreg verify` and the project's tests.
+"""Checks whether a backend keeps the contract: for authors of kernels, `attnreg verify` and attnreg's tests.
 
     from attnreg.testing import check_backend
 
@@ -7,7 +7,7 @@
 
 `pytest -p attnreg.testing.plugin --attnreg-backend=mine` makes each check a test of its own, and `attnreg
 verify --backend mine` prints a table. `kit.py` has what all three run; `cases.py` makes the calls that fit
-what a backend declares, and `fronts.py` calls it by every way. May import all but bench, demo and cli.
+what a backend declares, and `fronts.py` calls it through each front. May import all but bench, demo and cli.
 """
 
 from attnreg.testing.cases import Check

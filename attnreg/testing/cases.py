@@ -1,4 +1,4 @@
-"""The calls that a backend is held to: the input matrix as far as it fits, and others drawn for it."""
+"""The calls that a backend is checked with: the input matrix, fitted to it, and calls drawn for it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 
 
 class Check(NamedTuple):
-    """A call to hold a backend to.
+    """A call to check a backend with.
 
     Attributes:
         case: the call.
-        front: by what it is called, one of `FRONTS`; "" for the kernels themselves and their launchers.
+        front: what the program calls, one of `FRONTS`; "" for the kernels themselves and their launchers.
     """
 
     case: Case
@@ -52,10 +52,10 @@ class Check(NamedTuple):
 
 
 def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -> list[Check]:
-    """Return what to hold a backend to: in these dtypes, or in those that it declares.
+    """Return the checks of a backend: in these dtypes, or in those that it declares.
 
     Without `dtypes`, unless `full`, the matrix and the fronts are in one dtype, bfloat16 if that is declared,
-    and the drawn cases in all: most that is wrong is wrong in every dtype.
+    and the drawn cases in all: most faults show in every dtype.
     """
     limits = backend.forward
     wanted = list(dtypes) or [dtype for dtype in DTYPES_BY_USE if dtype in limits.dtypes]

@@ -1,7 +1,7 @@
-"""Calling a backend by every way: each front, with each way to choose a backend, three times.
+"""Calls a backend through each front, with each way to choose a backend, three times.
 
-The first call makes a plan, the second may find it, a later one may be the call cache's. Each has values of
-its own, and the offsets of a packed one differ: what was kept of an earlier call must not be in the results.
+The first call makes a plan, the second may find it, the call cache may run a later one. Each has values of
+its own, and packed calls have offsets of their own: nothing kept of an earlier call may show in the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS = 3
 DENSE = Case(name="repeated", lens_q=(65, 65), lens_k=(65, 65), scale=0.3)
 PACKED = Case(name="repeated", lens_q=(33, 7, 64), lens_k=(40, 9, 70), varlen=True, scale=0.3)
 
-# By what a backend is called, and the call.
+# What the program calls and how it chooses the backend, and the call.
 FRONTS = {
     "varlen_attn(backend=)": PACKED,
     "varlen_attn in use_backend": PACKED,

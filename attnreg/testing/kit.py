@@ -1,4 +1,4 @@
-"""The conformance kit: which calls a backend is held to, what came of each, and the report."""
+"""The conformance kit: runs the checks of a backend, and reports what came of each."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Outcome(NamedTuple):
     """What came of one check.
 
     Attributes:
-        check: the call, and by what it was called.
+        check: the call, and the front that it came through.
         errors: by tensor name: `out`, `lse`, `dq`, `dk`, `dv`, those that were run.
         reasons: why a direction wasn't run.
-        failure: what is wrong besides the numbers; empty if nothing is.
+        failure: what is wrong besides the errors' sizes; empty if nothing is.
     """
 
     check: Check
@@ -98,12 +98,12 @@ class Report(NamedTuple):
 
 
 class Conformance:
-    """A backend and the checks that it is held to on a device.
+    """A backend and its checks on a device.
 
     Args:
         backend: the name of a known backend, or a `Backend`.
         device: where to run it; unless given, a GPU if it serves one that is here, else the CPU.
-        dtypes: names of dtypes; those that it declares unless given.
+        dtypes: names of dtypes; unless given, see `checks_for`.
         seed: of the drawn cases and of all values.
         full: whether the cases that take seconds or gigabytes are among the checks.
 
@@ -158,7 +158,7 @@ class Conformance:
         return Outcome(check, errors, (declined,) if declined else backward, unclear)
 
     def report(self, outcomes: Iterable[Outcome]) -> Report:
-        """Return what came of the checks that were run; of all checks, whether all that is declared ran."""
+        """Return what came of these checks; if they are all checks, also what was declared and never ran."""
         found = {outcome.check: outcome for outcome in outcomes}
         never = self.never_ran(found.__getitem__) if len(found) == len(self.checks) else ()
         options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed}
@@ -205,14 +205,14 @@ def check_backend(
     cases: Iterable[str] | None = None,
     full: bool = False,
 ) -> Report:
-    """Hold a backend to the contract: values, forms, memory, repeatability, reasons, on every way to it.
+    """Check a backend's values, shapes, memory, repeatability and reasons, also through each front.
 
     Args:
         backend, device, dtypes, seed, full: as for `Conformance`.
         cases: parts of the names of checks, to run these alone; all of them unless given.
 
     Returns:
-        The report, which says what was refused and how often. A test of one's own backend pins `refused`.
+        The report, which says what was refused and how often: compare `refused` with what you expect.
 
     Raises:
         AssertionError: a check fails, or the backend runs nothing of what it declares; the message has for

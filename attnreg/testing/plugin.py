@@ -1,7 +1,7 @@
 """A pytest plugin: `pytest -p attnreg.testing.plugin --attnreg-backend=mine` adds a test for each check.
 
-It isn't an entry point of pytest's: those are imported in every test run of everybody who has attnreg
-installed, and this one brings torch along.
+It isn't an entry point of pytest's: pytest imports those in every test run of everybody who has attnreg
+installed, and this one imports torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from attnreg.testing.kit import Conformance
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
-    group = parser.getgroup("attnreg", "holding attention backends to attnreg's contract")
+    group = parser.getgroup("attnreg", "checking attention backends by attnreg's contract")
     group.addoption(
         "--attnreg-backend", default="", metavar="NAMES", help="one backend, or several with commas"
     )
     group.addoption("--attnreg-device", default=None, metavar="DEVICE", help="cpu, cuda or cuda:1")
-    group.addoption("--attnreg-seed", default=0, type=int, metavar="N", help="of values and drawn cases")
+    group.addoption(
+        "--attnreg-seed", default=0, type=int, metavar="N", help="the seed of values and of drawn cases"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m select among them
