@@ -32,6 +32,9 @@ def capture(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
+    graph.step = (
+        step  # a replay reads its tensors: the memory of a gradient that was freed would be another's
+    )
     return graph, results
 
 
