@@ -32,9 +32,8 @@ def capture(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    graph.step = (
-        step  # a replay reads its tensors: the memory of a gradient that was freed would be another's
-    )
+    # A replay reads the tensors of the step, which may be alive nowhere else.
+    graph.step = step
     return graph, results
 
 
