@@ -9,6 +9,7 @@ the arguments as they came, and only another backend's call is brought into the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import DeclinedError, Plan, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import tied_to
+from attnreg.torchlib.layout import readable
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -88,6 +90,7 @@ class RoutedCall(NamedTuple):
         args, kwargs: the op's arguments as they came.
         native: the backend that kernel belongs to; None where torch has none.
         choice: the choice that holds for this call alone.
+        loaded: the places of the arguments that a kernel on a GPU loads sixteen bytes at a time.
     """
 
     op: str
@@ -96,14 +99,25 @@ class RoutedCall(NamedTuple):
     kwargs: dict[str, Any]
     native: Native | None
     choice: ScopedChoice | None
+    loaded: slice = slice(0)
 
-    def run_native(self, plan: Plan, keeps: bool = True) -> tuple[Any, Kept | None]:
-        """Run torch's own kernel on the arguments as they came, because the plan says so; counts it.
+    def run_native(
+        self, plan: Plan, keeps: bool = True, as_loaded: Callable[[Tensor], Tensor] = readable
+    ) -> tuple[Any, Kept | None]:
+        """Run torch's own kernel, because the plan says so; counts it.
 
-        Unless the kernel draws a dropout mask, or its backward would be wrong, further calls may be kept.
+        It gets the arguments as they came but for `loaded` tensors that it would read wrongly, as torch's
+        kernels don't check where these lie. On rows or addresses that aren't multiples of 16 bytes cuDNN's
+        gives NaN, and the flash op's ends the CUDA context (torch 2.11 on an H200).
+
+        Unless the kernel draws a dropout mask, its backward would be wrong, or arguments were copied, further
+        calls may be kept.
         """
+        args = list(self.args)
+        args[self.loaded] = map(as_loaded, args[self.loaded])
+        keeps = keeps and all(map(operator.is_, args, self.args))
         try:
-            result = self.original(*self.args, **self.kwargs)  # type: ignore[misc]
+            result = self.original(*args, **self.kwargs)  # type: ignore[misc]
         except Exception as error:
             counters.failed(plan.counters[0], error)
             raise
@@ -124,6 +138,11 @@ def router(
     """Return the function that serves a route's calls; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
+    first = route.layout.query
+    # Query, key and value; of a backward also the incoming gradient before them, and the output behind.
+    loaded = slice(first - 1, first + 4) if token else slice(first, first + 3)
+    if route.keys == ("CPU",):
+        loaded = slice(0)
 
     def routed(*args: Any, **kwargs: Any) -> Served:
         if unknown and (further := sorted(unknown & kwargs.keys())):
@@ -135,7 +154,7 @@ def router(
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
-        call = RoutedCall(op, original, args, kwargs, native, choice)
+        call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
         return retry_on_decline(lambda: serve(given, call))
 
     return routed

@@ -28,8 +28,16 @@ def _in_steps(strides: tuple[int, ...], width: int, repeats: bool) -> bool:
 
 
 def readable(x: Tensor, repeats: bool = True) -> Tensor:
-    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed."""
-    return x if aligned(x, repeats) else x.clone(memory_format=torch.contiguous_format)
+    """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed.
+
+    A copy has its dimensions in the order of the original where it can: kernels lay their results out alike.
+    """
+    if aligned(x, repeats):
+        return x
+    copy = torch.empty_like(x)
+    if not aligned(copy, repeats):
+        copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return copy.copy_(x)
 
 
 def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:

@@ -38,6 +38,7 @@ from support.dense import (
 import attnreg
 from attnreg.aten.routing import router
 from attnreg.errors import UnsupportedInputError
+from attnreg.torchlib.layout import aligned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,6 +82,54 @@ def test_a_bias_of_the_cudnn_op_counts_forward_and_backward(route, ran, bias, ca
     result = call("cudnn", inputs, bias=bias, causal=causal)
     assert_call_right("cudnn", result, inputs, bias=bias, window=CAUSAL if causal else OPEN, top_left=True)
     assert ran() == {"math": (1, 1)}
+
+
+MISALIGNED = {
+    "one element after the start": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x),
+    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+    "every other element": lambda x: torch.stack((x, x), -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("layout", MISALIGNED.values(), ids=MISALIGNED)
+def test_torchs_own_kernel_is_given_tensors_that_it_can_load(route, ran, kind, layout):
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.selection.policy.activate(True)
+    inputs = [
+        layout(x.detach().transpose(1, 2)).transpose(1, 2).requires_grad_()
+        for x in qkv(6, 6, dim=16, dtype=torch.bfloat16)
+    ]
+    for _ in range(3):
+        assert_call_right(kind, call(kind, inputs), inputs)
+    assert ran() == {NATIVE[kind]: (3, 3)}
+    forwards, backwards = kernels[FORWARD[kind]].calls, kernels[BACKWARD[kind]].calls
+    loaded = [x for args, _ in forwards for x in args[:3]] + [x for args, _ in backwards for x in args[:5]]
+    assert len(loaded) == 3 * 8
+    assert all(aligned(x) for x in loaded)
+    # Torch's kernels lay the output out as the query, and torch.compile asserts that.
+    as_came = inputs[0] if kind == "cudnn" else inputs[0].transpose(1, 2)
+    assert forwards[0][0][0].stride() == torch.empty_like(as_came).stride()
+
+
+def test_torchs_cudnn_backward_is_given_a_gradient_laid_out_as_its_output(route, ran):
+    """Torch looks its graph up without looking at the gradient's strides."""
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.selection.policy.activate(True)
+    inputs = [x.detach().requires_grad_() for x in qkv(6, 6, dim=16)]
+    for layout in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        for _ in range(3):
+            out, *_ = call("cudnn", inputs)
+            grad = layout(random_like(out))
+            expected = truth.dense(*(double := [x.detach().double().requires_grad_() for x in inputs]))[0]
+            expected = torch.autograd.grad(expected, double, grad.double())
+            for got, right in zip(torch.autograd.grad(out, inputs, grad), expected, strict=True):
+                truth.assert_near(got, right)
+    assert ran() == {"cuDNN": (6, 6)}
+    given = [args for args, _ in kernels[BACKWARD["cudnn"]].calls]
+    assert [grad.stride() == out.stride() for grad, *_, out in (args[:5] for args in given)] == [True] * 6
 
 
 def test_a_bias_wider_than_the_keys_that_a_causal_mask_leaves_is_cut_with_them(route):
