@@ -138,7 +138,7 @@ def either_cpu_kernel(request, monkeypatch):
     monkeypatch.setattr(cpu_compiled, "load", lambda: kernel)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])  # the last is 0 in float32
 @pytest.mark.parametrize("lengths", [(6, 6), (3, 6), (6, 3), (1, 6), (70, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
