@@ -62,7 +62,8 @@ class Call(NamedTuple):
             overwrite, the backward's to read; None without dropout.
         num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
             forward's alone. A kernel that never splits may leave more than one to those that do.
-        deterministic: whether the gradients have to be bitwise repeatable.
+        deterministic: whether the gradients have to be bitwise repeatable. Torch's
+            deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
     """
 
     scale: float
