@@ -68,13 +68,15 @@ def explain(
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
     """
     import_torch()
+    from attnreg.contract.spec import LEAST_SCALE
+
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(f"--scale: got {scale}, expected a finite number")
     spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, needs_backward=backward, deterministic=deterministic, capturing=capture,
-        positive_scale=scale is None or scale > 0.0,
+        positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
     found = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:

@@ -26,6 +26,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.spec import LEAST_SCALE
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:  # limits are looked up without torch
@@ -61,7 +62,8 @@ class Call(NamedTuple):
             overwrite, the backward's to read; None without dropout.
         num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
             forward's alone. A kernel that never splits may leave more than one to those that do.
-        deterministic: whether the gradients have to be bitwise repeatable.
+        deterministic: whether the gradients have to be bitwise repeatable. Torch's
+            deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
     """
 
     scale: float
@@ -92,7 +94,7 @@ class Call(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return everything that a decision about this call may depend on; see `KEYED_BY`."""
         tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in _tensors_of(self)]
-        return self.scale > 0.0, *_values_of(self), *tensors
+        return self.scale >= LEAST_SCALE, *_values_of(self), *tensors
 
 
 # How each field of `Call` enters `Call.key`, under which a plan is kept: by value, by its sign, by the shape,

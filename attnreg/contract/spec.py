@@ -18,6 +18,10 @@ Direction = Literal["forward", "backward"]
 
 UNBOUNDED = (-1, -1)
 
+# The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
+# counts as 0 in `positive_scale`.
+LEAST_SCALE = 2.0**-126
+
 # The minimum of each number; None means that the call doesn't have it.
 LEAST = {
     **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"), 0),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call
 from attnreg.contract.discovery import SET_ASIDE, Entry
-from attnreg.contract.spec import AttentionSpec, Device, Direction
+from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
 from attnreg.dispatch.state import Plan, State, declined_by
@@ -145,7 +145,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         seqused_k=call.seqused_k is not None,
         page_size=key.shape[1] if paged else None,
         num_splits=call.num_splits,
-        positive_scale=call.scale > 0.0,
+        positive_scale=call.scale >= LEAST_SCALE,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),

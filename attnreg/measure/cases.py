@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device
 
 Layout = Literal["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 Bias = Literal["none", "key padding", "additive"]
@@ -106,7 +106,7 @@ class Case:
             varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
             seqused_k=self.seqused_k is not None, page_size=self.page_size,
             dropout=self.dropout, num_splits=self.num_splits,
-            positive_scale=self.scale is None or self.scale > 0.0,
+            positive_scale=self.scale is None or self.scale >= LEAST_SCALE,
             deterministic=self.deterministic, needs_backward=needs_backward,
         )  # fmt: skip
 

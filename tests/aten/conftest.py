@@ -13,6 +13,7 @@ from support.kernels import tables
 from attnreg import aten
 from attnreg.aten import cudnn, flash
 from attnreg.aten.routing import router
+from attnreg.backends.cpu import compiled
 from attnreg.dispatch import call_cache
 from attnreg.torchlib import captured
 
@@ -28,6 +29,13 @@ def either_routers(request):
     """Have the routers of a test be in Python unless the command line says otherwise, and compiled."""
     if request.param == "compiled":
         request.getfixturevalue("compiled_routers")
+
+
+@pytest.fixture(params=[False, True], ids=["torch's kernel", "compiled kernel"])
+def either_cpu_kernel(request, monkeypatch):
+    """Have the cpu backend be without its compiled kernel, or with it."""
+    kernel = request.getfixturevalue("cpu_kernel") if request.param else None
+    monkeypatch.setattr(compiled, "load", lambda: kernel)
 
 
 @pytest.fixture

@@ -24,12 +24,7 @@ from support.dense import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import measure
 from attnreg.backends.cpu import choice
-from attnreg.backends.cpu import compiled as cpu_compiled
-from attnreg.measure import Case
-from attnreg.measure.reference import attention
-from attnreg.measure.rule import compare
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 
@@ -131,14 +126,7 @@ def test_strides_are_torchs_own_however_inputs_and_a_backends_results_lie(
             assert lse.transpose(1, 2).is_contiguous()
 
 
-@pytest.fixture(params=[False, True], ids=["torch's kernel", "compiled kernel"])
-def either_cpu_kernel(request, monkeypatch):
-    """Have the cpu backend be without its compiled kernel, or with it."""
-    kernel = request.getfixturevalue("cpu_kernel") if request.param else None
-    monkeypatch.setattr(cpu_compiled, "load", lambda: kernel)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])  # the last is 0 in float32
 @pytest.mark.parametrize("lengths", [(6, 6), (3, 6), (6, 3), (1, 6), (70, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
@@ -152,23 +140,6 @@ def test_a_causal_mask_holds_with_a_scale_of_zero_or_below(
             got = results(inputs, is_causal=True, scale=scale)
             assert_right(got, inputs, top_left=True, window=CAUSAL, scale=scale)
             assert ran() == {"cpu": (1, 1)}
-    attnreg.uninstall()
-
-
-def test_gradients_of_float16_are_not_summed_in_float16(either_routers, either_cpu_kernel, ran):
-    attnreg.uninstall()
-    sizes = {"lens_q": (512, 512), "lens_k": (512, 512), "heads": (8, 1), "dims": (40, 40)}
-    case = Case(name="float16", **sizes, window=CAUSAL, dtype="float16", scale=0.05)
-    given = measure.inputs(case, seed=2)
-    truth, plain = (attention(case, given, dtype) for dtype in (torch.float64, torch.float16))
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in given[:3]]
-    with attnreg.register_backend("cpu"):
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=case.scale, enable_gqa=True)
-        grads = torch.autograd.grad(out, leaves, given.grad_out.transpose(1, 2))
-    assert ran() == {"cpu": (1, 1)}
-    for got, near, exact in zip(grads, plain[2:], truth[2:], strict=True):
-        error = compare([got.transpose(1, 2)], near, exact, torch.float16)
-        assert error.passed, error
     attnreg.uninstall()
 
 

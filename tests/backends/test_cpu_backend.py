@@ -122,6 +122,27 @@ def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
 
 
 @ON_EACH_KERNEL
+def test_gradients_of_two_keys_are_accurate(kernels, dtype):
+    """Rounding the output is then most of what a gradient is off by, unless a kernel makes up for it."""
+    options = {"heads": (1, 1), "dims": (256, 256), "scale": -0.125, "dtype": dtype}
+    for seed in range(8):
+        assert_accurate(kernels, ragged((2,), window=CAUSAL, **options), seed)
+        assert_accurate(kernels, ragged((4, 2), window=(1, 0), **options), seed)
+        assert_accurate(kernels, dense(1, 3, 2, **options), seed)
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize("window", [OPEN, CAUSAL, (1, 0)])
+def test_gradients_of_scores_add_up_to_zero_where_keys_are_few(kernels, monkeypatch, window, dtype):
+    """So a query has no gradient where its keys are equal, however the output was rounded."""
+    monkeypatch.setattr(bfloat16, "_is_fast", lambda: False)  # these products round each score's gradient
+    case = ragged((2, 9, 16), dims=(96, 96), window=window, dtype=dtype, grad_layout="expanded")
+    q, k, v, grad_out, call = inputs(case)
+    grad_q = solved(kernels, q, k[:1].expand_as(k), v, grad_out, call)[2]
+    torch.testing.assert_close(grad_q, torch.zeros_like(grad_q), rtol=0.0, atol=1e-4)
+
+
+@ON_EACH_KERNEL
 @pytest.mark.parametrize("scale", [1e-30, 1e-40, -1e-40, 1e-46, -1e-46])
 def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dtype):
     for window in (CAUSAL, (20, 5)):

@@ -59,6 +59,7 @@ FLAGS = ("bias", "alibi", "seqused-k", "deterministic")
         ("--varlen --tokens-q 100 --tokens-k 90", {"tokens_q": 100, "tokens_k": 90}),
         ("--scale 0.5", {"positive_scale": True}),
         ("--scale -1", {"positive_scale": False}),
+        ("--scale 1e-46", {"positive_scale": False}),
         *((f"--{name}", {name.replace("-", "_"): True}) for name in FLAGS),
         ("--dropout 0.1", {"dropout": 0.1}),
         ("--paged 16", {"page_size": 16}),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 
 import pytest
 import torch
@@ -275,6 +276,30 @@ def test_a_right_kernel_passes_all_of_these():
 def test_drawn_cases_find_what_is_ignored_by_themselves(field, seed):
     kernels = {"scale": ignoring_scale(), "window": called_with(window=lambda call: (-1, -1))}
     assert any(not one.passed for one in outcomes(kernels.get(field) or without(field), ["drawn"], seed))
+
+
+def repeatable_if(condition):
+    """Return a backward whose results have other bits each time unless a condition holds as it runs."""
+
+    def backward(*given):
+        gradients = MATH.backward(*given)
+        return gradients if condition() else with_noise(*gradients)
+
+    return {"backward": backward}
+
+
+def test_a_kernel_may_obey_torchs_deterministic_mode_alone(monkeypatch):
+    variable = "CUBLAS_WORKSPACE_CONFIG"  # without it torch refuses matrix products on a GPU in that mode
+    monkeypatch.delenv(variable, raising=False)
+    for condition, is_right in (
+        (lambda: torch.get_deterministic_debug_mode() == 2 and variable in os.environ, True),
+        (lambda: torch.get_deterministic_debug_mode() != 2, False),
+        (lambda: False, False),
+    ):
+        found = list(outcomes(repeatable_if(condition), ["deterministic"]))
+        assert found and [outcome.passed for outcome in found] == [is_right] * len(found)
+        assert is_right or all("other bits for the same deterministic call" in one.failure for one in found)
+        assert torch.get_deterministic_debug_mode() == 0 and variable not in os.environ
 
 
 class RememberingOffsets:

@@ -33,9 +33,9 @@ _ROWS_SLOW_MKL, _ROWS = 16, 48
 _CAUSAL_KEYS = 128
 # Keys up to which shared key heads do: it computes their query heads as the rows of one product.
 _GROUP_KEYS = 128
-# Keys times head dim up to which torch's bfloat16 kernel is the slower one although it has AMX: the time goes
-# between its products, not into them.
-_AMX_FORWARD, _AMX_BACKWARD = 8192, 24576
+# Keys times head dim up to which torch's bfloat16 forward is the slower one although it has AMX: the time
+# goes between its products, not into them.
+_AMX_FORWARD = 8192
 
 
 class Machine(NamedTuple):
@@ -87,29 +87,24 @@ def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
 
 def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
     """Return whether torch's kernel computes a dense SDPA call wrong: see README.md."""
-    if direction == "backward" and spec.dtype == "float16":
-        return True  # it sums in float16
+    if direction == "backward" and spec.dtype in ("float16", "bfloat16"):
+        return True  # it adds up blocks of rows, and query heads, in the dtype of the query
     # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
     may_be_causal = spec.window != OPEN or spec.max_q == spec.max_k == 1
     return may_be_causal and not spec.positive_scale
 
 
 def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
+    """Return whether the compiled kernel is the faster one: for all but the backward in 16 bits."""
     group = spec.heads_q // spec.heads_k
     fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
     if not fits:
         return False
-    # Torch's backward of 16-bit dtypes is so slow that few rows make no difference.
-    if direction == "forward" or spec.dtype == "float32":
-        least = _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
-        if spec.max_q * group < least:
-            return False
+    if spec.max_q * group < (_ROWS_SLOW_MKL if machine.slow_mkl else _ROWS):
+        return False
     if machine.slow_mkl:
         return True
     is_causal = spec.window != OPEN and spec.max_k >= _CAUSAL_KEYS
     if spec.dtype == "float32":
         return is_causal or (direction == "forward" and group > 1 and spec.max_k <= _GROUP_KEYS)
-    if spec.dtype == "float16" or not machine.amx:
-        return True
-    most = _AMX_FORWARD if direction == "forward" else _AMX_BACKWARD
-    return spec.max_k * spec.head_dim <= most
+    return spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD

@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.contract.spec import LEAST_SCALE
 from attnreg.torchlib import captured
 
 # In a band (low, high) row i sees key j if low <= j - i <= high.
 Band = tuple[int, int]
-
-# The smallest normal float32: the kernel rounds a scale to float32, and one below this may be 0 there.
-_LEAST_SCALE = 2.0**-126
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -49,7 +47,7 @@ class Flash(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Return output and LSE."""
         causal, mask = _mask(q, k, band, bias)
-        if causal and scale < _LEAST_SCALE:
+        if causal and scale < LEAST_SCALE:
             # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or rows see all keys.
             q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -71,8 +69,8 @@ class Flash(NamedTuple):
             # exp(score - inf) is 0, and the row drops out of every sum.
             lse = lse.masked_fill(lse == -inf, inf)
         sign = 1.0
-        if causal and scale < _LEAST_SCALE:
-            sign = -1.0 if scale <= -_LEAST_SCALE else 0.0
+        if causal and scale < LEAST_SCALE:
+            sign = -1.0 if scale <= -LEAST_SCALE else 0.0
             q, scale = _above_zero(q, scale)
         grad_q, grad_k, grad_v = self.backward_kernel(
             grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
@@ -109,7 +107,7 @@ def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _above_zero(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return a query and a scale above 0 that give the same scores as those given."""
-    return (-q, -scale) if scale <= -_LEAST_SCALE else (q * 0.0, 1.0)
+    return (-q, -scale) if scale <= -LEAST_SCALE else (q * 0.0, 1.0)
 
 
 def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple[bool, Tensor | None]:

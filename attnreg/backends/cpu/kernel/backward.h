@@ -129,8 +129,11 @@ class Backward {
         if (span.masked) {
           bounds_.mask(packed.weights, kWidth, lane, key, span);
         }
-        for (int64_t i = 0; i < kWidth; i++) {
-          grad_of_scores(packed, i, span.from, span.to, lane + i * kLanes);
+        const bool is_all = bounds_.within(lane, kWidth * kLanes, key, count);
+        for (int64_t i = 0, here = lane; i < kWidth; i++, here += kLanes) {
+          gradients_of_block<Number>(
+              packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all, scale_.to_exponent,
+              {packed.base + here, packed.rest + here, packed.delta + here});
         }
         columns_by_rows<kWidth, Store::kAdd>(
             packed.k, packed.grad_scores, packed.grad_q.from(lane / kLanes), 0, padded(size, kTileRows), span.from,
@@ -260,26 +263,6 @@ class Backward {
     for (int64_t row = 0; row < packed.lanes; row++) {
       packed.delta[row] /= packed.rest[row];
       packed.rest[row] = static_cast<float>(std::log2(double(packed.rest[row])));
-    }
-  }
-
-  // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple
-  // of kTileRows.
-  void grad_of_scores(const Packed& packed, int64_t panel, int64_t from, int64_t to, int64_t lane) const {
-    const Floats base = load<Floats>(packed.base + lane), rest = load<Floats>(packed.rest + lane);
-    const Floats delta = load<Floats>(packed.delta + lane);
-    int64_t row = from;
-    for (; row < to; row++) {
-      float *weight = packed.weights.at(panel, row), *grad = packed.grad_scores.at(panel, row);
-      // No weight is above 1, however much of very large scores was lost to rounding.
-      const Floats power = (load<Floats>(weight) - base) * scale_.to_exponent - rest;
-      const Floats found = exp2(power > 0.0f ? Floats{} : power);
-      store(weight, found);
-      store(grad, found * (load<Floats>(grad) - delta));
-    }
-    for (; row % kTileRows; row++) {
-      store(packed.weights.at(panel, row), Floats{});
-      store(packed.grad_scores.at(panel, row), Floats{});
     }
   }
 

@@ -161,6 +161,11 @@ class Bounds {
     return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
   }
 
+  // Whether the rows of a tile see no keys but those of a block.
+  bool within(int64_t lane, int64_t lanes, int64_t key, int64_t keys) const {
+    return first_[lane] >= key && end_[lane + lanes - 1] <= key + keys;
+  }
+
   // Sets scores that are masked to minus infinity.
   void mask(Panels scores, int64_t panels, int64_t lane, int64_t key, const Span& span) const {
     const Floats hidden = broadcast(-kInfinity);

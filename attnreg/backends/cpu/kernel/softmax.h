@@ -1,5 +1,5 @@
-// The online softmax of a block of scores (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), and which
-// scores are so large that float32 sums aren't exact enough for it.
+// The online softmax of a block of scores (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), its gradient, and
+// which scores are so large that float32 sums aren't exact enough for it.
 
 #pragma once
 
@@ -90,6 +90,43 @@ void softmax_of_tile(
     const int64_t here = i * kLanes;
     const RowSums of_panel{sums.highest + here, sums.weights + here};
     softmax_of_block(scores.from(i), span.from, span.to, now[i], scale.to_exponent, of_panel, factors + here);
+  }
+}
+
+// For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum of
+// its weights times their gradients.
+struct RowStatistics {
+  const float *base, *rest, *delta;
+};
+
+// Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple of
+// kTileRows. `is_all`: no row sees further keys.
+template <class Number>
+void gradients_of_block(
+    Panels weights, Panels grads, int64_t from, int64_t to, bool is_all, float to_exponent, const RowStatistics& of) {
+  const Floats base = load<Floats>(of.base), rest = load<Floats>(of.rest), delta = load<Floats>(of.delta);
+  Floats sum{};
+  int64_t row = from;
+  for (; row < to; row++) {
+    float *weight = weights.at(0, row), *grad = grads.at(0, row);
+    // No weight is above 1, however much of very large scores was lost to rounding.
+    const Floats power = (load<Floats>(weight) - base) * to_exponent - rest;
+    const Floats found = exp2(power > 0.0f ? Floats{} : power);
+    const Floats grad_of_score = found * (load<Floats>(grad) - delta);
+    store(weight, found);
+    store(grad, grad_of_score);
+    sum += grad_of_score;
+  }
+  // The delta is that of an output in 16 bits. With few keys its rounding is most of a gradient's error, and plain
+  // PyTorch operations haven't got it: gradients of a row's scores add up to 0. With one key they are 0 already.
+  if (is_all && !std::is_same_v<Number, Float32>) {
+    for (int64_t i = from; i < to; i++) {
+      store(grads.at(0, i), load<Floats>(grads.at(0, i)) - load<Floats>(weights.at(0, i)) * sum);
+    }
+  }
+  for (; row % kTileRows; row++) {
+    store(weights.at(0, row), Floats{});
+    store(grads.at(0, row), Floats{});
   }
 }
 
