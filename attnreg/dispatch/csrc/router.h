@@ -27,7 +27,7 @@ class Router final : public c10::OperatorKernel {
     const LookedUp found = is_enabled ? look_up(key) : LookedUp{};
     if (found.entry && !found.entry->is_due()) {
       const auto run = [&] { return run_kept(*found.entry, choice, arguments, op, keys, stack); };
-      if (counting_failures(*found.entry, run)) {
+      if (run_unless_declined(*found.entry, run)) {
         found.entry->count();
         return;
       }
