@@ -123,7 +123,7 @@ class RoutedCall(NamedTuple):
             raise
         counters.count(plan.counters)
         keeps = keeps and plan.is_checked and call_cache.load() is not None
-        return result, Kept(None, plan.counters) if keeps else None
+        return result, Kept(None, plan) if keeps else None
 
     def untouched(self, why: str) -> Served:
         """Run torch's own kernel on a call that only it understands; refuse where it has none."""

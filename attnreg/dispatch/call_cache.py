@@ -22,18 +22,14 @@ from attnreg.contract.backend import Call
 from attnreg.contract.launchers import AddressLauncher, Launcher, OpLauncher
 from attnreg.contract.validation import check_values
 from attnreg.dispatch import counters, scope
-from attnreg.dispatch.counters import Counter
 from attnreg.dispatch.state import Plan
-from attnreg.errors import AttnregError, BackendUnavailableError, BuildError, UnsupportedInputError
+from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
 from attnreg.torchlib import building, captured
 
 log = logging.getLogger("attnreg")
 
 FORWARD_TENSORS = 3  # query, key and value
-
-# A kernel raises them before it is launched: a new plan finds out what runs the call.
-DECLINES = UnsupportedInputError, BackendUnavailableError
 
 # The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
 active: Any = None
@@ -50,7 +46,7 @@ class Kept(NamedTuple):
 
     Attributes:
         launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
-        counters: what to add to at each.
+        plan: what ran it: it has what to add to at each call, and says whether an error declines one.
         is_final: whether the plan need not be asked for a better launcher from time to time.
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
             tensors, on the device "meta". The values of these are never read.
@@ -59,7 +55,7 @@ class Kept(NamedTuple):
     """
 
     launcher: Launcher | None
-    counters: tuple[Counter, ...]
+    plan: Plan
     is_final: bool = True
     auxiliary: tuple[Any, ...] = ()
     offsets: tuple[Tensor, Tensor, int, int] | None = None
@@ -91,7 +87,7 @@ def kept_for(
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
-    return Kept(launcher, plan.counters, is_final, auxiliary, offsets)
+    return Kept(launcher, plan, is_final, auxiliary, offsets)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -106,14 +102,7 @@ def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launche
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     """Return a backend's function as a launcher."""
     if call.cu_seqlens_q is None:
-
-        def run(*tensors: Tensor) -> Any:
-            try:
-                return kernel(*tensors, call)
-            except DECLINES:
-                return None
-
-        return run
+        return lambda *tensors: kernel(*tensors, call)
 
     rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)  # the offsets of this call would be kept alive
 
@@ -123,10 +112,7 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
         if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
             # Whatever shares the memory of the offsets may have written to them without a trace.
             check_values(tensors[0], tensors[1], call)
-        try:
-            return kernel(*tensors, call)
-        except DECLINES:
-            return None
+        return kernel(*tensors, call)
 
     return run_packed
 
@@ -168,7 +154,7 @@ def described(kept: Kept | bool | None) -> Any:
     if isinstance(launcher, (OpLauncher, AddressLauncher)):
         kind = "op" if isinstance(launcher, OpLauncher) else "addresses"
         launcher = kind, launcher, *launcher.described()
-    return launcher, *kept[1:]
+    return launcher, kept.plan.counters, kept.plan.declines, *kept[2:]
 
 
 def module_for_routers() -> Any:
@@ -226,7 +212,6 @@ def _load() -> Any:
     _registry.on_change(module.drop)
     scope.on_enter(module.forget_choices)
     counters.count_also(module.drain)
-    module.on_failure(counters.failed)
     scope.on_first_choice(module.watch)
     if _plans is not None:
         module.set_plans(*_plans)

@@ -65,27 +65,33 @@ class Plan(NamedTuple):
         """
         try:
             results = self.kernel(*inputs)
-        except UnsupportedInputError as error:
-            # The refusal of a call that the kernel itself makes has a table under its headline.
-            reason = str(error).partition("\n")[0] if error.rejected else str(error)
-            raise self._declined(reason) from error
-        except BackendUnavailableError as error:
-            # The next plan logs the reason, and what runs instead.
-            counters.failed(self.counters[0], error, logging.DEBUG)
-            reason = one_line([f"{ranks.place()}{error}"])
-            if self.set_aside is not None:
-                reason = self.set_aside(reason)
-                _registry.changed()
-            raise self._declined(reason) from error
         except Exception as error:
-            counters.failed(self.counters[0], error)
-            raise
+            reason = self.declines(error)
+            if reason is None:
+                raise
+            state().plans.pop(self.key, None)
+            raise DeclinedError(self.key, self.backend, reason) from error
         counters.count(self.counters)
         return results
 
-    def _declined(self, reason: str) -> DeclinedError:
-        state().plans.pop(self.key, None)
-        return DeclinedError(self.key, self.backend, reason)
+    def declines(self, error: BaseException) -> str | None:
+        """Return why an error of the kernel, or of a launcher, declines the call; None if it doesn't.
+
+        Counts it as a failure, and sets the backend aside where it says so.
+        """
+        if isinstance(error, UnsupportedInputError):
+            # The refusal of a call that the kernel itself makes has a table under its headline.
+            return str(error).partition("\n")[0] if error.rejected else str(error)
+        if not isinstance(error, BackendUnavailableError):
+            counters.failed(self.counters[0], error)
+            return None
+        # The next plan logs the reason, and what runs instead.
+        counters.failed(self.counters[0], error, logging.DEBUG)
+        reason = one_line([f"{ranks.place()}{error}"])
+        if self.set_aside is not None:
+            reason = self.set_aside(reason)
+            _registry.changed()
+        return reason
 
 
 class DeclinedError(UnsupportedInputError):

@@ -11,7 +11,7 @@ from support import plan_counts
 import attnreg
 from attnreg import aten
 from attnreg.aten.routing import Layout
-from attnreg.dispatch import call_cache, counters
+from attnreg.dispatch import call_cache, counters, state
 from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
 
@@ -71,6 +71,7 @@ class Plan:
         self.options = {}
         self.keeps = True
         self.counter = counters.Counter()
+        self.plan = state.Plan("tests", None, False, (self.counter,))
 
     def meanwhile(self):
         pass
@@ -79,9 +80,7 @@ class Plan:
         self.meanwhile()
         if not self.keeps:
             return None
-        return call_cache.described(
-            Kept(getattr(self, direction), (self.counter,), **{**further, **self.options})
-        )
+        return call_cache.described(Kept(getattr(self, direction), self.plan, **{**further, **self.options}))
 
     def counted(self):
         counters.collect()

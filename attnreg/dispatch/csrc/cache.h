@@ -49,6 +49,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   std::shared_ptr<const OpLauncher> op;
   std::shared_ptr<const AddressLauncher> addresses;
   Tallies tallies;
+  Object declines;  // counts an error, and returns None unless the backend declines the call with it
   bool is_final = true;
   bool needs_offsets = false;            // only with offsets of which it is known that every row sees a key
   std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
@@ -71,29 +72,33 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   }
 };
 
-inline PyObject* on_failure = nullptr;  // a function of `counters`; there as long as the process lives
+// Whether what a kept call has just thrown only declines it; asks the plan. Not inlined: a hit has nothing of it.
+[[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
+  const WithGil gil;
+  PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
+  torch::translate_exception_to_python(std::current_exception());
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  const Object owners[] = {owned(type), owned(error), owned(traceback)};
+  const Object reason = owned(error ? PyObject_CallOneArg(entry.declines.get(), error) : nullptr);
+  if (!reason && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    throw_error_of_python();  // Ctrl-C, which came meanwhile
+  }
+  PyErr_Clear();
+  // Torch's own kernel of an op has taken the arguments from the stack.
+  return reason && reason.get() != Py_None && !entry.is_native();
+}
 
-// Run a kept call. What it throws is counted as a failure of its backend, and thrown on.
+// Run a kept call; false if it is to be planned anew. What it throws otherwise is counted, and thrown on.
 template <class Run>
-bool counting_failures(const Entry& entry, const Run& run) {
+bool run_unless_declined(const Entry& entry, const Run& run) {
   try {
     return run();
   } catch (...) {
-    const WithGil gil;
-    if (on_failure && !entry.tallies.empty()) {
-      PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
-      torch::translate_exception_to_python(std::current_exception());
-      PyErr_Fetch(&type, &error, &traceback);
-      PyErr_NormalizeException(&type, &error, &traceback);
-      const Object owners[] = {owned(type), owned(error), owned(traceback)};
-      PyObject* given[] = {entry.tallies[0]->counter, error};
-      owned(error ? PyObject_Vectorcall(on_failure, given, 2, nullptr) : nullptr);
-      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-        throw_error_of_python();  // Ctrl-C, which came meanwhile
-      }
-      PyErr_Clear();
+    if (!is_declined(entry)) {
+      throw;
     }
-    throw;
+    return false;
   }
 }
 

@@ -65,60 +65,63 @@ inline int64_t bits_of(double number) {
   return bits;
 }
 
-// What decides about a tensor that no launcher is given: a mask, the offsets of an aten op.
-inline void append_shape(const at::Tensor& tensor, Key& key) {
-  const auto device = tensor.device();
-  key.append({static_cast<int64_t>(tensor.scalar_type()), static_cast<int64_t>(device.type()), device.index(), tensor.dim()});
-  key.append(tensor.sizes().begin(), tensor.sizes().end());
+enum Kind : int64_t { kAbsent, kTensor, kInt, kFalse, kTrue, kDouble };
+
+// A tensor. One that no launcher is given (a mask, the offsets of an aten op) counts with its shape; one that is
+// `described` with all but its values, and whether sixteen bytes can be read at a time. The words are written in
+// place, as a hit takes most of its time here: whether `append` is inlined depends on the rest of the module.
+inline void append(const at::Tensor& tensor, bool described, Key& key) {
+  const at::IntArrayRef sizes = tensor.sizes(), strides = described ? tensor.strides() : at::IntArrayRef();
+  const bool is_aligned = described && tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  const c10::Device device = tensor.device();
+  const size_t start = key.size();
+  key.resize_for_overwrite(start + 1 + sizes.size() + strides.size());
+  int64_t* word = key.data() + start;
+  *word++ = kTensor | is_aligned << 8 | static_cast<int64_t>(static_cast<uint8_t>(tensor.scalar_type())) << 16 |
+      static_cast<int64_t>(static_cast<uint8_t>(device.type())) << 24 |
+      static_cast<int64_t>(static_cast<uint8_t>(device.index())) << 32 | tensor.dim() << 40;
+  for (const at::IntArrayRef numbers : {sizes, strides}) {
+    for (const int64_t number : numbers) {
+      *word++ = number;
+    }
+  }
 }
 
-// A tensor but for its values, and whether sixteen bytes can be read at a time.
-inline void append(const at::Tensor& tensor, Key& key) {
-  append_shape(tensor, key);
-  key.append(tensor.strides().begin(), tensor.strides().end());
-  key.push_back(tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0);
-}
-
-// Return the key of a call. Of the first `described` arguments tensors count with all that `append` takes, of the
-// rest only with their shapes; `query` says where query, key and value begin. `choice` is the number of the
-// scoped choice, `site` that of the op.
+// Return the key of a call. The first `described` arguments are tensors that launchers are given; `query` says where
+// query, key and value begin. `choice` is the number of the scoped choice, `site` that of the op.
 inline Key key_of(int64_t site, int64_t choice, Arguments arguments, size_t described, size_t query) {
-  enum { kAbsent, kTensor, kInt, kBool, kDouble };
-  Key key{site, choice};
-  bool needs_gradient = false;
+  Key key{site, choice};  // the one thing that is returned, so that it isn't moved
+  bool needs_gradient = false, has_key = true;
   for (size_t i = 0; i < arguments.size(); i++) {
     const c10::IValue& argument = arguments[i];
-    const bool present = argument.isTensor() && argument.toTensor().defined();
     const bool operand = i >= query && i < query + 3;
-    if (operand && !present) {
-      return {};
-    }
-    if (argument.isTensor() || argument.isNone()) {
-      key.push_back(present ? kTensor : kAbsent);
-      if (present && i < described) {
-        append(argument.toTensor(), key);
-      } else if (present) {
-        append_shape(argument.toTensor(), key);
-      }
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      append(argument.toTensor(), i < described, key);
       needs_gradient |= operand && argument.toTensor().requires_grad();
+    } else if (argument.isTensor() || argument.isNone()) {
+      key.push_back(kAbsent);
+      has_key &= !operand;
     } else if (argument.isInt()) {
-      key.append({kInt, argument.toInt()});
+      key.push_back(kInt);
+      key.push_back(argument.toInt());
     } else if (argument.isBool()) {
-      key.append({kBool, argument.toBool()});
+      key.push_back(argument.toBool() ? kTrue : kFalse);
     } else if (argument.isDouble()) {
-      key.append({kDouble, bits_of(argument.toDouble())});
+      key.push_back(kDouble);
+      key.push_back(bits_of(argument.toDouble()));
     } else {
-      return {};
+      has_key = false;
     }
   }
-  const auto captured = capturing(arguments[query].toTensor());
+  const auto captured = has_key ? capturing(arguments[query].toTensor()) : std::nullopt;
   if (!captured) {
-    return {};
+    key.clear();
+    return key;
   }
   const auto& context = at::globalContext();
-  const int64_t modes = context.deterministicAlgorithms() | context.deterministicAlgorithmsWarnOnly() << 1 |
-      *captured << 2 | c10::GradMode::is_enabled() << 3 | needs_gradient << 4;
-  key.push_back(modes);
+  key.push_back(
+      context.deterministicAlgorithms() | context.deterministicAlgorithmsWarnOnly() << 1 | *captured << 2 |
+      c10::GradMode::is_enabled() << 3 | needs_gradient << 4);
   return key;
 }
 

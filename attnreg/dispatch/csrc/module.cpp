@@ -85,12 +85,6 @@ PyObject* set_plans(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* set_on_failure(PyObject*, PyObject* function) {
-  Py_INCREF(function);
-  on_failure = function;
-  Py_RETURN_NONE;
-}
-
 PyObject* drain(PyObject*, PyObject*) {
   // First without Python, which may run anything while it makes objects.
   std::vector<std::pair<PyObject*, int64_t>> counted;
@@ -126,7 +120,6 @@ PyMethodDef functions[] = {
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
-    {"on_failure", set_on_failure, METH_O, "The function that counts what a kept call throws, given the counter of the backend's calls."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

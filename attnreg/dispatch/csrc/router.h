@@ -17,24 +17,21 @@ class Router final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    Key key;
-    LookedUp found;
-    if (enabled.load(std::memory_order_relaxed)) {
-      const int64_t choice = layout_.is_backward() ? choice_of(arguments[layout_.token_argument]) : scoped_choice();
-      if (choice == 0 && native_ && passing.load(std::memory_order_acquire)) {
-        native_->callBoxed(op, keys, stack);
+    const bool is_enabled = enabled.load(std::memory_order_relaxed);
+    const int64_t choice = !is_enabled ? -1 : layout_.is_backward() ? choice_of(arguments[layout_.token_argument]) : scoped_choice();
+    if (choice == 0 && native_ && passing.load(std::memory_order_acquire)) {
+      native_->callBoxed(op, keys, stack);
+      return;
+    }
+    const Key key = choice < 0 ? Key{} : key_of(site_, choice, arguments, layout_.tensors(), layout_.query);
+    const LookedUp found = is_enabled ? look_up(key) : LookedUp{};
+    if (found.entry && !found.entry->is_due()) {
+      const auto run = [&] { return run_kept(*found.entry, choice, arguments, op, keys, stack); };
+      if (run_unless_declined(*found.entry, run)) {
+        found.entry->count();
         return;
       }
-      key = choice < 0 ? Key{} : key_of(site_, choice, arguments, layout_.tensors(), layout_.query);
-      found = look_up(key);
-      if (found.entry && !found.entry->is_due()) {
-        const auto run = [&] { return run_kept(*found.entry, choice, arguments, op, keys, stack); };
-        if (counting_failures(*found.entry, run)) {
-          found.entry->count();
-          return;
-        }
-        erase(key);
-      }
+      erase(key);
     }
     ask_plan(key, found.generation, arguments, op, stack);
   }

@@ -46,7 +46,7 @@ inline Tensors planned_forward(
     throw_error_of_python();
   }
   keep_described(key, generation, described, 5, nullptr);
-  known = PyTuple_Check(described) && PyTuple_GET_ITEM(described, 4) != Py_None;
+  known = PyTuple_Check(described) && PyTuple_GET_ITEM(described, 5) != Py_None;
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 

@@ -60,7 +60,7 @@ inline bool run_varlen(const Key& key, const LookedUp& found, const Tensors& ten
     }
     return done;
   };
-  if (!counting_failures(*entry, run_and_check)) {
+  if (!run_unless_declined(*entry, run_and_check)) {
     erase(key);
     return false;
   }
