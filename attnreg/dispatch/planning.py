@@ -118,7 +118,7 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
     """Return the backends with torch's own kernel in place of the backend of its name."""
     if native is None or (native.judged and native.name.casefold() in entries):
         return entries
-    return {**entries, native.name.casefold(): _JudgedEntry(native.name, "torch")}
+    return {**entries, native.name.casefold(): _NativeEntry(native.name, "torch")}
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
@@ -165,7 +165,7 @@ class _JudgedEntry(Entry):
     """A backend about whose kernel more is known than its declaration says; it has loaded.
 
     One that has declined the call, for its reason; or torch's own kernel of an op, to which torch's selector
-    has sent the call, so that nothing is against it.
+    has sent the call, so that nothing is against it but what the selector doesn't know.
     """
 
     def __init__(
@@ -179,6 +179,16 @@ class _JudgedEntry(Entry):
 
     def unavailable(self) -> str:
         return ""
+
+
+class _NativeEntry(_JudgedEntry):
+    """Torch's own kernel of an op."""
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        if spec.device.type == "cuda" and not spec.positive_scale:
+            # Keys beyond the last are hidden by -inf before the scale turns its sign (torch 2.11, H200).
+            return ("scale must be above 0: torch's own kernel gives NaN",)
+        return super().reasons(spec, direction)
 
 
 def _settle(

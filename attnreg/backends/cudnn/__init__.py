@@ -76,6 +76,11 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     size, capability = max(spec.head_dim, spec.head_dim_v), spec.device.capability
     if size > 128 and capability is not None and capability[0] not in (9, 10):
         reasons.append(f"head_dim must be 8 to 128 on compute capability {capability[0]}.x, got {size}")
+    if spec.head_dim > 192 and spec.head_dim_v != spec.head_dim:
+        # cuDNN 9.19 on an H200: a wrong gradient of the query with 256 and 128.
+        reasons.append(
+            f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
+        )
     return tuple(reasons)
 
 

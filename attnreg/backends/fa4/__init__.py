@@ -73,6 +73,9 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
         yield f"head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got {dims}"
     if major == 12 and max(dims) > 128:
         yield f"head dims must be up to 128 on sm_12x, got {dims}"
+    # 4.0.0b36 on an H200: an illegal memory access, with (8, 96), (40, 128), (96, 192) and others.
+    if major == 9 and spec.varlen and dims[1] > dims[0]:
+        yield f"head_dim of the value must be at most the query's in packed calls, {dims[0]}, got {dims[1]}"
 
 
 def _pages(spec: AttentionSpec) -> Iterator[str]:

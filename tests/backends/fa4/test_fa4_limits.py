@@ -24,6 +24,14 @@ def reasons(direction, here=None, **fields):
     )
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_packed_values_wider_than_the_keys_are_refused_on_hopper(direction):
+    wide = "head_dim of the value must be at most the query's in packed calls, 64, got 128"
+    assert reasons(direction, varlen=True, head_dim_v=128) == (wide,)
+    assert reasons(direction, head_dim_v=128) == ()
+    assert reasons(direction, varlen=True, head_dim=128, head_dim_v=64) == ()
+
+
 # Compiled kinds
 
 
