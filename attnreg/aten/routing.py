@@ -90,7 +90,7 @@ class RoutedCall(NamedTuple):
         args, kwargs: the op's arguments as they came.
         native: the backend that kernel belongs to; None where torch has none.
         choice: the choice that holds for this call alone.
-        loaded: the places of the arguments that a kernel on a GPU loads sixteen bytes at a time.
+        loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; None on a CPU.
     """
 
     op: str
@@ -99,7 +99,7 @@ class RoutedCall(NamedTuple):
     kwargs: dict[str, Any]
     native: Native | None
     choice: ScopedChoice | None
-    loaded: slice = slice(0)
+    loaded: slice | None = None
 
     def run_native(
         self, plan: Plan, keeps: bool = True, as_loaded: Callable[[Tensor], Tensor] = readable
@@ -113,9 +113,12 @@ class RoutedCall(NamedTuple):
         Unless the kernel draws a dropout mask, its backward would be wrong, or arguments were copied, further
         calls may be kept.
         """
-        args = list(self.args)
-        args[self.loaded] = map(as_loaded, args[self.loaded])
-        keeps = keeps and all(map(operator.is_, args, self.args))
+        args = self.args
+        if self.loaded is not None:
+            copied = list(args)
+            copied[self.loaded] = map(as_loaded, args[self.loaded])
+            args = tuple(copied)
+            keeps = keeps and all(map(operator.is_, args, self.args))
         try:
             result = self.original(*args, **self.kwargs)  # type: ignore[misc]
         except Exception as error:
@@ -141,8 +144,7 @@ def router(
     first = route.layout.query
     # Query, key and value; of a backward also the incoming gradient before them, and the output behind.
     loaded = slice(first - 1, first + 4) if token else slice(first, first + 3)
-    if route.keys == ("CPU",):
-        loaded = slice(0)
+    on_gpu = "CUDA" in route.keys
 
     def routed(*args: Any, **kwargs: Any) -> Served:
         if unknown and (further := sorted(unknown & kwargs.keys())):
@@ -154,7 +156,7 @@ def router(
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
-        call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
+        call = RoutedCall(op, original, args, kwargs, native, choice, loaded if on_gpu else None)
         return retry_on_decline(lambda: serve(given, call))
 
     return routed
