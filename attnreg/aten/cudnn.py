@@ -20,9 +20,10 @@ from attnreg.dispatch import scope
 from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.torchlib.layout import readable, with_strides
+from attnreg.dispatch.state import Plan
+from attnreg.torchlib.layout import with_strides
 
-CUDNN = Native("cuDNN")
+CUDNN = Native("cuDNN", positive_scale=True)
 OP = "_cudnn_attention"
 
 # Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).
@@ -42,7 +43,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
     choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
-        result, kept = routed.run_native(plan, choice is routed.choice, _as_loaded)
+        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         out, lse, seed = routing.run_with_dropout(plan, query, key, value, call)
@@ -62,7 +63,7 @@ def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
     call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
     plan = plan_for("forward", *inputs, call, routed.choice, routed.native, needs_backward=False)
     if plan.is_native:
-        return routed.run_native(plan, False, _as_loaded)
+        return routed.run_native(plan, keeps=False)
     out, lse = plan.run(*inputs, call)
     given.out.copy_(out)
     return lse.contiguous(), None
@@ -78,7 +79,7 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     plan = routing.dense_plan("forward", given, routed, call, routed.choice)
     choice = routing.forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
-        result, kept = routed.run_native(plan, choice is routed.choice, _as_loaded)
+        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
@@ -130,7 +131,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     inputs = given.query, given.key, given.value
     plan = plan_for("backward", *inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
-        return routed.run_native(plan, dropout == 0.0, _as_loaded)
+        return _native_backward(given, routed, plan)
     lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp
     return plan.run(given.grad_out, *inputs, given.out, lse, call), None
 
@@ -142,21 +143,19 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     call = routing.call_of(given, given.attn_bias, rng_state)
     plan = routing.dense_plan("backward", given, routed, call, routing.backward_choice(routed, dropout))
     if plan.is_native:
-        # Torch looks its graph up by the strides of query, key and value alone (until 2.15 or so): with a
-        # gradient laid out otherwise than that of an earlier call it would read the wrong memory.
-        grad_out = with_strides(given.grad_out, given.out.stride())
-        routed = routed._replace(args=(grad_out, *routed.args[1:]))
-        keeps = dropout == 0.0 and grad_out is given.grad_out
-        return routed.run_native(plan, keeps, _as_loaded)
+        return _native_backward(given, routed, plan)
     grads, kept = routing.run_backward(plan, given, call, given.logsumexp.squeeze(-1))
     models = given.query, given.key, given.value
     pairs = zip(grads, models, strict=True)
     return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
-def _as_loaded(x: Tensor) -> Tensor:
-    """Return a tensor as torch's kernel can read it, which needs whole rows: see `RoutedCall.run_native`."""
-    return readable(x, repeats=False)
+def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> Served:
+    # Torch 2.11 keeps its graphs by the strides of query, key and value, without the gradient's: one laid out
+    # otherwise than that of an earlier call would be read wrongly.
+    grad_out = with_strides(given.grad_out, given.out.stride())
+    keeps = given.dropout_p == 0.0 and grad_out is given.grad_out
+    return routed._replace(args=(grad_out, *routed.args[1:])).run_native(plan, keeps)
 
 
 def _packed_call(

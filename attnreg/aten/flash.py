@@ -23,7 +23,7 @@ from attnreg.dispatch.planning import Native
 from attnreg.torchlib.layout import stream_of
 
 # Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
-FA2, DENSE = Native("FA2", judged=True), Native("FA2")
+FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
 OP = "_flash_attention"
 
 # aten's backward receives none of these, so its gradients would be those of another function.

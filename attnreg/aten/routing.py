@@ -101,9 +101,7 @@ class RoutedCall(NamedTuple):
     choice: ScopedChoice | None
     loaded: slice | None = None
 
-    def run_native(
-        self, plan: Plan, keeps: bool = True, as_loaded: Callable[[Tensor], Tensor] = readable
-    ) -> tuple[Any, Kept | None]:
+    def run_native(self, plan: Plan, keeps: bool = True) -> tuple[Any, Kept | None]:
         """Run torch's own kernel, because the plan says so; counts it.
 
         It gets the arguments as they came but for `loaded` tensors that it would read wrongly, as torch's
@@ -116,7 +114,7 @@ class RoutedCall(NamedTuple):
         args = self.args
         if self.loaded is not None:
             copied = list(args)
-            copied[self.loaded] = map(as_loaded, args[self.loaded])
+            copied[self.loaded] = map(readable, args[self.loaded])
             args = tuple(copied)
             keeps = keeps and all(map(operator.is_, args, self.args))
         try:
@@ -141,10 +139,11 @@ def router(
     """Return the function that serves a route's calls; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
-    first = route.layout.query
-    # Query, key and value; of a backward also the incoming gradient before them, and the output behind.
-    loaded = slice(first - 1, first + 4) if token else slice(first, first + 3)
-    on_gpu = "CUDA" in route.keys
+    loaded = None
+    if "CUDA" in route.keys:
+        first = route.layout.query
+        # Query, key and value; of a backward also the incoming gradient before them, and the output behind.
+        loaded = slice(first - 1, first + 4) if token else slice(first, first + 3)
 
     def routed(*args: Any, **kwargs: Any) -> Served:
         if unknown and (further := sorted(unknown & kwargs.keys())):
@@ -156,7 +155,7 @@ def router(
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
-        call = RoutedCall(op, original, args, kwargs, native, choice, loaded if on_gpu else None)
+        call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
         return retry_on_decline(lambda: serve(given, call))
 
     return routed

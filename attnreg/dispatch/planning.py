@@ -33,10 +33,13 @@ class Native(NamedTuple):
         name: the backend whose kernel it is; comes first in the default order.
         judged: whether that backend's capabilities decide if the kernel can run the call. If not, torch's
             own selector has decided so already, and what it decided stands.
+        positive_scale: whether the kernel needs a scale above 0, which torch's selector doesn't check: with
+            others results weren't finite (torch 2.11 on an H200).
     """
 
     name: str
     judged: bool = False
+    positive_scale: bool = False
 
 
 def make_plan(
@@ -118,7 +121,7 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
     """Return the backends with torch's own kernel in place of the backend of its name."""
     if native is None or (native.judged and native.name.casefold() in entries):
         return entries
-    return {**entries, native.name.casefold(): _NativeEntry(native.name, "torch")}
+    return {**entries, native.name.casefold(): _NativeEntry(native)}
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
@@ -184,10 +187,13 @@ class _JudgedEntry(Entry):
 class _NativeEntry(_JudgedEntry):
     """Torch's own kernel of an op."""
 
+    def __init__(self, native: Native) -> None:
+        super().__init__(native.name, "torch")
+        self._positive_scale = native.positive_scale
+
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        if spec.device.type == "cuda" and not spec.positive_scale:
-            # Keys beyond the last are hidden by -inf before the scale turns its sign (torch 2.11, H200).
-            return ("scale must be above 0: torch's own kernel gives NaN",)
+        if self._positive_scale and not spec.positive_scale:
+            return ("scale must be above 0: the results of torch's own kernel aren't finite",)
         return super().reasons(spec, direction)
 
 

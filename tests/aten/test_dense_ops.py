@@ -113,6 +113,19 @@ def test_torchs_own_kernel_is_given_tensors_that_it_can_load(route, ran, kind, l
     assert forwards[0][0][0].stride() == torch.empty_like(as_came).stride()
 
 
+@pytest.mark.parametrize("kind", SDPA)
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_torchs_own_kernel_on_a_gpu_is_not_given_a_scale_that_is_not_above_0(route, ran, kind, scale):
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.selection.policy.activate(True)
+    inputs = qkv(6, 6)
+    for _ in range(3):
+        assert_call_right(kind, call(kind, inputs, scale=scale), inputs, scale=scale)
+    assert NATIVE[kind] not in ran()
+    assert not any(kernel.calls for kernel in kernels.values())
+
+
 def test_torchs_cudnn_backward_is_given_a_gradient_laid_out_as_its_output(route, ran):
     """Torch looks its graph up without looking at the gradient's strides."""
     kernels = native_kernels()

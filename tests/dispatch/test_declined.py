@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from support import truth
 from support.dense import assert_right, qkv, with_gradients
-from support.packages import gpu_spec
 
 import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.dispatch import planning
 from attnreg.dispatch.planning import Native, make_plan
 from attnreg.dispatch.state import retry_on_decline, state
 from attnreg.measure import Case
@@ -284,15 +282,3 @@ def test_tune_says_what_it_cannot_check_as_a_kernel_declines(declining, forward)
     checks = Checks(torch.device("cpu"))
     assert checks.of(entry, spec, "forward").wrong == forward
     assert checks.of(entry, spec, "backward").wrong == "its backward can't be checked"
-
-
-def test_torchs_own_kernel_on_a_gpu_is_not_given_a_scale_below_0():
-    entries = planning.entries_with_native(Native("cuDNN"), state().entries)
-    spec = gpu_spec(positive_scale=False)
-    assert entries["cudnn"].reasons(spec, "forward") == (
-        "scale must be above 0: torch's own kernel gives NaN",
-    )
-    decision = planning.decide(spec, "forward", entries, state().policy, "cuDNN")
-    assert decision.backend == "math"
-    positive = dataclasses.replace(spec, positive_scale=True)
-    assert planning.decide(positive, "forward", entries, state().policy, "cuDNN").backend == "cuDNN"
