@@ -23,7 +23,7 @@ from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import rounding
-from attnreg.contract.offsets import GRAPH_TREES
+from attnreg.contract import offsets
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
 from attnreg.selection import policy
@@ -76,10 +76,22 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(argument, values)
 
 
+# How long a test takes decides nothing. Tests that are about it set it back.
+offsets.TRUSTED = 3600.0
+
+
 @pytest.fixture
-def no_graph_trees(monkeypatch):
-    """Forget that a test before has loaded CUDA-graph trees: where they are in use little is kept."""
-    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
+def trust_offsets(monkeypatch):
+    """Return a function that sets for how many seconds what is known of offsets is used."""
+    module, before = call_cache.load(), offsets.TRUSTED
+
+    def trust(seconds):
+        monkeypatch.setattr(offsets, "TRUSTED", seconds)
+        if module is not None:
+            module.trust_offsets(seconds)
+
+    yield trust
+    trust(before)
 
 
 # A registry of each test's own would build every plan anew; plans take cuDNN up to a second each.

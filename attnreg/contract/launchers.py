@@ -84,8 +84,9 @@ class AddressLauncher:
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
         derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
-            packed calls, or None if it can't run any more. It isn't called again while the offsets exist
-            unchanged and the tensors are alive (`offsets.derived_from` keeps them). None for dense calls.
+            packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
+            are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
+            seconds. None for dense calls.
     """
 
     run: Callable[..., tuple[Tensor, ...] | None]

@@ -6,6 +6,11 @@ The host doesn't know the values of a CUDA tensor; `facts` starts an async read-
 it has arrived no property is assumed to hold, and backends zero rows that may belong to no sequence. During
 the capture of a CUDA graph nothing is cached: a replay has to read the values that the offsets have then.
 
+Torch counts its own writes to a tensor, but not those of a collective, of `x.data.copy_()`, of a kernel of
+the user's or of a graph's replay. So what is used for longer than `TRUSTED` is derived once more, and the
+device compares the two. If they differ, the next call is an error, or the end of the process logs one: some
+calls before may have used the old values.
+
 Kernels load whole tiles. A tile that ends beyond its sequence also loads the rows after it, at a weight of
 zero, and zero times NaN is NaN. So for some kernels rows that no query may see (`find_unused`) have to be
 finite, whatever the caller has left there.
@@ -13,18 +18,24 @@ finite, whatever the caller has left there.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import operator
-import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.torchlib.layout import stream_of
+from attnreg.errors import InvalidInputError
+from attnreg.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.readback import AsyncReadback
 
@@ -32,45 +43,132 @@ from attnreg.torchlib.readback import AsyncReadback
 # the number of purposes.
 _MOST_CACHED = 64
 
-GRAPH_TREES = "torch._inductor.cudagraph_trees"
+# For how many seconds what was derived is used before the device compares it, which takes the host 0.1 ms.
+# The call cache asks as often.
+TRUSTED = 0.05
 
-T = TypeVar("T")
+CHANGED = (
+    "offsets of packed sequences were written to in a way that torch doesn't count (a collective, `.data`, a "
+    "kernel of your own, a graph's replay), and calls since then may have used the old ones: after such a "
+    "write call torch.autograd.graph.increment_version(offsets), or write to a new tensor"
+)
+
+log = logging.getLogger("attnreg")
+
+
+class Derived(Protocol):
+    """What is derived from offsets."""
+
+    def differs(self, newer: Self) -> Tensor:
+        """Return on the device whether calls that used this were wrong, if the offsets give `newer`."""
+
+
+T = TypeVar("T", bound=Derived)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What was derived, of which tensors and how; when it was last compared, and the comparison under way."""
+
+    tensors: tuple[weakref.ref[Tensor] | None, ...]
+    storages: object  # ids and addresses are reused once a storage has gone
+    make: Callable[..., Any]
+    value: Any
+    compared: float
+    comparison: AsyncReadback | None = None
+
+    def given(self) -> list[Tensor | None]:
+        return [None if ref is None else ref() for ref in self.tensors]
+
+    def changed(self) -> Tensor:
+        """Return on the device whether calls that used the value were wrong."""
+        return self.value.differs(self.make(*self.given()))  # type: ignore[no-any-return]
 
 
 _lock = open_after_fork(threading.Lock())
-# Keys: stream (another one doesn't wait for a value derived on this one), purpose, and of each tensor its id,
-# its version and its address, as `x.data = y` changes that alone. Values: references to the tensors and their
-# storages, because ids and addresses are reused, and the derived value.
-_cache: dict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], object, object]] = {}
+# Keys: stream (another one doesn't wait for a value derived on this one), purpose, the tensors as they were.
+_cache: dict[tuple[object, ...], _Kept] = {}
 
 
-def derived_from(tensors: list[Tensor], stream: int, purpose: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return what `make` derives from offsets and `seqused_k`, cached per purpose until they change."""
-    if tensors and needs_graph_memory(tensors[0]):
-        return make()
+# Called before the error is raised, to forget what else is known of offsets.
+on_changed: list[Callable[[], object]] = []
+
+
+def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]:
+    # The address, too: `x.data = y` changes that alone.
+    return [None if x is None else (id(x), x._version, x.data_ptr()) for x in tensors]
+
+
+def derived_from(
+    tensors: tuple[Tensor | None, ...], stream: int, purpose: tuple[object, ...], make: Callable[..., T]
+) -> T:
+    """Return `make(*tensors)`, of offsets and `seqused_k`, cached per purpose until they change.
+
+    `make` must not refer to a tensor.
+
+    Raises:
+        InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
+    """
+    there = [x for x in tensors if x is not None]
+    if needs_graph_memory(there[0]):
+        return make(*tensors)
     try:
-        source = (stream, purpose, *[(id(x), x._version, x.data_ptr()) for x in tensors])
+        source = stream, purpose, *_seen(tensors)
     except RuntimeError:
-        return make()  # an inference tensor has no version counter
+        return make(*tensors)  # an inference tensor has no version counter
     found = _cache.get(source)
-    if found is not None and all(map(operator.is_, [ref() for ref in found[0]], tensors)):
-        return found[1]  # type: ignore[return-value]
-    storages = [x.untyped_storage() for x in tensors]
-    made = make()
+    if found is not None and all(map(operator.is_, found.given(), tensors)):
+        if found.comparison is not None or time.monotonic() - found.compared > TRUSTED:
+            _compare(source, found)
+        return found.value  # type: ignore[no-any-return]
+    storages, now = [x.untyped_storage() for x in there], time.monotonic()
+    made = make(*tensors)
     with _lock:
         while len(_cache) >= _MOST_CACHED:
             _cache.pop(next(iter(_cache), ()), None)
-        alive = tuple(weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors)
-        _cache[source] = alive, made, storages
+        alive = [None if x is None else weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors]
+        _cache[source] = _Kept(tuple(alive), storages, make, made, now)
     return made
+
+
+def _compare(source: tuple[object, ...], kept: _Kept) -> None:
+    """See what came of the comparison under way, and begin the next one when it is time."""
+    if kept.comparison is not None:
+        numbers = kept.comparison.read()
+        if numbers is None:
+            return
+        kept.comparison = None
+        if numbers[0]:
+            for other in list(_cache):
+                if not {*other[2:]}.isdisjoint({*source[2:]} - {None}):
+                    _cache.pop(other, None)
+            for forget in on_changed:
+                forget()
+            raise InvalidInputError(CHANGED)
+    if time.monotonic() - kept.compared > TRUSTED:
+        kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
+
+
+@atexit.register
+def _compare_at_exit() -> None:
+    """Say at the end of the process what no call came to say any more."""
+    for source, kept in list(_cache.items()):
+        with suppress(Exception):  # a tensor has gone by now, or the device is lost
+            if source[2:] == (*_seen(kept.given()),) and kept.changed():
+                return log.error(CHANGED)
 
 
 class Facts:
     """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
 
-    def __init__(self, readback: AsyncReadback | None = None) -> None:
-        self._readback = readback
+    def __init__(self, properties: Tensor | None = None) -> None:
+        self._properties: Any = properties
+        self._readback = None if properties is None else AsyncReadback(properties)
         self._no_unused_rows = self._every_row_sees_a_key = False
+
+    def differs(self, newer: Facts) -> Tensor:
+        """Return on the device whether a property no longer holds."""
+        return (self._properties > newer._properties).any()  # type: ignore[no-any-return]
 
     @property
     def no_unused_rows(self) -> bool:
@@ -112,12 +210,16 @@ def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k
         or cu_seqlens_k.is_inference()
     ):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
-    given = cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k
-    purpose = ("facts", tokens_q, tokens_k)
-    return derived_from([*given[:2]], stream, purpose, lambda: Facts(AsyncReadback(_properties(*given))))
+    tokens = tokens_q, tokens_k
+    return derived_from(
+        (cu_seqlens_q, cu_seqlens_k),
+        stream,
+        ("facts", *tokens),
+        lambda *given: Facts(_properties(*tokens, *given)),
+    )
 
 
-def _properties(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> Tensor:
+def _properties(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Return both properties as a tensor on the device; one number if they are equal."""
     queries = cu_seqlens_q.diff()
     filled = (cu_seqlens_q[0] == 0) & (cu_seqlens_q[-1] == tokens_q) & (queries >= 0).all()
@@ -129,29 +231,47 @@ def _properties(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, token
     return torch.stack((no_unused, no_unused & (keys >= queries).all()))
 
 
-def find_unused(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return masks of the query rows and key rows that no sequence counts; None if there can't be any."""
-    if call.cu_seqlens_q is None and call.seqused_k is None:
-        return None, None
-    tensors = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k) if x is not None]
-    stream = stream_of(query) if query.is_cuda else 0
-    purpose = ("unused rows", call.block_table is None, query.shape[:-2], key.shape[:-2])
-    return derived_from(tensors, stream, purpose, lambda: _find(query, key, call))
+class Unused(NamedTuple):
+    """Masks of the query rows and key rows that no sequence counts; None if there can't be any."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+
+    def differs(self, newer: Unused) -> Tensor:
+        """Return on the device whether a row counts now that didn't, or the other way round."""
+        pairs = [(a, b) for a, b in zip(self, newer, strict=True) if a is not None and b is not None]
+        return torch.cat([(a != b).flatten() for a, b in pairs]).any()
 
 
-def _find(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    cu_seqlens_q, cu_seqlens_k, used = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
-    queries = None if cu_seqlens_q is None else _past(query.shape[0], cu_seqlens_q)
-    if call.block_table is not None:
-        return queries, None
+def find_unused(query: Tensor, key: Tensor, call: Call) -> Unused:
+    """Return which query rows and key rows no sequence counts."""
+    tensors, paged = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k), call.block_table is not None
+    if call.cu_seqlens_q is None and (call.seqused_k is None or paged):
+        return Unused(None, None)
+    stream, rows_q, rows_k = stream_of(query) if query.is_cuda else 0, query.shape[:-2], key.shape[:-2]
+    make = partial(_find, rows_q[0], rows_k, paged)
+    return derived_from(tensors, stream, ("unused rows", paged, rows_q, rows_k), make)
+
+
+def _find(
+    tokens_q: int,
+    rows_k: torch.Size,
+    paged: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    used: Tensor | None,
+) -> Unused:
+    queries = None if cu_seqlens_q is None else _past(tokens_q, cu_seqlens_q)
+    if paged:
+        return Unused(queries, None)
     if cu_seqlens_k is None:
-        return queries, None if used is None else _arange(key.shape[1], used) >= used[:, None]
+        return Unused(queries, None if used is None else _arange(rows_k[1], used) >= used[:, None])
     if used is None:
-        return queries, _past(key.shape[0], cu_seqlens_k)
-    rows = _arange(key.shape[0], cu_seqlens_k)
+        return Unused(queries, _past(rows_k[0], cu_seqlens_k))
+    rows = _arange(rows_k[0], cu_seqlens_k)
     # One end more than there are sequences: that of the rows past the last, of which none counts.
     ends = torch.cat((cu_seqlens_k[:-1] + used, cu_seqlens_k.new_zeros(1)))
-    return queries, rows >= ends[torch.searchsorted(cu_seqlens_k[1:].contiguous(), rows, right=True)]
+    return Unused(queries, rows >= ends[torch.searchsorted(cu_seqlens_k[1:].contiguous(), rows, right=True)])
 
 
 def empty_results(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -168,14 +288,3 @@ def _past(tokens: int, offsets: Tensor) -> Tensor:
 
 def _arange(count: int, like: Tensor) -> Tensor:
     return torch.arange(count, dtype=like.dtype, device=like.device)
-
-
-def needs_graph_memory(offsets: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, or new tensors may be in a graph's memory pool.
-
-    Inductor's CUDA-graph trees run a function once in the graph's pool before they capture it, and check
-    that no tensor is left there afterwards.
-    """
-    if GRAPH_TREES in sys.modules:
-        return True
-    return offsets.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnreg import _registry
+from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import AddressLauncher, Launcher, OpLauncher
 from attnreg.contract.validation import check_values
@@ -215,6 +216,8 @@ def _load() -> Any:
     scope.on_first_choice(module.watch)
     if _plans is not None:
         module.set_plans(*_plans)
+    module.trust_offsets(offsets.TRUSTED)
+    offsets.on_changed.append(module.drop)
     module.enable(not _pauses)
     # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
     atexit.register(remove_routers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 # What Inductor's generated code allocates with: a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 
 def aligned(x: Tensor, repeats: bool = True) -> bool:
@@ -68,3 +71,23 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
 def stream_of(tensor: Tensor) -> int:
     """Return the current CUDA stream of a tensor's device, as a number."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+
+
+def needs_graph_memory(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, or new tensors are in a graph's memory pool.
+
+    Inductor's CUDA-graph trees run a function once in the graph's pool, on a stream of theirs, before they
+    capture it, and check afterwards that no tensor is left there.
+    """
+    if not tensor.is_cuda:
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    trees = sys.modules.get(GRAPH_TREES)
+    if trees is None:
+        return False
+    try:
+        manager = trees.get_manager(tensor.get_device(), create_if_none_exists=False)
+        return manager is not None and manager.stream.cuda_stream == stream_of(tensor)
+    except Exception:  # noqa: BLE001 - they aren't public: another torch may have others
+        return True

@@ -8,7 +8,6 @@ function transforms are to see an op, the call is `attnreg::_varlen_attn` (`cust
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from attnreg.contract.offsets import GRAPH_TREES
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
@@ -98,14 +96,7 @@ def varlen_attn(
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
-        # With graph trees nothing that is known of offsets may be used: see `offsets.needs_graph_memory`.
-        if (
-            cache is not None
-            and seqused_k is None
-            and block_table is None
-            and num_splits is None
-            and GRAPH_TREES not in sys.modules
-        ):
+        if cache is not None and seqused_k is None and block_table is None and num_splits is None:
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
                 enable_gqa, 0 if choice is None else choice.number,

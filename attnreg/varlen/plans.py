@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.offsets import facts_of, needs_graph_memory
+from attnreg.contract.offsets import facts_of
 from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_scale
 from attnreg.dispatch import call_cache, scope
@@ -20,7 +20,7 @@ from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.layout import stream_of
+from attnreg.torchlib.layout import needs_graph_memory, stream_of
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]

@@ -195,7 +195,7 @@ def test_results_start_as_zeros_until_it_is_known_that_every_row_is_written(kern
 )
 def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, facts):
     call = ragged(lens_q, lens_k)[3]
-    assert AsyncReadback(offsets._properties(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == facts
+    assert AsyncReadback(offsets._properties(*tokens, call.cu_seqlens_q, call.cu_seqlens_k)).read() == facts
 
 
 # What it refuses

@@ -113,6 +113,14 @@ def test_what_is_derived_goes_with_the_offsets_that_it_was_derived_of(packed):
     assert vector() is None
 
 
+def test_after_a_while_it_is_derived_again(packed, pair, trust_offsets):
+    assert packed(pair)
+    for seconds, derived in ((0.0, 3), (3600.0, 4)):
+        trust_offsets(seconds)
+        assert [packed(pair) for _ in range(3)] == [False] * 3
+        assert len(packed.kernel.derived) == derived
+
+
 def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
     packed.kernel.keeps = False
     for _ in range(4):

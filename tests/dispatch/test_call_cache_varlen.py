@@ -20,7 +20,7 @@ from attnreg.contract.backend import Call
 from attnreg.errors import InvalidInputError
 from attnreg.varlen import plans
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- repeated calls
 
@@ -182,6 +182,15 @@ def test_offsets_that_are_not_known_are_planned_once(packed_plan, pair):
     assert not packed_plan.planned(*inputs, pair, pair)[0]
     pair.data = offsets(0, 0, 6)
     assert packed_plan.planned(*inputs, pair, pair)[0]
+
+
+def test_after_a_while_offsets_are_planned_with_again(packed_plan, trust_offsets):
+    trust_offsets(0.0)
+    packed_plan.forward = forward_function
+    inputs, one = tensors(PACKED), offsets(0, 3, 6)
+    assert [packed_plan.planned(*inputs, one, one)[0] for _ in range(70)] == [True] * 70
+    trust_offsets(3600.0)
+    assert [packed_plan.planned(*inputs, one, one)[0] for _ in range(3)] == [True, False, False]
 
 
 def test_offsets_at_the_address_of_others_are_not_taken_for_them(packed_plan):

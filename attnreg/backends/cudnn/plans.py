@@ -9,6 +9,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -165,10 +166,8 @@ def lengths_of(
     batch: int, stream: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None = None
 ) -> Lengths:
     """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged."""
-    given = [cu_seqlens_q, cu_seqlens_k] if seqused_k is None else [cu_seqlens_q, cu_seqlens_k, seqused_k]
-    return derived_from(
-        given, stream, ("cuDNN", batch), lambda: Lengths(batch, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    )
+    given = cu_seqlens_q, cu_seqlens_k, seqused_k
+    return derived_from(given, stream, ("cuDNN", batch), partial(Lengths, batch))
 
 
 class Lengths:
@@ -194,6 +193,11 @@ class Lengths:
         self._inputs: dict[Slot | RaggedOffset, Tensor] = {Slot.SEQ_LEN_Q: queries, Slot.SEQ_LEN_K: keys}
         self._starts = starts_q.long(), starts_k.long()
         self._of_plans: dict[int, list[Tensor]] = {}
+
+    def differs(self, newer: Lengths) -> Tensor:
+        """Return on the device whether a sequence begins elsewhere or has another length."""
+        ours, theirs = (torch.cat((*x._starts, x._inputs[Slot.SEQ_LEN_K])) for x in (self, newer))
+        return (ours != theirs).any()
 
     def inputs_of(self, plan: Plan) -> list[Tensor]:
         """Return what a plan reads: lengths, int32 (batch,), and ragged offsets, int64 (batch + 1,)."""

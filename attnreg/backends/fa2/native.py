@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import Launcher, OpLauncher
-from attnreg.contract.offsets import facts, needs_graph_memory
+from attnreg.contract.offsets import facts
 from attnreg.contract.spec import Direction
 from attnreg.torchlib import captured
-from attnreg.torchlib.layout import aligned, readable, stream_of
+from attnreg.torchlib.layout import aligned, needs_graph_memory, readable, stream_of
 
 OP = "_flash_attention_{}"
 

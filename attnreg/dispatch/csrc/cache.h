@@ -181,11 +181,16 @@ inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entr
 
 inline void keep_offsets(uint64_t generation, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
   const std::unique_lock lock(guard);
-  if (generation != cache.generation || !counts_versions(queries) || !counts_versions(keys) ||
-      every_row_sees_a_key(queries, keys, tokens_q, tokens_k)) {
+  if (generation != cache.generation || !counts_versions(queries) || !counts_versions(keys)) {
     return;
   }
   Offsets found{{Seen(queries), Seen(keys), stream_of(queries)}, tokens_q, tokens_k};
+  for (Offsets& one : cache.offsets) {
+    if (one.seen.look_like(queries, keys, found.seen.stream) && one.tokens_q == tokens_q && one.tokens_k == tokens_k) {
+      one.seen.until = found.seen.until;
+      return;
+    }
+  }
   if (cache.offsets.size() < kMostOffsets) {
     cache.offsets.push_back(std::move(found));
   } else {

@@ -9,6 +9,8 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -58,12 +60,22 @@ struct Seen {
   }
 };
 
+using Clock = std::chrono::steady_clock;
+
+// What is known of offsets is used for so long; then Python has the device compare it. Set to `offsets.TRUSTED`.
+inline std::atomic<Clock::duration> trusted{Clock::duration::zero()};
+
 struct SeenOffsets {
   Seen queries, keys;
   c10::Stream stream;  // another one doesn't wait for what was written on this one
+  Clock::time_point until = Clock::now() + trusted.load(std::memory_order_relaxed);
+
+  bool look_like(const at::Tensor& other_queries, const at::Tensor& other_keys, c10::Stream other_stream) const {
+    return queries.is(other_queries) && keys.is(other_keys) && stream == other_stream;
+  }
 
   bool are(const at::Tensor& other_queries, const at::Tensor& other_keys, c10::Stream other_stream) const {
-    return queries.is(other_queries) && keys.is(other_keys) && stream == other_stream;
+    return look_like(other_queries, other_keys, other_stream) && Clock::now() < until;
   }
 };
 

@@ -73,6 +73,15 @@ PyObject* forget_choices(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* trust_offsets(PyObject*, PyObject* seconds) {
+  const double given = PyFloat_AsDouble(seconds);
+  if (given == -1.0 && PyErr_Occurred()) {
+    return nullptr;
+  }
+  trusted = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(given));
+  Py_RETURN_NONE;
+}
+
 PyObject* set_plans(PyObject*, PyObject* args) {
   PyObject *forward = nullptr, *backward = nullptr;
   if (!PyArg_ParseTuple(args, "OO", &forward, &backward)) {
@@ -119,6 +128,7 @@ PyMethodDef functions[] = {
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
+    {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is asked again."},
     {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
