@@ -76,4 +76,4 @@ def test_a_training_that_is_killed_and_resumed_has_the_same_losses(named, tmp_pa
     assert named in ran  # another one may have run a backward that has to be repeatable
     assert len(losses) == STEPS
     assert losses == expected
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == STEPS
