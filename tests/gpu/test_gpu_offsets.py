@@ -55,10 +55,11 @@ def by_a_collective(offsets, new):
 
 def by_a_replay(offsets, new):
     before, graph = offsets.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's watchdog asks for events meanwhile, in a thread of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         offsets.copy_(new)
     offsets.copy_(before)
-    return graph.replay
+    return lambda: (graph.replay(), new)  # which the graph reads
 
 
 WRITES = pytest.mark.parametrize("prepare", [by_data, by_a_collective, by_a_replay])
