@@ -5,9 +5,9 @@
 
 Each call is drawn from the seed and its number alone. It is made three times, with new values each time; for
 a packed call the lengths change their order, and are written to the same offsets. So a new plan, a kept plan
-and the call cache run it. A call fails if a result breaks the accuracy rule (`measure/rule.py`), or if
-another backend ran than the one that was asked for and `stats()` has no reason for that. `make fuzz` and
-`make fuzz-gpu` run this script.
+and the call cache run it. A call fails if the largest errors of all its draws break the accuracy rule
+(`measure/rule.py`), or if another backend ran than the one that was asked for and `stats()` has no reason for
+that. `make fuzz` and `make fuzz-gpu` run this script.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from attnreg.errors import UnsupportedInputError
 from attnreg.measure.cases import LAYOUTS, Case
 from attnreg.measure.inputs import Inputs, inputs
 from attnreg.measure.reference import Results, attention
-from attnreg.measure.rule import compare
+from attnreg.measure.rule import Error, compare
 
 REPEATS = 3
+# Further draws of the values of a call that is beyond the rule. Where there are two keys, or one number is the
+# whole incoming gradient, the largest error of plain PyTorch is that of a few numbers, and small by chance.
+MORE = 12
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 255, 257, 320)
 DIMS = (8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 GROUPS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 8))
@@ -205,19 +208,20 @@ def _captured(call: Callable[[], Tensor]) -> dict[str, Tensor]:
 def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
     """Make a call several times over and compare each with float64."""
     rng = random.Random(f"{seed}/{number}/values")
-    found = Found("")
     registered = (
         attnreg.register_backend(drawn.backend) if drawn.asked == "registered" else contextlib.nullcontext()
     )
+    offsets: tuple[Tensor | None, ...] = ()
+    largest: dict[str, Error] = {}
     with registered:
-        offsets: tuple[Tensor | None, ...] = ()
-        for _ in range(REPEATS):
+        for times in range(1, REPEATS + MORE + 1):
             case = _in_another_order(rng, drawn.case)
             given = inputs(case, device, rng.randrange(2**31))
             offsets, given = _same_offsets(offsets, given)
             attnreg.reset_stats()
             try:
-                found = _judged(drawn, case, given, run(drawn._replace(case=case), given))
+                _measure(case, given, run(drawn._replace(case=case), given), largest)
+                found = _explained(drawn, case, given)
             except UnsupportedInputError as error:
                 asked = drawn.asked == "keyword" and drawn.backend in str(error)
                 found = Found("refused", "" if asked else f"refused: {error}")
@@ -226,10 +230,15 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                     print(f"{drawn}\n  --seed {seed} --only {number}")
                     raise  # no further call can run
                 found = Found("error", f"{type(error).__name__}: {error}")
-            if found.wrong and device == "cuda" and not case.varlen and _is_torchs_alone(given, case):
-                found = Found("torch chose an op that isn't routed, and failed")
-            if found.wrong:
+            beyond = {name: error for name, error in largest.items() if not error.passed}
+            if found.wrong or (times >= REPEATS and not beyond):
                 break
+    if beyond and not found.wrong:
+        found = Found("wrong", "; ".join(f"{name} of {ran() or 'torch'}: {e}" for name, e in beyond.items()))
+    if found.wrong and device == "cuda" and not case.varlen and _is_torchs_alone(given, case):
+        return Found("torch chose an op that isn't routed, and failed")
+    if times > REPEATS and not found.wrong:
+        return Found("beyond the rule in one draw of the values, within it over more")
     return found
 
 
@@ -258,18 +267,16 @@ def _same_offsets(
     return before, given._replace(call=call._replace(cu_seqlens_q=before[0], cu_seqlens_k=before[1]))
 
 
-def _judged(drawn: Drawn, case: Case, given: Inputs, results: dict[str, Tensor]) -> Found:
+def _measure(case: Case, given: Inputs, results: dict[str, Tensor], largest: dict[str, Error]) -> None:
+    """Measure the errors of a call, and keep the largest of the kernel's and of plain PyTorch's."""
     truth, plain = (attention(case, given, dtype) for dtype in (torch.float64, given.q.dtype))
     for name, got in results.items():
         assert name in Results._fields
         error = compare((got,), getattr(plain, name), getattr(truth, name), given.q.dtype)
-        if error.passed:
-            continue
-        read = with_the_output(results["out"], case, given, truth)
-        if compare((got,), getattr(plain, name), getattr(read, name), given.q.dtype).passed:
-            return Found("beyond the rule by no more than the rounding of the output that a backward reads")
-        return Found("wrong", f"{name} of {ran() or 'torch'}: {error}")
-    return _explained(drawn, case, given)
+        if not error.passed:
+            read = with_the_output(results["out"], case, given, truth)
+            error = compare((got,), getattr(plain, name), getattr(read, name), given.q.dtype)
+        largest[name] = Error(*map(max, error, largest.get(name, error)))
 
 
 def with_the_output(out: Tensor, case: Case, given: Inputs, truth: Results) -> Results:

@@ -17,8 +17,9 @@ from attnreg.contract.backend import Backend
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.spec import AttentionSpec
 
-# Unequal head dims of query and value whose backward the package can compile, and launch, for Hopper.
-UNEQUAL = ((128, 64), (192, 128), (256, 128))
+# Unequal head dims of query and value whose backward the package can compile for Hopper, and which is right:
+# with (128, 64) some packed gradients of 4.0.0b36 on an H200 are others at each run.
+UNEQUAL = ((192, 128), (256, 128))
 
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
