@@ -37,8 +37,8 @@ from attnreg.measure.reference import Results, attention
 from attnreg.measure.rule import Error, compare
 
 REPEATS = 3
-# Further draws of the values of a call that is beyond the rule. Where there are two keys, or one number is the
-# whole incoming gradient, the largest error of plain PyTorch is that of a few numbers, and small by chance.
+# Further draws of the values of a call that is beyond the rule. With two keys, or one number as the whole
+# incoming gradient, the largest error of plain PyTorch is that of a few numbers, and small by chance.
 MORE = 12
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 255, 257, 320)
 DIMS = (8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256)
