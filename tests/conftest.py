@@ -153,14 +153,14 @@ def fresh_registry(monkeypatch):
     monkeypatch.setattr(counters, "_failures", {})
     # A table that comes with attnreg would order the backends of a GPU that it was measured on.
     monkeypatch.setattr(tables, "SHIPPED", tables.SHIPPED / "none")
-    tables._shipped.cache_clear()
+    tables._read.cache_clear()
     _registry.changed()
     attnreg.reset_stats()
     level = logging.getLogger("attnreg").level
     yield
     logging.getLogger("attnreg").setLevel(level)
     assert scope.current() is None, "the test left a use_backend scope open"
-    tables._shipped.cache_clear()
+    tables._read.cache_clear()
     _registry.changed()
 
 

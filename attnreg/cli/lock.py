@@ -67,7 +67,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     from attnreg.dispatch.state import state
     from attnreg.selection.lockfile import FORMAT, Lockfile, Row
     from attnreg.tuning import traces
-    from attnreg.tuning.tables import environment
+    from attnreg.tuning.environments import environment
 
     check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):

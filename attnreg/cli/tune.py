@@ -144,9 +144,10 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     from attnreg.dispatch import planning
     from attnreg.measure import timing
     from attnreg.tuning.checks import Checks
+    from attnreg.tuning.environments import environment
     from attnreg.tuning.session import Session, kept
     from attnreg.tuning.table import Table, load
-    from attnreg.tuning.tables import environment, file_name
+    from attnreg.tuning.tables import file_name
 
     entries = options.measurable(named, place, files=False)
     here = environment(planning.device_of(place), _registry.entries())

@@ -17,8 +17,8 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from attnreg.tuning import table
+from attnreg.tuning.environments import environment, matched, matched_simulated
 from attnreg.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
-from attnreg.tuning.tables import environment, matched, matched_simulated
 from attnreg.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 FORMAT = "attnreg lockfile"
@@ -158,4 +158,6 @@ class Lock:
             return "; ".join(matched_simulated(there, device, "locked").refused)
         # The versions of other backends can't make a difference to this call.
         alone = replace(there, backends={backend: there.backends[backend]})
-        return "; ".join(matched(alone, environment(device, self._entries()), "locked", whole=True).refused)
+        return "; ".join(
+            matched(alone, environment(device, self._entries()), "locked", whole=True).differences
+        )

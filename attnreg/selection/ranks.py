@@ -33,7 +33,7 @@ from attnreg.contract.spec import Device
 from attnreg.errors import RanksDifferError
 from attnreg.selection.decision import Policy
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.tuning.tables import environment
+from attnreg.tuning.environments import environment
 
 log = logging.getLogger("attnreg")
 

@@ -17,11 +17,11 @@ from attnreg.errors import ConfigError
 from attnreg.measure.timing import Timer
 from attnreg.torchlib import locks
 from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory
+from attnreg.tuning.environments import matched
 from attnreg.tuning.kinds import Kind, Size, kind_of, size_of
 from attnreg.tuning.measure import Measurement
 from attnreg.tuning.points import Front, Point
 from attnreg.tuning.table import Environment, Table, load
-from attnreg.tuning.tables import matched
 from attnreg.tuning.workload import unmeasurable
 
 # The least time that a call is expected to take; with less left, the session ends.
@@ -157,6 +157,6 @@ def kept(out: Path, environment: Environment) -> Table:
         if not out.exists():
             return Table(environment, (), out.name)
     table = load(out)
-    if refused := matched(table.environment, environment).refused:
-        raise ConfigError(f"{out}: {'; '.join(refused)}: measure into another file, or anew with --fresh")
+    if differs := matched(table.environment, environment).differences:
+        raise ConfigError(f"{out}: {'; '.join(differs)}: measure into another file, or anew with --fresh")
     return table

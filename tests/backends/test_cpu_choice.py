@@ -23,8 +23,8 @@ from attnreg.measure.inputs import inputs
 from attnreg.selection.lockfile import Lockfile, Row
 from attnreg.torchlib import building, caches
 from attnreg.tuning import traces
+from attnreg.tuning.environments import _environment, environment, matched
 from attnreg.tuning.table import Environment
-from attnreg.tuning.tables import _environment, environment, matched
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]

@@ -16,7 +16,7 @@ from support.tuned import asked, point, table
 from attnreg import _registry
 from attnreg.backends.cpu import compiled
 from attnreg.contract.spec import Device
-from attnreg.tuning.tables import environment
+from attnreg.tuning.environments import environment
 
 CPU = Device("cpu")
 

@@ -20,7 +20,8 @@ from attnreg.contract.spec import Device
 from attnreg.selection import ranks
 from attnreg.selection.decision import Policy, Preference
 from attnreg.selection.lockfile import Lock, Lockfile, Row
-from attnreg.tuning.tables import Named, Tables, environment
+from attnreg.tuning.environments import environment
+from attnreg.tuning.tables import Named, Tables
 
 CPU = Device("cpu")
 

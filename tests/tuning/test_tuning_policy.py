@@ -21,8 +21,9 @@ from attnreg.dispatch.planning import Native
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.tuning import tables
+from attnreg.tuning.environments import environment
 from attnreg.tuning.points import Measured
-from attnreg.tuning.tables import environment, file_name
+from attnreg.tuning.tables import file_name
 
 CPU = Device("cpu")
 GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
@@ -67,7 +68,7 @@ def shipped(tmp_path, monkeypatch):
     """Take this folder for that of the tables that ship with attnreg."""
     monkeypatch.setattr(tables, "SHIPPED", tmp_path)
     yield tmp_path
-    tables._shipped.cache_clear()
+    tables._read.cache_clear()
 
 
 def decided(**changes):
@@ -147,8 +148,11 @@ def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"cuda": "1.0"}, "measured with CUDA 1.0, here it is none"),
-        ({"backends": {"second": "0.9"}}, "measured with second 0.9, here it is 1.0"),
+        ({"cuda": "1.0"}, "measured with CUDA 1.0, here it is none: a table of a CPU is no prior"),
+        (
+            {"backends": {"second": "0.9"}},
+            "measured with second 0.9, here it is 1.0: a table of a CPU is no prior",
+        ),
     ],
     ids=["CUDA", "a backend"],
 )
@@ -173,7 +177,7 @@ def test_the_warning_says_what_decides_in_its_place(here, other, routers, caplog
     attnreg.configure(here(first=30.0, second=10.0))
     assert attnreg.explain(asked()).backend == "second"
     (message,) = [record.message for record in caplog.records]
-    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none; " in message
+    assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none: " in message
     assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
 
 
@@ -234,6 +238,55 @@ def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(shipped, known)
     assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
     assert not state().active  # without settings it serves no call
     assert attnreg.explain(asked()).source == "default order for cpu"
+
+
+def ship(shipped, known, name, **changes):
+    """Have a table ship, in which the fake `second` is the fastest, measured in another environment."""
+    measured = dataclasses.replace(environment(GPU, known), **changes)
+    found = table(point(dataclasses.replace(asked(), device=GPU), first=9.0, second=4.0))
+    dataclasses.replace(found, environment=measured).save(shipped / file_name(name))
+
+
+def decided_on_the_gpu(known):
+    policy = state().policy
+    decision = planning.decide(dataclasses.replace(asked(), device=GPU), "forward", known, policy)
+    return decision.backend, decision.source, policy.tables.report(GPU)
+
+
+def test_the_table_of_a_related_gpu_is_a_prior_and_named_so(shipped, known, caplog):
+    ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000", torch="2.0.0")
+    backend, source, report = decided_on_the_gpu(known)
+    assert (backend, source) == ("second", "measured table nvidia-test-8000.json, as a prior")
+    note = (
+        "measured with device NVIDIA Test 8000, here it is NVIDIA Test 9000; measured with torch 2.0.0, here"
+    )
+    assert report.notes[0].startswith(f"measured table nvidia-test-8000.json is only a prior: {note}")
+    assert (report.refused, caplog.records) == ((), [])  # no setting names it
+    ship(shipped, known, "NVIDIA Test 9000")
+    attnreg.reload()
+    assert decided_on_the_gpu(known)[:2] == ("second", "measured table nvidia-test-9000.json")
+
+
+def test_the_gpus_own_table_of_near_versions_is_a_nearer_prior_than_that_of_another(shipped, known):
+    ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000")
+    ship(shipped, known, "NVIDIA Test 9000", torch="2.0.0")
+    assert decided_on_the_gpu(known)[1] == "measured table nvidia-test-9000.json, as a prior"
+
+
+def test_the_table_of_another_architecture_is_no_prior(shipped, known):
+    ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000", compute_capability="8.0")
+    assert decided_on_the_gpu(known) == ("first", "default order for sm_90", tables.Report())
+
+
+def test_a_named_table_that_is_a_prior_is_said_once_and_leads_those_that_ship(here, shipped, known, caplog):
+    ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000")
+    caplog.set_level(logging.WARNING, "attnreg")
+    attnreg.configure(here(device=GPU, first=9.0, third=4.0, changes={"attnreg": "0.99.0"}))
+    for _ in range(2):
+        assert decided_on_the_gpu(known)[:2] == ("third", f"{TABLE}, as a prior")
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith(f"{TABLE} is only a prior: measured with attnreg 0.99.0, here it is ")
+    assert message.endswith(f"; {TABLE}, as a prior decides until `attnreg tune` has run here")
 
 
 def test_a_shipped_table_that_is_broken_is_no_error_of_a_call(shipped, known, caplog):

@@ -11,10 +11,11 @@ from support.refusals import refusal
 from support.tuned import asked, point, table, took
 
 from attnreg.contract.spec import Device
+from attnreg.tuning.environments import matched, matched_simulated
 from attnreg.tuning.points import Front, Measured
 from attnreg.tuning.table import Environment, load
-from attnreg.tuning.tables import matched, matched_simulated
 
+CUDNN = "9.19.0 (frontend 1.32.0)"
 HERE = Environment(
     device="NVIDIA H200",
     compute_capability="9.0",
@@ -23,7 +24,7 @@ HERE = Environment(
     cudnn="91900",
     driver="580.65.06",
     attnreg="0.1.0",
-    backends={"FA2": "2.11.0+cu130", "cuDNN": "9.19.0 (frontend 1.32.0)"},
+    backends={"FA2": "2.11.0+cu130", "cuDNN": CUDNN},
 )
 
 WHOLE = table(
@@ -135,11 +136,37 @@ def test_a_file_that_is_not_there_or_no_json_or_has_a_place_twice_is_refused(tmp
 # Whether it speaks of this machine
 
 
+MAJOR = "another major version has other kernels"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        (
+            {"compute_capability": "8.0"},
+            "measured with compute capability 8.0, here it is 9.0: another architecture has other kernels",
+        ),
+        ({"torch": "3.0.0"}, f"measured with torch 3.0.0, here it is 2.11.0+cu130: {MAJOR}"),
+        ({"cudnn": "100000"}, f"measured with cuDNN 100000, here it is 91900: {MAJOR}"),
+        ({"cuda": ""}, "measured with CUDA none, here it is 13.0: one of them has no CUDA"),
+        (
+            {"attnreg": "1.2.0"},
+            "measured with attnreg 1.2.0, here it is 0.1.0: another major version calls kernels otherwise",
+        ),
+        (
+            {"backends": HERE.backends | {"cuDNN": "8.9"}},
+            f"measured with cuDNN 8.9, here it is {CUDNN}: {MAJOR}",
+        ),
+    ],
+)
+def test_a_difference_after_which_kernels_are_others_refuses_the_whole_table(changes, reason):
+    assert matched(dataclasses.replace(HERE, **changes), HERE).refused == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
         ({"device": "NVIDIA H100"}, "measured with device NVIDIA H100, here it is NVIDIA H200"),
-        ({"compute_capability": "8.0"}, "measured with compute capability 8.0, here it is 9.0"),
         (
             {"torch": "2.12.0+cu130", "backends": HERE.backends | {"FA2": "2.12.0+cu130"}},
             "measured with torch 2.12.0+cu130, here it is 2.11.0+cu130",
@@ -147,15 +174,24 @@ def test_a_file_that_is_not_there_or_no_json_or_has_a_place_twice_is_refused(tmp
         ({"cuda": "12.8"}, "measured with CUDA 12.8, here it is 13.0"),
         ({"cudnn": "91700"}, "measured with cuDNN 91700, here it is 91900"),
         ({"attnreg": "0.2.0"}, "measured with attnreg 0.2.0, here it is 0.1.0"),
-        ({"threads": "8"}, "measured with threads 8, here it is none"),
         (
             {"backends": HERE.backends | {"cuDNN": "9.19.0 (frontend 1.30.0)"}},
-            "measured with cuDNN 9.19.0 (frontend 1.30.0), here it is 9.19.0 (frontend 1.32.0)",
+            f"measured with cuDNN 9.19.0 (frontend 1.30.0), here it is {CUDNN}",
         ),
     ],
 )
-def test_a_difference_that_can_matter_refuses_the_whole_table(changes, reason):
-    assert matched(dataclasses.replace(HERE, **changes), HERE).refused == (reason,)
+def test_a_related_card_and_near_versions_make_a_table_a_prior(changes, difference):
+    there = dataclasses.replace(HERE, **changes)
+    assert matched(there, HERE) == ((), (difference,), ())
+    locked = difference.replace("measured", "locked")
+    assert matched(there, HERE, "locked", whole=True).differences == (locked,)
+
+
+def test_a_table_of_a_cpu_is_no_prior_on_another():
+    cpu = dataclasses.replace(HERE, compute_capability="", device="one", threads="8")
+    for changes in ({"device": "two"}, {"threads": "4"}, {"torch": "2.12.0"}):
+        (refused,) = matched(cpu, dataclasses.replace(cpu, **changes)).refused
+        assert refused.endswith(": a table of a CPU is no prior")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +209,7 @@ def test_a_difference_that_can_matter_refuses_the_whole_table(changes, reason):
     ],
 )
 def test_a_difference_that_cannot_matter_is_noted(changes, notes):
-    assert matched(dataclasses.replace(HERE, **changes), HERE) == ((), notes)
+    assert matched(dataclasses.replace(HERE, **changes), HERE) == ((), (), notes)
 
 
 def test_of_a_simulated_device_only_the_capability_is_compared():
