@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from attnreg.bench.overhead_cpu import QUESTIONS
+from attnreg.bench.random_shapes import losses
 from attnreg.bench.report import machine
-from attnreg.bench.shapes import BACKWARD, FORWARD
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED
 
 # By title: the cases, and for each strategy a ratio for each case.
@@ -48,7 +49,9 @@ def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = 
     known = known or machine()
     where = known.get("gpu", known["processor"])
     title = f"{TITLES[name]}, {where}, torch {known['torch']}"
-    if name == "selection":
+    if "seed" in results:
+        _draw_losses(results["rows"], f"{title}, seed {results['seed']}", path)
+    elif name == "selection":
         _draw_ratios(_panels(results["rows"]), title, path)
     elif name == "overhead":
         _draw_times(_costs(results), title, path)
@@ -158,6 +161,30 @@ def _draw_ratios(panels: Panels, title: str, path: Path) -> None:
         )
         axes.set_xlim(-0.7, len(cases) - 0.3)
         axes.grid(axis="x", color=FAINT, linewidth=0.4)
+    _save_with_legend(figure, title, path)
+
+
+def _draw_losses(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw which share of the shapes loses at most so much: a panel for each step, a line for each way."""
+    steps = [step for step in (FORWARD, BOTH) if losses(rows, step)]
+    figure = Figure(figsize=(6.0 * len(steps), 5.2), dpi=120, layout="constrained")
+    for axes, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
+        found = losses(rows, step)
+        for name, colour in _colours(found).items():
+            ratios = [*sorted(found[name]), 1e3]  # the line goes on to the edge
+            shares = [min((number + 1) / len(found[name]), 1.0) for number in range(len(ratios))]
+            width, order = (2.4, 5) if name == CHOSEN else (1.4, 3)
+            axes.step(ratios, shares, where="post", label=name, color=colour, linewidth=width, zorder=order)
+        heading = f"{step}, {max(map(len, found.values()))} shapes"
+        _dressed(axes, heading, "share of the shapes that lose at most that (higher is better)")
+        axes.set_xscale("log")
+        axes.set_xlim(0.97, 2.5)
+        axes.set_ylim(0.0, 1.01)
+        axes.set_xticks([1, 1.05, 1.15, 1.3, 1.5, 2, 2.5])
+        axes.xaxis.set_major_formatter(FuncFormatter(_ratio))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("time over that of the best backend, log scale", color=INK, fontsize=9)
+        axes.grid(axis="x", color=FAINT, linewidth=0.6)
     _save_with_legend(figure, title, path)
 
 

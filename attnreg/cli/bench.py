@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,12 +26,21 @@ Rounds = Annotated[
     int | None, valued("--rounds", "N", "How often each alternative is measured, in turns.", min=1)
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
+Random = Annotated[
+    int | None,
+    valued("--random", "N", "Measure so many random shapes, not the fixed ones.", min=1),
+]
+Seed = Annotated[
+    int | None,
+    valued("--seed", "S", "With --random: draw the shapes of this seed. Default: another each time."),
+]
 TableFile = Annotated[
     Path | None, valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg.")
 ]
 
 # How often each alternative is measured: without and with `--quick`.
 ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1)}
+RANDOM_ROUNDS = 3
 
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
@@ -54,6 +65,8 @@ def _with_table(
     plot: Plot = None,
     table: TableFile = None,
     as_json: options.AsJson = False,
+    random: int | None = None,
+    seed: int | None = None,
 ) -> None:
     """Measure, save, draw and show what the command is named after."""
     output.import_torch()
@@ -62,6 +75,7 @@ def _with_table(
         from attnreg.bench.report import Job, document
         from attnreg.bench.sides import untouched
 
+        drawn = secrets.randbelow(10**6) if seed is None else seed
         entries = options.measurable(options.names("--backend", backend), place)
         _check_files(out, plot, table)
         if place.type == "cuda":
@@ -71,7 +85,7 @@ def _with_table(
         job = Job(
             place,
             tuple(entry.name for entry in entries),
-            rounds or ROUNDS[name][quick],
+            rounds or (ROUNDS[name][quick] if not random else RANDOM_ROUNDS),
             quick,
             deadline=time.monotonic() + longest,
             out=out,
@@ -80,6 +94,10 @@ def _with_table(
         measured, interrupted = False, True
         with contextlib.suppress(KeyboardInterrupt):
             measure = importlib.import_module(f"attnreg.bench.{name}").measure
+            if random:
+                from attnreg.bench import random_shapes
+
+                measure = functools.partial(random_shapes.measure, count=random, seed=drawn)
             with untouched(), output.progress(None) as update:
                 job.advance = lambda done, total, text: update(completed=done, total=total, description=text)
                 measure(job)
@@ -113,6 +131,25 @@ def _without_table(
     as_json: options.AsJson = False,
 ) -> None:
     _with_table(context, rounds, quick, device, backend, budget, out, plot, None, as_json)
+
+
+def _selection(
+    context: typer.Context,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    device: options.DeviceHere = "",
+    backend: options.Backends = [],  # noqa: B006
+    budget: options.Budget = "",
+    out: Out = None,
+    plot: Plot = None,
+    table: TableFile = None,
+    random: Random = None,
+    seed: Seed = None,
+    as_json: options.AsJson = False,
+) -> None:
+    if seed is not None and not random:
+        raise InvalidInputError("--seed: got no --random, expected it: the other shapes are fixed")
+    _with_table(context, rounds, quick, device, backend, budget, out, plot, table, as_json, random, seed)
 
 
 def _check_files(out: Path | None, plot: Path | None, table: Path | None) -> None:
@@ -173,12 +210,12 @@ for _name, _function, _help in (
     ),
     (
         "selection",
-        _with_table,
+        _selection,
         """Compare the chosen backend with the fastest one.
 
-        The shapes are ones that no table was tuned on.
+        The shapes are ones that no table was tuned on; with --random ever new ones.
 
-        Example: attnreg bench selection --table here.json --budget 5m
+        Example: attnreg bench selection --random 300 --seed 1 --budget 5m
         """,
     ),
 ):

@@ -1,0 +1,250 @@
+"""What each way to choose a backend loses, on shapes drawn at random: `attnreg bench selection --random N`.
+
+A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
+them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its default
+order and every backend are divided by. Calls are made as a program makes them, one right after the other, the
+layers of a model in one graph. Whether the host or the device takes longer is measured for the best backend;
+shapes of both kinds are summed up apart, as what is lost on the host no kernel can win back.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from math import exp, log
+from typing import Any
+
+from attnreg import api
+from attnreg.bench import sides
+from attnreg.bench.compare import Batch, batch_beyond_the_cache, short
+from attnreg.bench.report import Job, Table
+from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
+from attnreg.bench.sides import Side
+from attnreg.bench.summary import CHOSEN, FIXED, ORDER
+from attnreg.dispatch.counters import reset_stats
+from attnreg.errors import BackendUnavailableError
+from attnreg.measure.timing import calls_for, interleaved, timer_for
+
+# As long as a measurement takes, but for calls that take longer.
+SECONDS = 0.004
+# A loss of more than this is counted, and a host that takes so much of the time is what bounds a call.
+MUCH, HOST_BOUND = 1.15, 0.9
+WORST = 10
+ALL, BY_HOST, BY_DEVICE = "all", "bound by the host", "bound by the device"
+
+# Lengths, the most tokens in a call, the most floating-point operations of a forward.
+GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
+
+
+Row = Mapping[str, Any]
+
+
+def draw(seed: int, number: int, device: str) -> Shape:
+    """Draw a shape; one seed and number are always the same shape."""
+    rng = random.Random(f"{seed}/{number}")
+    gpu = device == "cuda"
+    least, longest, tokens, most = GPU if gpu else CPU
+    dtype = "bfloat16" if gpu else "float32"
+
+    def length() -> int:
+        return round(exp(rng.uniform(log(least), log(longest))))
+
+    group, dim = rng.choice((1, 4, 8)), rng.choice((64, 96, 128))
+    heads = rng.choice((8, 16, 24, 32))
+    kind, causal = rng.choices(("dense", "packed", "decode"), (4, 4, 2))[0], rng.random() < 0.75
+    while True:
+        batch = round(exp(rng.uniform(0.0, log(24))))
+        rest = heads, heads // group, dim
+        if kind == "decode":
+            shape = decode(batch, rng.choice((1, 1, 1, 4)), length(), *rest, dtype)
+        elif kind == "packed":
+            shape = packed([length() for _ in range(batch)], *rest, causal, dtype)
+        else:
+            shape = dense(batch, length(), *rest, causal, dtype)
+        if sum(shape.lengths_k) <= tokens * (4 if kind == "decode" else 1) and shape.flops(FORWARD) <= most:
+            return shape
+
+
+def measure(job: Job, count: int, seed: int) -> None:
+    """Measure so many shapes, or as many as there is time for; refuses where none could be."""
+    table = sides.table_in_force(job.device, job.table)
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        shape = draw(seed, number, job.device.type)
+        job.advance(number, count, str(shape))
+        if job.late:
+            job.leave_out(f"{count - number} of {count} shapes", "the time was spent")
+            break
+        try:
+            row = _row(shape, job)
+        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
+            job.leave_out(f"{number}: {shape}", short(problem))
+            continue
+        if row is not None:
+            rows.append({"number": number} | row)
+            job.keep({"seed": seed, "table": table, "rows": [*rows]})
+    if not rows:
+        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
+    job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
+    job.tables = _tables(summed, worst)
+    refused = sum(len(row["refused"]) for row in rows)
+    sums = f"{len(rows)} shapes of seed {seed}, {refused} times a backend refused one"
+    job.summary = [f"chosen by: {table}", sums]
+
+
+def ways(batch: Batch, job: Job) -> dict[str, Side]:
+    """Return every way to choose: by measurement, by order, each backend registered."""
+    within: dict[str, Any] = {
+        CHOSEN: functools.partial(sides.settings, "measured", job.table, job.backends),
+        ORDER: functools.partial(sides.settings, "order", among=job.backends),
+    }
+    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
+    for name in job.backends:
+        registered = functools.partial(api.register_backend, name)
+        found[FIXED + name] = Side(batch.with_attnreg, batch.front_sets, registered, wanted=name)
+    return found
+
+
+def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
+    """Return what one shape took, microseconds by step and way; None if no backend runs it."""
+    batch, refused = batch_beyond_the_cache(shape, job.device), {}
+    able: dict[str, Side] = {}
+    ran: dict[str, str] = {}
+    for name, side in ways(batch, job).items():
+        reset_stats()
+        side.results(shape.backward)
+        found = sides.ran() if shape.backward else {"forward": sides.ran()["forward"]}
+        if side.wanted and (reason := sides.wrong_backend(side.wanted, found)):
+            refused[name] = reason
+        else:
+            able[name], ran[name] = side, " + ".join(dict.fromkeys(found.values()))
+    if not any(name.startswith(FIXED) for name in able):
+        return None
+    timed = {name: functools.partial(_times, side, shape.backward, {}) for name, side in able.items()}
+    rounds = interleaved(timed, job.rounds)
+    taken = {
+        step: {name: statistics.median(one[step] for one in rounds[name]) * 1e6 for name in rounds}
+        for step in rounds[CHOSEN][0]
+    }
+    return {
+        "case": str(shape), "shape": shape.to_dict(), "ran": ran, "refused": refused, "microseconds": taken,
+        "bound": {step: _bound(able[best_of(times)], shape.backward, step) for step, times in taken.items()},
+    }  # fmt: skip
+
+
+def best_of(times: Mapping[str, float]) -> str:
+    """Return which backend took least."""
+    return min((name for name in times if name.startswith(FIXED)), key=times.__getitem__)
+
+
+def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:
+    """Yield each step, what is timed, how many calls are in it, and how often it is run before."""
+    in_turn = cycle(side.sets)
+    yield FORWARD, lambda: sides.forward(side.front, next(in_turn)), 1, sides.WARM_UP
+    if backward:
+        once = -(-sides.WARM_UP // len(side.sets))
+        sets = side.sets
+        yield BOTH, lambda: sides.layers_backward(sides.layers(side.front, sets), sets), len(sets), once
+
+
+def _times(
+    side: Side, backward: bool, often: dict[str, int], clock: str = "back_to_back"
+) -> dict[str, float]:
+    """Return the seconds of a call in each step; `often` keeps how often each is run for that."""
+    taken, timer = {}, timer_for(side.sets[0].q.device)
+    with side.within():
+        for step, run, calls, before in _steps(side, backward):
+            for _ in range(before):
+                run()
+            if step not in often:
+                often[step] = calls_for(SECONDS, timer.back_to_back(run, 1), most=50)
+            taken[step] = getattr(timer, clock)(run, often[step]) / calls
+    return taken
+
+
+def _bound(side: Side, backward: bool, step: str) -> str:
+    """Return whether the host takes as long as the calls do; on a CPU the device is the host."""
+    if not side.sets[0].q.is_cuda:
+        return BY_DEVICE
+    often: dict[str, int] = {}
+    whole, host = (_times(side, backward, often, clock)[step] for clock in ("back_to_back", "host"))
+    return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE
+
+
+def losses(rows: Sequence[Row], step: str, bound: str = ALL) -> dict[str, list[float]]:
+    """Return the time of each way over that of the best backend, of every shape that has the step."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        times = row["microseconds"].get(step)
+        if times is None or bound not in (ALL, row["bound"][step]):
+            continue
+        best = times[best_of(times)]
+        for name, time in times.items():
+            found.setdefault(name, []).append(time / best)
+    return found
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return mean, percentiles and worst of the losses, by step, bound and way."""
+    return [
+        {
+            "step": step, "bound": bound, "way": name, "shapes": len(found), "mean": statistics.fmean(found),
+            "median": percentile(found, 50), "p90": percentile(found, 90), "p99": percentile(found, 99),
+            "worst": max(found), "above": sum(loss > MUCH for loss in found) / len(found),
+        }
+        for step in (FORWARD, BOTH)
+        for bound in (ALL, BY_HOST, BY_DEVICE)
+        for name, found in losses(rows, step, bound).items()
+    ]  # fmt: skip
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the least value that so many percent of all don't exceed."""
+    return sorted(values)[max(0, -int(-len(values) * percent // 100) - 1)]
+
+
+def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
+    """Return the shapes on which the choice by measurement loses most: what ran, and what is best."""
+    found = []
+    for row in rows:
+        if times := row["microseconds"].get(step):
+            best = best_of(times)
+            found.append(
+                {
+                    "number": row["number"], "case": row["case"], "loss": times[CHOSEN] / times[best],
+                    "ran": row["ran"][CHOSEN], "best": best.removeprefix(FIXED), "microseconds": times[best],
+                }
+            )  # fmt: skip
+    return sorted(found, key=lambda one: -one["loss"])[:WORST]
+
+
+def _tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Table]:
+    """Return the sums, apart by what bounds a call where there is either, and the most that is lost."""
+    numbers, found = ("mean", "median", "p90", "p99", "worst"), []
+    for step in (FORWARD, BOTH):
+        here = [one for one in summed if one["step"] == step]
+        bounds = list(dict.fromkeys(one["bound"] for one in here))
+        for bound in bounds if len(bounds) > 2 else bounds[:1]:
+            rows = [
+                (
+                    one["way"],
+                    *(f"{one[name]:.3f}" for name in numbers),
+                    f"{one['above']:.1%}",
+                    str(one["shapes"]),
+                )
+                for one in here
+                if one["bound"] == bound
+            ]
+            title = f"{step}, {bound}: time over that of the best backend"
+            found.append(Table(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
+        cells = [
+            (f"{one['number']}: {one['case']}", f"{one['loss']:.2f}", one["ran"], one["best"])
+            for one in worst[step]
+        ]
+        header = ("shape", "loss", "by measurement", "best")
+        found.append(Table(f"{step}: the most that is lost", header, cells))
+    return found

@@ -1,0 +1,97 @@
+"""Promises of `attnreg bench selection --random`: what is drawn, and how losses are summed up."""
+
+import json
+
+import pytest
+from support.command_line import invoke
+
+from attnreg.bench import random_shapes
+from attnreg.bench.random_shapes import ALL, BY_DEVICE, BY_HOST, draw, losses, percentile, summary, worst_of
+from attnreg.bench.shapes import BOTH, FORWARD
+from attnreg.bench.summary import CHOSEN, ORDER
+
+
+def test_a_seed_and_a_number_are_always_the_same_shape_and_others_are_others():
+    drawn = [draw(7, number, "cuda") for number in range(300)]
+    assert drawn == [draw(7, number, "cuda") for number in range(300)]
+    assert len({str(shape) for shape in drawn + [draw(8, number, "cuda") for number in range(300)]}) > 590
+
+
+def test_shapes_on_a_gpu_are_of_every_kind_and_within_their_bounds():
+    drawn = [draw(1, number, "cuda") for number in range(1000)]
+    assert {shape.group for shape in drawn} == {"dense", "varlen", "decode"}
+    assert {shape.dim for shape in drawn} == {64, 96, 128}
+    assert {shape.heads[0] // shape.heads[1] for shape in drawn} == {1, 4, 8}
+    lengths = [length for shape in drawn for length in shape.lengths_k]
+    assert 180 <= min(lengths) < 200
+    assert 9000 < max(lengths) <= 11_600
+    assert max(shape.flops(FORWARD) for shape in drawn) <= 6e11
+    assert any(length % 2 for length in lengths)
+
+
+ROWS = [
+    {
+        "number": number, "case": f"case {number}", "ran": {CHOSEN: "A"},
+        "bound": {FORWARD: bound, BOTH: bound},
+        "microseconds": {
+            FORWARD: {CHOSEN: chosen, ORDER: 20.0, "always A": 10.0, "always B": 20.0},
+            **({BOTH: {CHOSEN: 30.0, ORDER: 30.0, "always B": 30.0}} if number else {}),
+        },
+    }
+    for number, (chosen, bound) in enumerate([(10.0, BY_HOST), (11.0, BY_DEVICE), (13.0, BY_DEVICE)])
+]  # fmt: skip
+
+
+def test_a_loss_is_the_time_over_that_of_the_best_backend_of_the_shape():
+    assert losses(ROWS, FORWARD)[CHOSEN] == [1.0, 1.1, 1.3]
+    assert losses(ROWS, FORWARD)["always B"] == [2.0, 2.0, 2.0]
+    assert losses(ROWS, FORWARD, BY_HOST)[CHOSEN] == [1.0]
+    assert losses(ROWS, BOTH) == {CHOSEN: [1.0, 1.0], ORDER: [1.0, 1.0], "always B": [1.0, 1.0]}
+
+
+def test_losses_are_summed_up_by_step_bound_and_way():
+    found = {(one["step"], one["bound"], one["way"]): one for one in summary(ROWS)}
+    whole = found[FORWARD, ALL, CHOSEN]
+    assert (whole["shapes"], whole["median"], whole["p90"], whole["worst"]) == (3, 1.1, 1.3, 1.3)
+    assert whole["mean"] == pytest.approx(3.4 / 3)
+    assert whole["above"] == pytest.approx(1 / 3)
+    assert found[FORWARD, BY_DEVICE, CHOSEN]["mean"] == pytest.approx(1.2)
+    assert (FORWARD, BY_HOST, CHOSEN) in found
+    assert found[BOTH, ALL, ORDER]["shapes"] == 2
+
+
+def test_percentiles_are_values_that_were_measured():
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, percent) for percent in (1, 20, 21, 50, 90, 100)] == [1, 1, 2, 3, 5, 5]
+
+
+def test_the_worst_say_what_ran_and_what_is_best():
+    (first, *_), (both, *_) = worst_of(ROWS, FORWARD), worst_of(ROWS, BOTH)
+    assert first == {
+        "number": 2, "case": "case 2", "loss": 1.3, "ran": "A", "best": "A", "microseconds": 10.0
+    }  # fmt: skip
+    assert both["best"] == "B"
+    many = [ROWS[0] | {"number": number} for number in range(30)]
+    assert len(worst_of(many, FORWARD)) == 10
+
+
+def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
+    out, plot = tmp_path / "found.json", tmp_path / "losses.png"
+    given = ("--device", "cpu", "--backend", "cpu,math", "--random", "3", "--seed", "1", "--rounds", "1")
+    done = invoke("bench", "selection", *given, "--out", str(out), "--plot", str(plot))
+    assert done.exit_code == 0, done.output
+    assert "3 shapes of seed 1, 0 times a backend refused one" in done.output
+    found = json.loads(out.read_text())["results"]
+    assert [row["case"] for row in found["rows"]] == [str(draw(1, number, "cpu")) for number in range(3)]
+    row = found["rows"][0]
+    assert row["ran"]["always math"] == "math"
+    assert row["ran"]["always cpu"] == "cpu"
+    assert {one["way"] for one in found["summary"]} == {CHOSEN, ORDER, "always cpu", "always math"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_seed_without_random_is_an_error():
+    done = invoke("bench", "selection", "--seed", "1")
+    assert done.exit_code == 2
+    assert "--seed: got no --random, expected it" in done.output
