@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import hashlib
 import logging
 import os
 import shutil
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import rounding
-from attnreg.contract import offsets
+from attnreg.contract import discovery, offsets
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
 from attnreg.selection import policy
@@ -123,6 +125,12 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
     monkeypatch.setattr(cudnn_backend, "Plans", plans_of_this_run)
 
 
+def pytest_collection_finish():
+    """Take torch's modules and the tests out of garbage collections, which take half a second else."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     """Stop at the first CUDA error: after one that lasts every test would fail for its sake."""
@@ -137,6 +145,12 @@ def pytest_runtest_logreport(report):
         pytest.exit(f"{report.nodeid} ended in a CUDA error, and the run with it: {errors[0]}", 1)
 
 
+@functools.cache
+def points_on(path, group):
+    """Read the entry points below a path once: each new registry would read all installed packages."""
+    return entry_points(group=group)
+
+
 @pytest.fixture(autouse=True)
 def fresh_registry(monkeypatch):
     """Give each test a new registry, and hold it to leaving the routers as they were."""
@@ -148,6 +162,7 @@ def fresh_registry(monkeypatch):
     for name, value in (("_recordings", ()), ("_followed", None)):
         monkeypatch.setattr(trace, name, value)
     monkeypatch.setattr(_registry, "_entries", None)
+    monkeypatch.setattr(discovery, "entry_points", lambda group: points_on(tuple(sys.path), group))
     monkeypatch.setattr(_registry, "_registrations", ())
     monkeypatch.setattr(counters, "_fallbacks", {})
     monkeypatch.setattr(counters, "_failures", {})

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.command_line import in_a_process
-from support.processes import environment
+from support.processes import environment, forked
 from support.sdpa import sdpa
 from torch.nn import attention
 
@@ -41,9 +41,12 @@ finally:
 INACTIVE = ["attnreg", "attnreg._autoload"]
 
 
-def run(*options, program=PROGRAM, **variables):
-    """Run a program of its own process; returns what it printed and its lines on stderr."""
-    done = in_a_process(*options, "-c", program, env=environment(**variables))
+def run(*options, program=PROGRAM, anew=True, **variables):
+    """Run a program, forked or in a new Python; returns what it printed, and its lines on stderr."""
+    if anew:
+        done = in_a_process(*options, "-c", program, env=environment(**variables))
+    else:
+        done = forked(program, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 
@@ -55,7 +58,8 @@ def run(*options, program=PROGRAM, **variables):
 def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment_asks_for(variable, tmp_path):
     file = tmp_path / "attnreg.toml"
     file.write_text('devices.cpu.order = ["math"]\n')
-    (_, _, error, installed, calls), said = run(**{variable: "math" if "BACKEND" in variable else str(file)})
+    given, anew = {variable: "math" if "BACKEND" in variable else str(file)}, "BACKEND" in variable
+    (_, _, error, installed, calls), said = run(**given, anew=anew)
     assert (error, installed, said) == ("", True, [])
     assert calls == {"math": {"forward": 1, "backward": 1}}
 
@@ -72,7 +76,7 @@ def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(
     variables, loaded
 ):
-    (at_start, at_end, error, installed, calls), said = run(**variables)
+    (at_start, at_end, error, installed, calls), said = run(**variables, anew=not variables)
     assert at_start == at_end == loaded
     assert (error, installed, calls, said) == ("", False, {}, [])
 
@@ -93,7 +97,7 @@ def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_ru
 def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_attention_call(
     variable, value, message
 ):
-    (_, _, error, _, calls), said = run(**{variable: value})
+    (_, _, error, _, calls), said = run(**{variable: value}, anew=False)
     assert error.startswith(f"ConfigError: {message}")
     warned = [line for line in said if "Warning" in line]
     assert len(warned) == 1
@@ -177,7 +181,7 @@ def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
         "import attnreg\n"
         "print(json.dumps(['attnreg' in x for x in (before, a.list_flash_attention_impls())]))"
     )
-    assert run(program=program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ([False, True], [])
+    assert run(program=program, anew=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ([False, True], [])
 
 
 def test_activating_it_in_torch_serves_torchs_entry_points_and_restoring_leaves_torch_as_it_was(no_routers):

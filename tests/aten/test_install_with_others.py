@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support import truth
 from support.dense import qkv
 from support.kernels import CPU_OP, FLASH_OP, PLACES, Override, attend, is_ours, same, table, tables
-from support.processes import python
+from support.processes import forked
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -283,7 +283,7 @@ except attnreg.RegistrationError as error:
 
 
 def test_a_torch_without_a_registry_of_implementations_is_the_same_error():
-    done = python("-c", TOO_OLD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = forked(TOO_OLD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "attnreg needs torch 2.11 or newer, found 2.8.1\n", done.stderr
 
 

@@ -1,5 +1,7 @@
 """The accuracy rule for `F.scaled_dot_product_attention` on a CPU, where torch's own kernel breaks it."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,11 +29,16 @@ SUMS = {
 }
 
 
+@functools.cache
+def references(case, seed):
+    given = measure.inputs(case, seed=seed)
+    return given, *(attention(case, given, dtype) for dtype in (torch.float64, given.q.dtype))
+
+
 @pytest.mark.parametrize(("case", "seed"), SUMS.values(), ids=SUMS)
 def test_gradients_are_not_summed_in_16_bits(either_routers, either_cpu_kernel, ran, case, seed):
     attnreg.uninstall()
-    given = measure.inputs(case, seed=seed)
-    truth, plain = (attention(case, given, dtype) for dtype in (torch.float64, given.q.dtype))
+    given, truth, plain = references(case, seed)
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in given[:3]]
     options = {"attn_mask": given.call.attn_bias, "is_causal": case.window == CAUSAL, "scale": case.scale}
     with attnreg.register_backend("cpu"):

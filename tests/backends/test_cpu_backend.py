@@ -48,12 +48,12 @@ GROUPINGS = {
     "neighbours of equal length": (48,) * 5,
     "neighbours of equal length, separated": (48, 48, 17, 48, 48),
     "near lengths": (33, 34, 47, 48, 49),
-    "one long among short": (3, 5, 700, 2, 4),
+    "one long among short": (3, 5, 400, 2, 4),
     "longest first": (300, 200, 100, 1),
     "empty first, between and last": (0, 40, 0, 0, 41, 0),
     "single tokens": (1,) * 9,
     "one sequence": (129,),
-    "powers of two and their neighbours": (15, 16, 17, 127, 128, 129, 1023, 1025),
+    "powers of two and their neighbours": (15, 16, 17, 127, 128, 129, 255, 257),
 }
 
 
@@ -67,18 +67,25 @@ def test_packed_sequences_are_accurate(kernels, grouping, window, dtype):
 @ON_EACH_KERNEL
 @pytest.mark.parametrize("window", [(0, 0), (-1, 40), (130, -1)])
 def test_windows_with_one_bound_or_one_key_are_accurate(kernels, window, dtype):
-    for lengths in ((127, 0, 129, 1), (200, 641), (3, 5, 700, 2)):
+    for lengths in ((127, 0, 129, 1), (200, 341), (3, 5, 300, 2)):
         assert_accurate(kernels, ragged(lengths, window=window, dtype=dtype, tail=3, poison=True))
 
 
 @ON_EACH_KERNEL
-@pytest.mark.parametrize("seed", range(10))
+def test_more_keys_than_a_block_has_are_accurate(kernels, dtype):
+    assert_accurate(kernels, ragged((1025,), heads=(1, 1), dims=(16, 16), dtype=dtype))
+
+
+@ON_EACH_KERNEL
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 10))]
+)
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_batches_are_accurate(kernels, seed, dtype, threads):
     torch.set_num_threads(threads)
     draw = random.Random(seed)
-    lengths, lengths_k = ([draw.randint(0, 300) for _ in range(8)] for _ in "qk")
-    heads = draw.choice([(2, 2), (4, 2), (6, 1), (9, 3), (40, 1)])
+    lengths, lengths_k = ([draw.randint(0, 150) for _ in range(6)] for _ in "qk")
+    heads = draw.choice([(2, 2), (4, 2), (6, 1), (9, 3), (20, 1)])
     options = {"heads": heads, "dtype": dtype, "magnitude": draw.choice([0.1, 1.0, 5.0])}
     assert_accurate(kernels, ragged(lengths, window=draw.choice([OPEN, CAUSAL]), **options), seed)
     windows = [OPEN, CAUSAL, (40, 9), (draw.randint(0, 99), draw.randint(0, 99))]
@@ -98,10 +105,10 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
     """Torch's kernel multiplies the -inf of its causal mask by the scale."""
-    for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30), (1, 1), (600,))):
+    for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30), (1, 1), (200,))):
         assert_accurate(kernels, ragged(lengths, scale=scale, window=window, dtype=dtype))
     options = {"heads": (4, 2), "scale": scale, "dtype": dtype}
-    assert_accurate(kernels, dense(2, 300, window=CAUSAL, **options))
+    assert_accurate(kernels, dense(2, 130, window=CAUSAL, **options))
     assert_accurate(kernels, dense(2, 40, 24, window=(-1, 16), **options))  # causal, aligned top-left
 
 
@@ -187,10 +194,10 @@ def test_counted_keys_are_accurate_in_packed_and_dense_tensors(kernels, window, 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_are_bitwise_repeatable(kernels, dtype, threads):
     torch.set_num_threads(threads)
-    for lengths in ((200, 3, 64, 64, 1, 700), (1500,)):
+    for lengths in ((200, 3, 64, 64, 1, 300), (600,)):
         given = inputs(ragged(lengths, dtype=dtype, heads=(4, 2), window=CAUSAL))
         first = solved(kernels, *given)
-        for _ in range(3):
+        for _ in range(2):
             assert_same(solved(kernels, *given), first)
 
 
@@ -223,7 +230,7 @@ def test_the_cost_of_a_window_grows_with_its_width_and_not_with_the_square(dtype
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_causal_computes_little_more_than_half_and_has_no_mask_of_all_scores(dtype):
-    length = 4096
+    length = 2560
     causal, full = Observed(dtype, length, CAUSAL), Observed(dtype, length, OPEN)
     assert full.scores[1] == length * length
     # What the flash kernel skips in its own causal mode can't be counted from here.
@@ -234,7 +241,7 @@ def test_causal_computes_little_more_than_half_and_has_no_mask_of_all_scores(dty
 
 
 def test_memory_is_bounded_for_a_long_sequence():
-    assert Observed("bfloat16", 8192, OPEN).largest < 2**22
+    assert Observed("bfloat16", 3072, OPEN).largest < 2**21
 
 
 class Observed(TorchDispatchMode):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
-from support.processes import python
+from support.processes import forked
 from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
 
@@ -285,7 +285,7 @@ from attnreg.backends.cpu.compiled import Compiled
 torch.set_num_threads(2)
 kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
 """
-    done = python("-c", prelude + code, str(file))
+    done = forked(prelude + code, str(file))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -63,13 +63,11 @@ def shared_plans(kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case_that_it_takes_is_right(kernels, case):
+def test_every_case_that_it_takes_is_right_packed_ones_by_a_shared_plan_too(kernels, case, request):
     assert_accurate(kernels, case)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.varlen], ids=str)
-def test_every_packed_case_is_right_by_a_shared_plan(kernels, shared_plans, case):
-    assert_accurate(kernels, case)
+    if case.varlen:
+        request.getfixturevalue("shared_plans")
+        assert_accurate(kernels, case)
 
 
 def test_these_cases_include_those_that_cudnn_gets_wrong():

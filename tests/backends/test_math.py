@@ -1,5 +1,7 @@
 """The reference backend beyond the matrix of `test_conformance`."""
 
+import re
+
 import pytest
 import torch
 from support.truth import assert_accurate
@@ -120,7 +122,9 @@ def test_gradients_are_those_of_the_forward(given, monkeypatch):
     q, k, v, _, call = given
     with torch.enable_grad():
         assert torch.autograd.gradcheck(
-            lambda *qkv: Attention.apply(*qkv, call), [x.clone().requires_grad_() for x in (q, k, v)]
+            lambda *qkv: Attention.apply(*qkv, call),
+            [x.clone().requires_grad_() for x in (q, k, v)],
+            fast_mode=True,
         )
 
 
@@ -209,7 +213,13 @@ def test_unread_lengths_change_nothing(case, request):
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("case", [case for case in FLOAT64 if case.max_k < 300], ids=str)
+# One length, one head dim and one number of heads of each kind of call: shapes are read in any case.
+KINDS = {
+    re.sub(r"(length|dim|head)s? .*", r"\1", case.name): case for case in FLOAT64 if case.max_k < 300
+}.values()
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_no_value_is_read_on_the_host(case):
     # A meta tensor has no value: reading one raises.
     q, k, v, grad_out, call = inputs(case)
@@ -217,7 +227,7 @@ def test_no_value_is_read_on_the_host(case):
     call = Call(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
     if case.bias == "none":
         call = call._replace(dropout=0.1, rng_state=rng_state().to("meta"))
-    lse = forward(q, k, v, inputs(case).call)[1]
+    lse = grad_out[..., 0].mT
     assert [x.shape for x in run(*on_meta, call)] == [x.shape for x in (grad_out, lse, q, k, v)]
 
 

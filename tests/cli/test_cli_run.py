@@ -9,6 +9,7 @@ import zipfile
 import pytest
 import torch
 from support.command_line import in_a_process
+from support.processes import forked
 
 import attnreg
 from attnreg import _registry, cli
@@ -48,6 +49,9 @@ def run(monkeypatch, routers):
     return run
 
 
+COMMAND = "import runpy; runpy.run_module('attnreg', run_name='__main__', alter_sys=True)"
+
+
 def python(*arguments, **variables):
     return in_a_process(*arguments, env={**os.environ, **variables})
 
@@ -85,8 +89,7 @@ def test_stats_say_at_the_end_what_ran_and_what_could_not(here):
     here("picky-1.0.dist-info/entry_points.txt", "[attnreg.backends]\npicky = picky:BACKEND\n")
     here("picky-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
     options = ("--stats", "--backend", "picky,math", str(file))
-    path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
-    done = python("-m", "attnreg", "run", *options, PYTHONPATH=path)
+    done = forked(f"import sys; sys.path.insert(0, {str(file.parent)!r})\n{COMMAND}", "run", *options)
     assert (done.returncode, done.stdout) == (7, ""), done.stderr
     printed = " ".join(done.stderr.split())
     assert "What ran backend forward backward math 1 1" in printed
@@ -104,7 +107,7 @@ def test_stats_say_what_failed(fake, capsys):
 
 def test_stats_of_a_program_without_attention_say_so(here):
     here("nothing.py", "")
-    done = python("-m", "attnreg", "run", "--stats", "--backend", "math", "nothing.py")
+    done = forked(COMMAND, "run", "--stats", "--backend", "math", "nothing.py")
     assert (done.returncode, done.stderr) == (0, "No attention call went through attnreg\n")
 
 

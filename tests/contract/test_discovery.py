@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import shutil
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.processes import python
 
 import attnreg
 from attnreg import _registry
+from attnreg.contract import discovery
 from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
@@ -32,6 +34,7 @@ BACKEND = attnreg.Backend(name={name!r}, forward=MATH.forward, backward=MATH.bac
 def plugin(tmp_path, monkeypatch):
     """Install a distribution with one entry point: `plugin("name", source)`."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(discovery, "entry_points", entry_points)  # it is installed later than read elsewhere
     modules = []
 
     def install(point, source, distribution=None):

@@ -1,9 +1,11 @@
 """Promises of the call cache in processes that fork, that end, and where a setting excludes it."""
 
-from support.processes import python
+from support.processes import forked
 
 BEGIN = """
-import os, sys, torch, attnreg
+import os, sys, torch, warnings
+warnings.simplefilter("error")
+import attnreg
 import torch.nn.functional as F
 from pathlib import Path
 from attnreg.aten import routing
@@ -77,11 +79,11 @@ print(captured.call_cache_in_use)
 
 
 def test_a_forked_process_goes_on_with_it_and_both_count_their_own(built_routers):
-    result = python("-W", "error", "-c", BEGIN + FORKED, str(built_routers))
+    result = forked(BEGIN + FORKED, str(built_routers))
     assert (result.stdout, result.returncode) == ("both\n", 0), result.stderr
 
 
 def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
-    result = python("-W", "error", "-c", BEGIN + LAST + AT_THE_END, str(built_routers))
+    result = forked(BEGIN + LAST + AT_THE_END, str(built_routers))
     assert result.stdout.splitlines() == ["True", "tensor(24.) tensor(True)"], result.stderr
     assert (result.returncode, result.stderr) == (0, "")

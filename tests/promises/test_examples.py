@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 import torch
-from support.processes import python
+from support.processes import forked
 
 from attnreg.testing import check_backend
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def printed(name):
     """Run an example in a process of its own, as its reader would, and return what it prints."""
-    ended = python(EXAMPLES / name)
+    ended = forked(f"import runpy; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

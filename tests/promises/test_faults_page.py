@@ -19,7 +19,7 @@ def rows(page):
 def missing(page):
     """Return the tests that a page names and `tests/` lacks."""
     found = {}
-    for file, _ in NAMED.findall(page):
+    for file in {file for file, _ in NAMED.findall(page)}:
         path = ROOT / "tests" / file
         tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([])
         found[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -1,6 +1,7 @@
 """Promises about imports: what `import attnreg` costs, what it offers, and which module may know which."""
 
 import ast
+import functools
 import importlib
 import json
 import os
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import python
+from support.processes import forked, python
 
 import attnreg
 
@@ -43,6 +44,11 @@ def name_of(path):
 MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def room(module):
     return module.split(".")[0]
 
@@ -69,7 +75,7 @@ def imports(module, only_at_import=False):
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+    visit(parsed(MODULES[module]))
     return {name.removeprefix("attnreg.") for name in found}
 
 
@@ -161,8 +167,11 @@ def test_every_name_in_an_all_is_there():
 
 
 ALONE = """
-import os, sys, packaging.version, pydantic, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
-for name in sys.argv[1:]:
+import gc, os, sys
+import packaging.version, pydantic, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+gc.disable()
+for name in sys.argv[2:]:
     child = os.fork()
     if not child:
         assert "attnreg.errors" not in sys.modules
@@ -173,10 +182,11 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_module_can_be_imported_first():
+def test_every_module_can_be_imported_first(tmp_path):
     # Forked from a process that has what they all use, which takes longer than they do.
     names = [name for name in MODULES if name != "__main__"]
-    run = python("-W", "error", "-c", ALONE, *names, "no_such_module", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    given = tmp_path, *names, "no_such_module"
+    run = python("-W", "error", "-c", ALONE, *given, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.stdout.split() == ["no_such_module"]
     assert run.stderr.count("Traceback") == 1
 
@@ -292,11 +302,10 @@ NARROWING = {"rest is not None", "seen is not None", "isinstance(out, torch.Tens
 
 
 def test_no_check_is_an_assert_so_that_python_without_asserts_refuses_the_same():
-    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
     found = {
         module: ast.unparse(node)
-        for module, tree in trees.items()
-        for node in ast.walk(tree)
+        for module, path in MODULES.items()
+        for node in ast.walk(parsed(path))
         if (isinstance(node, ast.Assert) and ast.unparse(node.test) not in NARROWING)
         or (isinstance(node, ast.Name) and node.id == "__debug__")
     }
@@ -312,5 +321,5 @@ def test_registering_and_running_a_backend_needs_no_pydantic():
         "assert attnreg.stats().calls == {'math': {'forward': 1, 'backward': 0}}\n"
         "print([name for name in ('pydantic', 'rich', 'typer') if name in sys.modules])"
     )
-    run = python("-c", program)
+    run = forked(program)
     assert run.stdout.split("\n")[0] == "[]", run.stdout + run.stderr

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import python
+from support.processes import forked, python
 
 import attnreg
 from attnreg import errors
@@ -100,7 +100,7 @@ def test_a_scope_holds_in_its_own_task_only():
 # Forks
 
 FORK = """
-import os, signal, sys, threading
+import os, signal, sys, threading, warnings
 import torch, torch.nn.functional as F
 import attnreg
 from attnreg import _registry
@@ -127,6 +127,8 @@ def hold():
 thread = threading.Thread(target=hold, daemon=True)
 thread.start()
 held.wait()
+# Python 3.12 and later warn of any fork beside a thread, which is what this is about.
+warnings.filterwarnings("ignore", "This process", DeprecationWarning)
 child = os.fork()
 if not child:
     signal.alarm(60)  # ends a child that waits for ever
@@ -150,8 +152,7 @@ print(os.waitstatus_to_exitcode(status), attnreg.stats().calls)
 
 
 def test_a_child_forked_while_another_thread_holds_every_lock_can_call_attention():
-    # Python 3.12 and later warn of any fork beside a thread, which is what this is about.
-    run = python("-W", "ignore:This process:DeprecationWarning", "-c", FORK)
+    run = forked(FORK)
     assert run.stderr == ""
     assert run.stdout.splitlines() == ["{'math': {'forward': 3, 'backward': 0}}", "0 {}"]
 
@@ -250,7 +251,7 @@ def test_an_error_is_also_the_built_in_that_a_caller_would_expect_and_shows_its_
 
 def test_an_error_can_be_read_by_a_process_that_has_not_imported_attnreg():
     pickled = pickle.dumps(ERRORS[0][0])
-    run = python("-c", f"import pickle; print(repr(pickle.loads({pickled})))")
+    run = forked(f"import pickle; print(repr(pickle.loads({pickled})))")
     assert (run.stderr, run.stdout.strip()) == ("", """UnknownBackendError("no backend is named 'FA5'")""")
 
 

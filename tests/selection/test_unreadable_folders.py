@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.processes import python
+from support.processes import forked
 
 from attnreg.errors import ConfigError
 from attnreg.tuning import tables, traces
@@ -50,7 +50,7 @@ except attnreg.ConfigError as error:
 def test_attention_runs_for_a_user_whose_home_folder_cannot_be_read(tmp_path):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    done = python("-c", PROGRAM, str(home))
+    done = forked(PROGRAM, str(home))
     assert done.returncode == 0, done.stderr
     backend, message = done.stdout.splitlines()
     assert backend == "cpu"

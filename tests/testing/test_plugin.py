@@ -2,13 +2,14 @@
 
 import re
 
-from support.processes import python
+from support.processes import forked
 
-RUN = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "attnreg.testing.plugin")
+PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
+RUN = (PYTEST, "-q", "-p", "no:cacheprovider", "-p", "attnreg.testing.plugin")
 
 
 def test_a_named_backend_adds_a_test_for_each_check(tmp_path):
-    run = python(
+    run = forked(
         *RUN, "--attnreg-backend=cpu", "--attnreg-device=cpu", "-rs", "-k", "alibi or bhsd", cwd=tmp_path
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -26,7 +27,7 @@ def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):
         "attnreg.register_backend(attnreg.Backend(\n"
         "    name='halves', forward=EVERYTHING, load=lambda: attnreg.Kernels(halves)))\n"
     )
-    run = python(*RUN, "--attnreg-backend=halves", "-k", "scale or dim", cwd=tmp_path)
+    run = forked(*RUN, "--attnreg-backend=halves", "-k", "scale or dim", cwd=tmp_path)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "cases=['scale 0.3 bfloat16'])" in run.stdout
     assert "cases=['dim 64" not in run.stdout

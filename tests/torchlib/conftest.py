@@ -21,6 +21,17 @@ def cache(monkeypatch, tmp_path):
     building.target.cache_clear()
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """Don't try what is compiled in a process of its own, which takes seconds: other tests hold that."""
+    start = libraries.python
+
+    def python(script, *arguments):
+        return ["true"] if script.startswith("name, file = ") else start(script, *arguments)
+
+    monkeypatch.setattr(libraries, "python", python)
+
+
 class FakeCompiler:
     """A script that stands in for the compiler, and writes down how each run of it was started."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.compiled_files import stand_in
-from support.processes import python
+from support.processes import forked, python
 
 from attnreg.errors import BuildError
 from attnreg.torchlib import background, building, caches, libraries, locks
@@ -133,7 +133,7 @@ print([os.waitpid(child, 0)[1] for child in children])
 
 def test_several_processes_that_start_together_compile_once(cache, compiler):
     compiler.does("sleep 1", "exit 1")
-    done = python("-c", SEVERAL, ATTNREG_BUILD="background")
+    done = forked(SEVERAL, ATTNREG_BUILD="background")
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     until(is_idle)
     assert building.status(building.CPU_KERNEL).state == "failed"
@@ -191,7 +191,7 @@ def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
 # With ATTNREG_BUILD=now
 
 
-def test_now_compiles_before_the_libraries_are_loaded(cache, working, monkeypatch, log):
+def test_now_compiles_before_the_libraries_are_loaded(cache, working, untried, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     together = [threading.Thread(target=building.loaded) for _ in range(3)]
     for thread in together:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import python
+from support.processes import forked, python
 from support.sdpa import attend
 from support.tuned import asked
 
@@ -197,7 +197,7 @@ for length in (8, 24):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_what_forked_workers_ran_is_recorded_too_and_what_their_parent_ran_once(tmp_path):
     file = tmp_path / "trace.jsonl"
-    done = python("-c", FORKING, ATTNREG_RECORD=str(file))
+    done = forked(FORKING, ATTNREG_RECORD=str(file))
     assert done.returncode == 0, done.stderr
     assert counts(file) == {8: (2, 0), 24: (1, 0)}
 
@@ -282,7 +282,8 @@ def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_pat
 
 
 def test_the_thread_waits_less_for_a_lock_than_the_end_of_the_program_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "SECONDS_BEFORE", 0.01)
+    for name in ("SECONDS_BEFORE", "SECONDS_BETWEEN"):
+        monkeypatch.setattr(trace, name, 0.01)
     waits, merged = {}, threading.Event()
 
     def merge(path, counts, seconds):

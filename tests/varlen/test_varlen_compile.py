@@ -20,7 +20,7 @@ from support.packed_calls import (
     total,
     with_gradients,
 )
-from support.processes import python
+from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
@@ -320,11 +320,11 @@ def test_an_exported_program_names_the_op_that_a_process_without_attnreg_lacks(p
     files = [tmp_path / name for name in ("program.pt2", "inputs.pt", "outputs.pt")]
     torch.export.save(program, files[0])
     torch.save(inputs, files[1])
-    without = python("-c", LOAD.format(first="assert 'attnreg' not in sys.modules"), *files, **NO_PLUGINS)
+    without = forked(LOAD.format(first="assert 'attnreg' not in sys.modules"), *files, **NO_PLUGINS)
     assert without.returncode != 0
     assert "We failed to resolve torch.ops.attnreg._varlen_attn.default to an operator" in without.stderr
     assert "Please import the custom op to register it before deserializing" in without.stderr
-    done = python("-c", LOAD.format(first="import attnreg.varlen.custom_op"), *files, **NO_PLUGINS)
+    done = forked(LOAD.format(first="import attnreg.varlen.custom_op"), *files, **NO_PLUGINS)
     assert done.returncode == 0, done.stderr
     assert_layer(torch.load(files[2]), inputs)
 
@@ -367,5 +367,5 @@ def test_importing_attnreg_does_not_load_the_op():
         attnreg.varlen_attn
         assert "attnreg.varlen.custom_op" in sys.modules
     """
-    done = python("-c", textwrap.dedent(script), **NO_PLUGINS)
+    done = forked(textwrap.dedent(script), **NO_PLUGINS)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import types
 import pytest
 from support import fake_fa4
 
-from attnreg.backends.fa4 import BACKEND, adapter
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
 
 
@@ -35,6 +35,14 @@ def kernels(package):
 def rounds(kernels, package):
     """Run calls of one description; returns which directions entered the package's Python, by round."""
     return functools.partial(fake_fa4.entered_by_round, kernels, package)
+
+
+@pytest.fixture
+def many_are_few(monkeypatch):
+    """Return how many sequences need no launch of their own that sums up their tiles: fewer than really."""
+    for module in (fake_fa4, compiled_kinds):
+        monkeypatch.setattr(module, "MANY", 8)
+    return 8
 
 
 @pytest.fixture

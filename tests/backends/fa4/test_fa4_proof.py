@@ -130,10 +130,10 @@ def test_addresses_that_the_host_reads_are_found_out_by_other_addresses(
 
 
 def test_an_allocation_of_integers_that_no_replayed_kernel_fills_is_found_out(
-    kernels, package, no_unused_rows, caplog
+    kernels, package, no_unused_rows, many_are_few, caplog
 ):
     package.hidden = {"_compute_tile_cumsum"}
-    lengths = (1,) * 299 + (3,)
+    lengths = (1,) * 19 + (3,)
     with caplog.at_level(logging.INFO, "attnreg"):
         found = [entered(kernels, package, *packed(lengths, seed=n)) for n in range(5)]
     assert found == [BOTH, BOTH, BOTH, ["forward"], ["forward"]]
@@ -210,9 +210,9 @@ def test_a_call_of_nothing_finite_proves_nothing_and_a_later_one_has_to(kernels,
 
 
 def test_sequences_of_one_token_have_no_other_lengths_and_prove_nothing(kernels, package, no_unused_rows):
-    ones = (1,) * 40
+    ones = (1,) * 10
     assert [entered(kernels, package, *packed(ones, seed=n)) for n in range(6)] == [BOTH] * 6
-    longer = (2, 0) * 20
+    longer = (2, 0) * 5
     found = [entered(kernels, package, *packed(longer, seed=n)) for n in range(5)]
     assert found == [*[BOTH] * 4, NEITHER]  # the eighth later call is the next that is tried
     # Where no sequence may be longer, there are no other lengths for a later call either.
