@@ -39,8 +39,7 @@ TableFile = Annotated[
 ]
 
 # How often each alternative is measured: without and with `--quick`.
-ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1)}
-RANDOM_ROUNDS = 3
+ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1), "random": (3, 1)}
 
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
@@ -85,7 +84,7 @@ def _with_table(
         job = Job(
             place,
             tuple(entry.name for entry in entries),
-            rounds or (ROUNDS[name][quick] if not random else RANDOM_ROUNDS),
+            rounds or ROUNDS["random" if random else name][quick],
             quick,
             deadline=time.monotonic() + longest,
             out=out,

@@ -131,7 +131,7 @@ class Tables:
                     notes = (problem, *(f"{named}: {note}" for note in match.notes))
                     found = Report(named.as_prior, notes)
             if named.source:
-                warned.append(problem)
+                warned.append((problem, named))
         if found.in_force is None:
             # Naming a table for another type of device is no error.
             found = Report(
@@ -142,11 +142,12 @@ class Tables:
                     if named.of_gpu != (device.type == "cuda")
                 )
             )
-        for one in warned:
-            if one not in _logged:
-                _logged.add(one)
-                decides = found.in_force or "the default order"
-                log.warning("%s; %s decides until `attnreg tune` has run here", one, decides)
+        for problem, named in warned:
+            if problem not in _logged:
+                _logged.add(problem)
+                is_this = found.in_force is not None and found.in_force.table is named.table
+                decides = "it" if is_this else found.in_force or "the default order"
+                log.warning("%s; %s decides until `attnreg tune` has run here", problem, decides)
         return replace(found, refused=tuple(refused))
 
     def _meant_for(self, device: Device) -> Iterator[Named]:
