@@ -212,7 +212,7 @@ for _name, _function, _help in (
         _selection,
         """Compare the chosen backend with the fastest one.
 
-        The shapes are ones that no table was tuned on; with --random ever new ones.
+        The shapes are ones that no table was tuned on; --random N draws others.
 
         Example: attnreg bench selection --random 300 --seed 1 --budget 5m
         """,
