@@ -30,6 +30,7 @@ from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
 from attnreg.selection import policy
 from attnreg.torchlib import building, caches, libraries
+from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.tuning import tables
 
 
@@ -76,6 +77,12 @@ def pytest_generate_tests(metafunc):
             if not given or only is None or name in only.args
         ]
         metafunc.parametrize(argument, values)
+
+
+@pytest.fixture
+def no_graph_trees(monkeypatch):
+    """Forget that a test before has loaded CUDA-graph trees: where they are in use little is kept."""
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
 
 
 # How long a test takes decides nothing. Tests that are about it set it back.

@@ -8,8 +8,8 @@ the capture of a CUDA graph nothing is cached: a replay has to read the values t
 
 Torch counts its own writes to a tensor, but not those of a collective, of `x.data.copy_()`, of a kernel of
 the user's or of a graph's replay. So what is used for longer than `TRUSTED` is derived once more, and the
-device compares the two. If they differ, the next call is an error, or the end of the process logs one: some
-calls before may have used the old values.
+device compares the two. Once it has reported that they differ a call is an error, or the end of the process
+logs one: some calls before may have used the old values.
 
 Kernels load whole tiles. A tile that ends beyond its sequence also loads the rows after it, at a weight of
 zero, and zero times NaN is NaN. So for some kernels rows that no query may see (`find_unused`) have to be
@@ -133,8 +133,9 @@ def derived_from(
 
 def _compare(source: tuple[object, ...], kept: _Kept) -> None:
     """See what came of the comparison under way, and begin the next one when it is time."""
-    if kept.comparison is not None:
-        numbers = kept.comparison.read()
+    comparison = kept.comparison  # read once: another thread may clear it meanwhile
+    if comparison is not None:
+        numbers = comparison.read()
         if numbers is None:
             return
         kept.comparison = None
@@ -150,11 +151,12 @@ def _compare(source: tuple[object, ...], kept: _Kept) -> None:
 
 
 @atexit.register
-def _compare_at_exit() -> None:
-    """Say at the end of the process what no call came to say any more."""
-    for source, kept in list(_cache.items()):
-        with suppress(Exception):  # a tensor has gone by now, or the device is lost
-            if source[2:] == (*_seen(kept.given()),) and kept.changed():
+def _say_at_exit() -> None:
+    """Say at the end of the process what no call came to say any more; waits for nothing."""
+    with suppress(Exception):
+        for kept in list(_cache.values()):
+            numbers = None if kept.comparison is None else kept.comparison.read()
+            if numbers is not None and numbers[0]:
                 return log.error(CHANGED)
 
 

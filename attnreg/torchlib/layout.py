@@ -74,20 +74,11 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def needs_graph_memory(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, or new tensors are in a graph's memory pool.
+    """Whether a CUDA graph is being captured, or Inductor's CUDA-graph trees are in use.
 
-    Inductor's CUDA-graph trees run a function once in the graph's pool, on a stream of theirs, before they
-    capture it, and check afterwards that no tensor is left there.
+    These run a function once in the graph's pool before they capture it, and check afterwards that no tensor
+    is left there. Their replays return the same tensors each time, with other values at the same version.
     """
     if not tensor.is_cuda:
         return False
-    if torch.cuda.is_current_stream_capturing():
-        return True
-    trees = sys.modules.get(GRAPH_TREES)
-    if trees is None:
-        return False
-    try:
-        manager = trees.get_manager(tensor.get_device(), create_if_none_exists=False)
-        return manager is not None and manager.stream.cuda_stream == stream_of(tensor)
-    except Exception:  # noqa: BLE001 - they aren't public: another torch may have others
-        return True
+    return GRAPH_TREES in sys.modules or torch.cuda.is_current_stream_capturing()

@@ -8,6 +8,7 @@ function transforms are to see an op, the call is `attnreg::_varlen_attn` (`cust
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError
+from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.varlen import custom_op
 from attnreg.varlen.plans import autocast, call_of, check_heads, check_tensors, run, window
 
@@ -96,7 +98,14 @@ def varlen_attn(
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
-        if cache is not None and seqused_k is None and block_table is None and num_splits is None:
+        # With graph trees nothing that is known of offsets may be used: see `layout.needs_graph_memory`.
+        if (
+            cache is not None
+            and seqused_k is None
+            and block_table is None
+            and num_splits is None
+            and GRAPH_TREES not in sys.modules
+        ):
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
                 enable_gqa, 0 if choice is None else choice.number,

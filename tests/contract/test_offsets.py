@@ -68,11 +68,13 @@ import torch
 from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 
+offsets.TRUSTED = 0.0
 given = torch.tensor([0, 3, 7], dtype=torch.int32)
 rows = torch.zeros(9, 1, 8)
 unused = offsets.find_unused(rows, rows, Call(1.0, 4, 4, (-1, -1), given, given)).queries
 assert unused.tolist() == [False] * 7 + [True] * 2
 {write}
+offsets.find_unused(rows, rows, Call(1.0, 4, 4, (-1, -1), given, given))
 """
 
 

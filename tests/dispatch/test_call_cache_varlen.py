@@ -20,7 +20,7 @@ from attnreg.contract.backend import Call
 from attnreg.errors import InvalidInputError
 from attnreg.varlen import plans
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 
 # ---- repeated calls
 

@@ -15,7 +15,7 @@ from torch._dynamo import compiled_autograd
 
 import attnreg
 
-pytestmark = pytest.mark.usefixtures("one_thread", "front")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees", "front")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnreg
 from attnreg.dispatch import call_cache
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 # torch's own, of traces and of forward-mode AD; FutureWarning from torch 2.15 on.
 jit_is_deprecated = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning"

@@ -16,7 +16,7 @@ def planned(monkeypatch):
 
 
 @pytest.fixture
-def is_kept(planned):
+def is_kept(planned, no_graph_trees):
     """Return whether a repeated call makes no plan, and with compiled routers isn't planned at all.
 
     A backend that may still offer a better launcher is asked ever more rarely: not at three calls running.
@@ -31,7 +31,7 @@ def is_kept(planned):
 
 
 @pytest.fixture
-def compiled_cache(compiled_routers):
+def compiled_cache(compiled_routers, no_graph_trees):
     """Have the compiled call cache serve a test, whatever the run is about."""
     aten.restore()
     aten.ensure()

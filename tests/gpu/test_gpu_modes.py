@@ -109,21 +109,6 @@ def test_reduced_overhead_replays_the_backend_that_was_recorded(named, compiled,
     assert torch.equal(outputs[2][0], outputs[3][0])
 
 
-@pytest.mark.only_for("FA2", "cuDNN")
-@pytest.mark.filterwarnings("ignore:.*CUDA ?[Gg]raph")
-def test_eager_calls_are_kept_as_ever_once_a_compiled_one_has_used_graphs(
-    named, compiled, compiled_cache, planned
-):
-    step = compiled(lambda *given: attnreg.varlen_attn(*given, backend=named), mode="reduce-overhead")
-    given = gpu.packed(grad=False)
-    torch.compiler.cudagraph_mark_step_begin()
-    step(*given)
-    for _ in range(4):
-        attnreg.varlen_attn(*given, backend=named)
-        torch.cuda.synchronize()  # the device has reported on the offsets
-    assert planned(lambda: attnreg.varlen_attn(*given, backend=named)) == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*CUDA ?[Gg]raph")
 def test_reduced_overhead_below_sdpa_is_right_where_two_layers_are_alike(named, compiled, ran):
     """Nothing that the first layer's call leaves behind may lie in the graph's memory."""

@@ -81,7 +81,7 @@ def written(named, prepare, lengths):
 @WRITES
 @pytest.mark.parametrize(("lengths", "without"), [(SHORTER, ()), (REORDERED, ("math", "FA2", "FA4"))])
 def test_calls_with_the_old_offsets_are_an_error_and_those_after_it_are_right(
-    named, prepare, lengths, without, nccl, trust_offsets
+    named, prepare, lengths, without, nccl, trust_offsets, no_graph_trees
 ):
     trust_offsets(0.0)
     given, front = written(named, prepare, lengths)

@@ -12,7 +12,7 @@ def installed(routers, one_thread):
 
 
 @pytest.fixture(params=["call cache", "autograd function", "custom op"])
-def front(request, monkeypatch):
+def front(request, monkeypatch, no_graph_trees):
     """Run a test on each way that a call can take to autograd."""
     request.getfixturevalue("compiled_routers" if request.param == "call cache" else "python_routers")
     if request.param == "custom op":
