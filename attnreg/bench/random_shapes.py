@@ -17,14 +17,13 @@ from itertools import cycle
 from math import exp, log
 from typing import Any
 
-from attnreg import api
 from attnreg.bench import sides
-from attnreg.bench.compare import Batch, batch_beyond_the_cache, short
+from attnreg.bench.compare import batch_beyond_the_cache, checked, short
 from attnreg.bench.report import Job, Table
+from attnreg.bench.selection import strategies
 from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.bench.sides import Side
-from attnreg.bench.summary import CHOSEN, FIXED, ORDER
-from attnreg.dispatch.counters import reset_stats
+from attnreg.bench.summary import CHOSEN, FIXED, TORCH
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import calls_for, interleaved, timer_for
 
@@ -37,7 +36,6 @@ ALL, BY_HOST, BY_DEVICE = "all", "bound by the host", "bound by the device"
 
 # Lengths, the most tokens in a call, the most floating-point operations of a forward.
 GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
-
 
 Row = Mapping[str, Any]
 
@@ -91,49 +89,31 @@ def measure(job: Job, count: int, seed: int) -> None:
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
     job.tables = _tables(summed, worst)
-    refused = sum(len(row["refused"]) for row in rows)
-    sums = f"{len(rows)} shapes of seed {seed}, {refused} times a backend refused one"
-    job.summary = [f"chosen by: {table}", sums]
-
-
-def ways(batch: Batch, job: Job) -> dict[str, Side]:
-    """Return every way to choose: by measurement, by order, each backend registered."""
-    within: dict[str, Any] = {
-        CHOSEN: functools.partial(sides.settings, "measured", job.table, job.backends),
-        ORDER: functools.partial(sides.settings, "order", among=job.backends),
-    }
-    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
-    for name in job.backends:
-        registered = functools.partial(api.register_backend, name)
-        found[FIXED + name] = Side(batch.with_attnreg, batch.front_sets, registered, wanted=name)
-    return found
+    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     """Return what one shape took, microseconds by step and way; None if no backend runs it."""
-    batch, refused = batch_beyond_the_cache(shape, job.device), {}
-    able: dict[str, Side] = {}
-    ran: dict[str, str] = {}
-    for name, side in ways(batch, job).items():
-        reset_stats()
-        side.results(shape.backward)
-        found = sides.ran() if shape.backward else {"forward": sides.ran()["forward"]}
-        if side.wanted and (reason := sides.wrong_backend(side.wanted, found)):
-            refused[name] = reason
-        else:
-            able[name], ran[name] = side, " + ".join(dict.fromkeys(found.values()))
-    if not any(name.startswith(FIXED) for name in able):
+    batch = batch_beyond_the_cache(shape, job.device)
+    ways = {name: side for name, side in strategies(batch, job).items() if name != TORCH}
+    right = checked(batch, ways, job)
+    if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
-    timed = {name: functools.partial(_times, side, shape.backward, {}) for name, side in able.items()}
+    timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
     rounds = interleaved(timed, job.rounds)
     taken = {
         step: {name: statistics.median(one[step] for one in rounds[name]) * 1e6 for name in rounds}
         for step in rounds[CHOSEN][0]
     }
     return {
-        "case": str(shape), "shape": shape.to_dict(), "ran": ran, "refused": refused, "microseconds": taken,
-        "bound": {step: _bound(able[best_of(times)], shape.backward, step) for step, times in taken.items()},
-    }  # fmt: skip
+        "case": str(shape),
+        "shape": shape.to_dict(),
+        "ran": {name: " + ".join(dict.fromkeys(one.ran.values())) for name, one in right.items()},
+        "microseconds": taken,
+        "bound": {
+            step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
+        },
+    }
 
 
 def best_of(times: Mapping[str, float]) -> str:

@@ -53,17 +53,17 @@ bench = typer.Typer(
 )
 
 
-def _with_table(
+def _run(
     context: typer.Context,
-    rounds: Rounds = None,
-    quick: Quick = False,
-    device: options.DeviceHere = "",
-    backend: options.Backends = [],  # noqa: B006 - typer makes a new list for each call
-    budget: options.Budget = "",
-    out: Out = None,
-    plot: Plot = None,
-    table: TableFile = None,
-    as_json: options.AsJson = False,
+    rounds: int | None,
+    quick: bool,
+    device: str,
+    backend: list[str],
+    budget: str,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    table: Path | None = None,
     random: int | None = None,
     seed: int | None = None,
 ) -> None:
@@ -118,6 +118,22 @@ def _with_table(
         raise typer.Exit(output.INTERRUPTED)
 
 
+# Typer reads the options of a command off its function.
+def _with_table(
+    context: typer.Context,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    device: options.DeviceHere = "",
+    backend: options.Backends = [],  # noqa: B006 - typer makes a new list for each call
+    budget: options.Budget = "",
+    out: Out = None,
+    plot: Plot = None,
+    table: TableFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    _run(**locals())
+
+
 def _without_table(
     context: typer.Context,
     rounds: Rounds = None,
@@ -129,7 +145,7 @@ def _without_table(
     plot: Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
-    _with_table(context, rounds, quick, device, backend, budget, out, plot, None, as_json)
+    _run(**locals())
 
 
 def _selection(
@@ -148,7 +164,7 @@ def _selection(
 ) -> None:
     if seed is not None and not random:
         raise InvalidInputError("--seed: got no --random, expected it: the other shapes are fixed")
-    _with_table(context, rounds, quick, device, backend, budget, out, plot, table, as_json, random, seed)
+    _run(**locals())
 
 
 def _check_files(out: Path | None, plot: Path | None, table: Path | None) -> None:
