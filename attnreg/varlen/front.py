@@ -88,7 +88,8 @@ def varlen_attn(
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
 
     Raises:
-        InvalidInputError: the arguments contradict each other; says what was got and expected.
+        InvalidInputError: the arguments contradict each other; says what was got and expected. Or offsets on
+            a GPU were written to where torch doesn't count it, and earlier calls may have used the old ones.
         UnsupportedInputError: no backend can run the call, or `backend` can't; with every reason.
         UnknownBackendError: there is no such `backend`.
         BackendUnavailableError: that `backend` can't load here.

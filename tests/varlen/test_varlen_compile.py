@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from support import truth
 from support.dense import SCATTERING
@@ -24,7 +25,9 @@ from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
+from attnreg.contract import offsets
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.varlen import custom_op, plans
 
 pytestmark = [
     # Torch warns of what it has deprecated and its own Inductor and export still use.
@@ -369,3 +372,32 @@ def test_importing_attnreg_does_not_load_the_op():
     """
     done = forked(textwrap.dedent(script), **NO_PLUGINS)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(monkeypatch):
+    found = []
+
+    class Values:
+        def __init__(self, given):
+            self.given = given.tolist()
+
+    def run(direction, tensors, call, *rest, **options):
+        offsets_q = call.cu_seqlens_q
+        found.append((offsets_q.tolist(), offsets.derived_from((offsets_q,), 0, ("values",), Values).given))
+        return plans.run(direction, tensors, call, *rest, **options)
+
+    def ends(lengths):
+        return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+    @torch.compile
+    def prune(x, first, second):
+        for offsets_q in (ends(first), ends(second)):
+            x = attnreg.varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
+        offsets_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
+        return attnreg.varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
+
+    monkeypatch.setattr(custom_op, "run", run)
+    with torch.no_grad():
+        prune(torch.randn(8, 2, 16), torch.tensor([3, 5]), torch.tensor([6, 2]))
+    assert [given for given, _ in found] == [[0, 3, 8], [0, 6, 8], [0, 5, 6]]
+    assert [derived for _, derived in found] == [given for given, _ in found]
