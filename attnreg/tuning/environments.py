@@ -82,7 +82,7 @@ RULES = {
     "device": Rule("device", None, 0),
     "compute_capability": Rule("compute capability", None, None, "another architecture has other kernels"),
     "torch": Rule("torch", 2, 1, OTHER_KERNELS),
-    "cuda": Rule("CUDA", 2, 0, "one of them has no CUDA"),
+    "cuda": Rule("CUDA", 2, 0),
     "cudnn": Rule("cuDNN", None, 1, OTHER_KERNELS),
     "threads": Rule("threads", None, None, "the times are those of so many threads"),
     "attnreg": Rule("attnreg", 2, 1, "another major version calls kernels otherwise"),
@@ -135,9 +135,9 @@ def matched(measured: Environment, here: Environment, done: str = "measured", wh
 
         if not whole and rule.same is not None and is_alike(rule.same):
             notes.append(sentence)
-        elif (
-            rule.near is not None and there and now and _leading(there, rule.near) == _leading(now, rule.near)
-        ):
+        elif rule.near is not None and not (there and now):
+            refused.append(sentence if whole else f"{sentence}: one of them isn't known")
+        elif rule.near is not None and is_alike(rule.near):
             near.append(sentence)
         else:
             refused.append(sentence if whole else f"{sentence}: {rule.why}")

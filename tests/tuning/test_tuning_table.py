@@ -148,7 +148,8 @@ MAJOR = "another major version has other kernels"
         ),
         ({"torch": "3.0.0"}, f"measured with torch 3.0.0, here it is 2.11.0+cu130: {MAJOR}"),
         ({"cudnn": "100000"}, f"measured with cuDNN 100000, here it is 91900: {MAJOR}"),
-        ({"cuda": ""}, "measured with CUDA none, here it is 13.0: one of them has no CUDA"),
+        ({"cuda": ""}, "measured with CUDA none, here it is 13.0: one of them isn't known"),
+        ({"cudnn": ""}, "measured with cuDNN none, here it is 91900: one of them isn't known"),
         (
             {"attnreg": "1.2.0"},
             "measured with attnreg 1.2.0, here it is 0.1.0: another major version calls kernels otherwise",
