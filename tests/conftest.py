@@ -41,6 +41,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--routers", choices=("python", "compiled"), default="python", help="which lie over torch's kernels"
     )
+    # How long a test takes decides nothing, and with 0 no test may find that its offsets have changed.
+    parser.addoption("--trust-offsets", type=float, default=3600.0, help="offsets.TRUSTED, in seconds")
+
+
+def pytest_configure(config):
+    offsets.TRUSTED = config.getoption("--trust-offsets")
 
 
 # As the backends spell themselves, whatever the command line does.
@@ -83,10 +89,6 @@ def pytest_generate_tests(metafunc):
 def no_graph_trees(monkeypatch):
     """Forget that a test before has loaded CUDA-graph trees: where they are in use little is kept."""
     monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
-
-
-# How long a test takes decides nothing. Tests that are about it set it back.
-offsets.TRUSTED = 3600.0
 
 
 @pytest.fixture

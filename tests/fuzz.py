@@ -220,7 +220,8 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
             offsets, given = _same_offsets(offsets, given)
             attnreg.reset_stats()
             try:
-                _measure(case, given, run(drawn._replace(case=case), given), largest)
+                results = run(drawn._replace(case=case), given)
+                _measure(case, given, results, largest)
                 found = _explained(drawn, case, given)
             except UnsupportedInputError as error:
                 asked = drawn.asked == "keyword" and drawn.backend in str(error)
@@ -231,6 +232,12 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                     raise  # no further call can run
                 found = Found("error", f"{type(error).__name__}: {error}")
             beyond = {name: error for name, error in largest.items() if not error.passed}
+            if (
+                beyond
+                and not found.wrong
+                and _differs(results, run(drawn._replace(case=case), given), largest)
+            ):
+                found = Found("wrong", "a call gives other results each time")
             if found.wrong or (times >= REPEATS and not beyond):
                 break
     if beyond and not found.wrong:
@@ -238,6 +245,7 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
     if found.wrong and device == "cuda" and not case.varlen and _is_torchs_alone(given, case):
         return Found("torch chose an op that isn't routed, and failed")
     if times > REPEATS and not found.wrong:
+        print(f"{drawn}\n  within the rule over {times} draws: --seed {seed} --only {number}")
         return Found("beyond the rule in one draw of the values, within it over more")
     return found
 
@@ -278,6 +286,11 @@ def _measure(case: Case, given: Inputs, results: dict[str, Tensor], largest: dic
             shifted = compare((got,), getattr(plain, name), getattr(read, name), given.q.dtype)
             error = error._replace(kernel=shifted.kernel)  # plain PyTorch's stays that from the truth
         largest[name] = Error(*map(max, error, largest.get(name, error)))
+
+
+def _differs(first: dict[str, Tensor], second: dict[str, Tensor], largest: dict[str, Error]) -> bool:
+    """Whether two runs of one call differ by more than rounding: then it isn't chance that one is beyond."""
+    return any(float((first[name] - second[name]).abs().max()) > largest[name].allowed for name in first)
 
 
 def with_the_output(out: Tensor, case: Case, given: Inputs, truth: Results) -> Results:

@@ -89,7 +89,6 @@ _lock = open_after_fork(threading.Lock())
 # Keys: stream (another one doesn't wait for a value derived on this one), purpose, the tensors as they were.
 _cache: dict[tuple[object, ...], _Kept] = {}
 
-
 # Called before the error is raised, to forget what else is known of offsets.
 on_changed: list[Callable[[], object]] = []
 
