@@ -28,7 +28,7 @@ from attnreg.backends.cudnn import rounding
 from attnreg.contract import discovery, offsets
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
-from attnreg.selection import policy
+from attnreg.selection import adaptive, policy
 from attnreg.torchlib import building, caches, libraries
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.tuning import tables
@@ -173,6 +173,8 @@ def fresh_registry(monkeypatch):
     monkeypatch.setattr(_registry, "_entries", None)
     monkeypatch.setattr(discovery, "entry_points", lambda group: points_on(tuple(sys.path), group))
     monkeypatch.setattr(_registry, "_registrations", ())
+    for name, value in (("_learned", {}), ("_keeps", False)):
+        monkeypatch.setattr(adaptive, name, value)
     monkeypatch.setattr(counters, "_fallbacks", {})
     monkeypatch.setattr(counters, "_failures", {})
     # A table that comes with attnreg would order the backends of a GPU that it was measured on.

@@ -9,6 +9,7 @@ the arguments as they came, and only another backend's call is brought into the 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,7 +119,11 @@ class RoutedCall(NamedTuple):
             args = tuple(copied)
             keeps = keeps and all(map(operator.is_, args, self.args))
         try:
-            result = self.original(*args, **self.kwargs)  # type: ignore[misc]
+            if plan.turn is None:
+                result = self.original(*args, **self.kwargs)  # type: ignore[misc]
+            else:
+                run = functools.partial(self.original, *args, **self.kwargs)  # type: ignore[misc,arg-type]
+                result = plan.turn.timed(run, args[0])
         except Exception as error:
             counters.failed(plan.counters[0], error)
             raise

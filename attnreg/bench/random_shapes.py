@@ -1,14 +1,15 @@
 """What each way to choose a backend loses, on shapes drawn at random: `attnreg bench selection --random N`.
 
 A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
-them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its default
-order and every backend are divided by. Calls are made as a program makes them, one right after the other, the
-layers of a model in one graph. Whether the host or the device takes longer is measured for the best backend;
+them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
+"adaptive" (from nothing, after its turns), its default order and every backend are divided by. Calls are made
+as a program makes them, one right after the other, the layers of a model in one graph. Whether the host or the device takes longer is measured for the best backend;
 shapes of both kinds are summed up apart, as what is lost on the host no kernel can win back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import statistics
@@ -23,9 +24,11 @@ from attnreg.bench.report import Job, Table
 from attnreg.bench.selection import strategies
 from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.bench.sides import Side
-from attnreg.bench.summary import CHOSEN, FIXED, TORCH
+from attnreg.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import calls_for, interleaved, timer_for
+from attnreg.selection import adaptive
+from attnreg.selection.turns import MOST_TURNS
 
 # As long as a measurement takes, but for calls that take longer.
 SECONDS = 0.004
@@ -70,6 +73,17 @@ def measure(job: Job, count: int, seed: int) -> None:
     """Measure so many shapes, or as many as there is time for; refuses where none could be."""
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
+    with adaptive.from_nothing():
+        _measure(job, count, seed, table, rows)
+    if not rows:
+        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
+    job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
+    job.tables = _tables(summed, worst)
+    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
+
+
+def _measure(job: Job, count: int, seed: int, table: str, rows: list[dict[str, Any]]) -> None:
     for number in range(count):
         shape = draw(seed, number, job.device.type)
         job.advance(number, count, str(shape))
@@ -84,18 +98,15 @@ def measure(job: Job, count: int, seed: int) -> None:
         if row is not None:
             rows.append({"number": number} | row)
             job.keep({"seed": seed, "table": table, "rows": [*rows]})
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
-    summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
-    job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
-    job.tables = _tables(summed, worst)
-    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     """Return what one shape took, microseconds by step and way; None if no backend runs it."""
     batch = batch_beyond_the_cache(shape, job.device)
     ways = {name: side for name, side in strategies(batch, job).items() if name != TORCH}
+    by_turns = functools.partial(sides.settings, "adaptive", job.table, job.backends)
+    ways[ADAPTIVE] = Side(batch.with_attnreg, batch.front_sets, by_turns)
+    _take_turns(ways[ADAPTIVE], shape.backward)
     right = checked(batch, ways, job)
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
@@ -114,6 +125,18 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
             step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
         },
     }
+
+
+def _take_turns(side: Side, backward: bool) -> None:
+    """Make the calls at which backends take turns, and one more, which finds them over."""
+    timer = timer_for(side.sets[0].q.device)
+    with side.within():
+        for _, run, calls, _ in _steps(side, backward):
+            for count in (-(-MOST_TURNS // calls), 1):
+                for _ in range(count):
+                    with contextlib.suppress(Exception):  # the backend gets no more turns
+                        run()
+                timer.wait()
 
 
 def best_of(times: Mapping[str, float]) -> str:

@@ -226,7 +226,7 @@ def by_default() -> Iterator[None]:
 
 @contextlib.contextmanager
 def settings(chosen_by: str, table: Path | None = None, among: Iterable[str] = ()) -> Iterator[None]:
-    """Have `policy` in force, "measured" or "order".
+    """Have `policy` in force: "measured", "order" or "adaptive".
 
     With `among`, no other backends are chosen, but for `math`, to which all else falls back.
     """

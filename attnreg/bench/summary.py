@@ -10,6 +10,7 @@ from typing import Any
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 
 CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
+ADAPTIVE = "attnreg, adaptive"
 DIRECT, SAME_FRONT = "best called directly", "best through the same front"
 GROUPS = ("all", "dense", "varlen", "decode")
 

@@ -21,6 +21,7 @@ from attnreg.errors import BackendUnavailableError
 from attnreg.selection import ranks
 from attnreg.selection.decision import Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
+from attnreg.selection.turns import Turn
 from attnreg.torchlib import building, captured
 
 log = logging.getLogger("attnreg")
@@ -67,13 +68,13 @@ def make_plan(
         if entry := entries.get(name.casefold()):
             judged = _JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
             entries = {**entries, name.casefold(): judged}
-    decision, kernel = _settle(spec, direction, entries, policy, native)
+    decision, kernel, turn = _in_turn(spec, direction, entries, policy, native)
     counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel, kernel is None, counted, key=key)
+    made = Plan(decision.backend or "", kernel, kernel is None, counted, key=key, turn=turn)
     if made.is_native:
         log_fallbacks()
-        if spec.capturing:  # maybe another backend only lacks its first run: see below
+        if spec.capturing or turn is not None:  # maybe another backend only lacks its first run: see below
             return made._replace(is_checked=False)
         now.keep(made)
         return made
@@ -89,10 +90,11 @@ def make_plan(
     def passed() -> None:
         log_fallbacks()
         # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
-        if not spec.capturing:
+        if not spec.capturing and turn is None:
             now.keep(made)
 
-    checked = checked_against_contract(made.kernel, direction, made.backend, passed)
+    run = made.kernel if turn is None else functools.partial(_timed, turn, made.kernel)
+    checked = checked_against_contract(run, direction, made.backend, passed)
     return made._replace(kernel=checked, is_checked=False)
 
 
@@ -113,7 +115,9 @@ def decide(
         return replayed(policy.lock, spec, direction, entries, policy, native)
     leaves_native = native and (policy.only_recording or not policy.by_measurement)
     tables = None if leaves_native else policy.tables
-    prediction = tables.predict(spec, direction) if tables is not None else None
+    prediction = policy.adaptive.predict(spec, direction) if policy.adaptive is not None else None
+    if prediction is None and tables is not None:
+        prediction = tables.predict(spec, direction)
     return select(spec, direction, entries, policy, native, prediction)
 
 
@@ -216,6 +220,32 @@ def _settle(
             return decision, offered[decision.backend.casefold()].kernel(direction)
         except BackendUnavailableError:
             continue  # its probe was too hopeful; from now on it is rejected with the cause
+
+
+def _in_turn(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: Native | None,
+) -> tuple[Decision, Callable[..., Any] | None, Turn | None]:
+    """Settle about a call; by `policy = "adaptive"` it may be the turn of another backend than the best."""
+    if policy.adaptive is None:
+        return *_settle(spec, direction, entries, policy, native), None
+    policy.adaptive.begin(spec, direction)
+    decision, kernel = _settle(spec, direction, entries, policy, native)
+    if decision.backend in decision.asked_for:
+        return decision, kernel, None
+    able = [name for name in decision.order if name not in decision.rejected]
+    turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
+    if turn is not None and turn.backend:
+        leading = Preference(turn.source, (turn.backend,), required=False)
+        decision, kernel = _settle(spec, direction, entries, policy.with_first(leading), native)
+    return decision, kernel, turn
+
+
+def _timed(turn: Turn, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    return turn.timed(lambda: kernel(*arguments), arguments[0])
 
 
 def _faster_than_native(

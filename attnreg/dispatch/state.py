@@ -28,6 +28,7 @@ from attnreg.dispatch import counters, trace
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import policy, ranks
 from attnreg.selection.decision import Policy
+from attnreg.selection.turns import Turn
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         key: what the plan is kept under.
         set_aside: the backend's `Entry.set_aside` for this call.
+        turn: what times the call, where backends take turns (`policy = "adaptive"`).
     """
 
     backend: str
@@ -57,6 +59,7 @@ class Plan(NamedTuple):
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
     key: tuple[object, ...] = ()
     set_aside: Callable[[str], str] | None = None
+    turn: Turn | None = None
 
     def run(self, *inputs: Any) -> Any:
         """Run the kernel and count the call.

@@ -172,6 +172,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_failures(decided.values()),
         *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
         *_unmeasured(spec, policy, directions),
+        *_turns(spec, policy, directions),
     )
     return Explanation(spec, decided["forward"], decided.get("backward"), notes)
 
@@ -185,6 +186,13 @@ def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction
         wanted = spec.of(direction)
         if policy.tables.predict(wanted, direction) is None:
             yield f"{table} has nothing of this kind: {kind_of(wanted, direction)}"
+
+
+def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
+    """Yield how far the turns of such calls are, where backends take turns."""
+    if policy.adaptive is not None:
+        for direction in directions:
+            yield from policy.adaptive.notes(spec, direction)
 
 
 def _elsewhere(kernel: str, direction: Direction, entries: Mapping[str, Entry]) -> Decision:

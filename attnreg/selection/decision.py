@@ -14,6 +14,7 @@ from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import UnsupportedInputError
+from attnreg.selection.adaptive import Adaptive
 from attnreg.selection.lockfile import Lock
 from attnreg.tuning.lookup import Prediction, with_sources
 from attnreg.tuning.tables import Tables
@@ -59,7 +60,8 @@ class Policy:
         a call; empty if none does. tables: the measured tables; None if only the default order counts.
         only_recording: whether nothing but the recording of calls is asked for, so that torch's choices
         stand. lock: the lockfile that decisions have to agree with. by_measurement: whether a setting asks
-        for tables, so that they may change torch's own choice, too.
+        for tables, so that they may change torch's own choice, too. adaptive: the policy of that name; None
+        if another one decides.
     """
 
     preferences: tuple[Preference, ...] = ()
@@ -69,6 +71,7 @@ class Policy:
     only_recording: bool = False
     lock: Lock | None = field(default=None, compare=False, repr=False)
     by_measurement: bool = field(default=False, compare=False, repr=False)
+    adaptive: Adaptive | None = field(default=None, compare=False, repr=False)
 
     def with_first(self, preference: Preference | None) -> Policy:
         """Return this policy with one more preference, the strongest."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
 from attnreg.errors import AttnregError, BuildError
+from attnreg.selection.adaptive import Adaptive
 from attnreg.selection.decision import Policy, Preference
 from attnreg.selection.lockfile import Lock
 from attnreg.selection.sources import (
@@ -86,16 +87,20 @@ def current() -> Policy:
     """Return everything that is asked for; raises `ConfigError` if the environment or a file is wrong."""
     now = sources()
     tables = None
-    if decides_by(now)[0] == "measured":
+    adaptive = None
+    if decides_by(now)[0] != "order":
         tables = Tables(now.tables, _registry.entries, _compiled(now))
+        if decides_by(now)[0] == "adaptive" and now.lock is None:
+            adaptive = Adaptive(tables, _registry.entries)
     only_recording = serves(now) and only_records(now) and not _active and not _registry.registrations()
     # A preference for one backend doesn't change calls that torch sends to another one; asking for tables
     # does.
     by_measurement = bool(decides_by(now)[1] or now.tables)
     lock = Lock(now.lock, _registry.entries) if now.lock is not None else None
     return Policy(
-        tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement
-    )
+        tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement,
+        adaptive,
+    )  # fmt: skip
 
 
 def _compiled(now: Sources) -> bool:

@@ -8,8 +8,7 @@ attention keeps no other waiting.
 A record has to go with its group, but a store may live longer: torchrun's serves all groups of a job, and
 so does one that a program passes to `init_process_group` twice. Hence
 
-- no strong reference to the store outlives a check. A `TCPStore` that is still referenced after
-  `destroy_process_group` is reused by the next group, which then finds the addresses of the last one;
+- no strong reference to the store outlives a check (see `torchlib.job_store`);
 - every rank knows by its id a record that it has seen in an earlier group, and replaces it;
 - under torchrun a rank takes its record back when its group is destroyed, for ranks that haven't seen it.
 """
@@ -21,17 +20,17 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.errors import RanksDifferError
 from attnreg.selection.decision import Policy
+from attnreg.torchlib import job_store
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.environments import environment
 
@@ -74,7 +73,6 @@ _compared: set[str] = set()  # kinds of devices, in the group whose store is `_s
 _seen: set[str] = set()  # ids of that group's records
 _stale: set[str] = set()  # ids of earlier groups' records
 _store: weakref.ref[Any] | None = None
-_inherited_store: weakref.ref[Any] | None = None
 
 
 def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
@@ -87,13 +85,9 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
     If another rank's inputs are different, a `RanksDifferError` names the difference.
     """
     global _store
-    distributed = _group_of_several()
-    if distributed is None or device.simulated:
+    if device.simulated or (store := job_store.default()) is None:
         return
-    place = device.name or device.type
-    store = distributed.distributed_c10d._get_default_store()
-    if _inherited_store is not None and store is _inherited_store():
-        return  # a forked child would talk over its parent's connection
+    place, rank = device.name or device.type, job_store.group_of_several().get_rank()
     with _lock:
         if _store is None or store is not _store():  # the first call of another group
             _store = weakref.ref(store)
@@ -102,7 +96,7 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
             _compared.clear()
         if place in _compared:
             return
-        difference = _compare(store, distributed.get_rank(), place, _inputs(policy, entries, device))
+        difference = _compare(store, rank, place, _inputs(policy, entries, device))
         if not difference:
             _compared.add(place)
     del store  # the error below holds this frame
@@ -112,31 +106,10 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
 
 def place() -> str:
     """Return which rank of a job this is, as the beginning of a reason that holds for it alone; or ''."""
-    distributed = _group_of_several()
+    distributed = job_store.group_of_several()
     if distributed is None:
         return ""
     return f"on rank {distributed.get_rank()} (ranks that choose differently don't agree bitwise): "
-
-
-def _group_of_several() -> Any:
-    """Return `torch.distributed` if the default process group has several ranks, else None."""
-    # A program that has initialised it has imported it.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed if distributed.get_world_size() > 1 else None
-
-
-def _leave_the_parents_store() -> None:
-    global _inherited_store
-    distributed = sys.modules.get("torch.distributed")
-    with contextlib.suppress(Exception):
-        if distributed is not None and distributed.is_initialized():
-            _inherited_store = weakref.ref(distributed.distributed_c10d._get_default_store())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_the_parents_store)
 
 
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
@@ -144,6 +117,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
     loading = environment(device, shared).backends
     requested = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
     requested += [f"not {name}" for name in sorted(policy.disabled)]
+    requested += ['policy = "adaptive"'] if policy.adaptive is not None else []
     table, table_name = _table(policy, device)
     return Inputs(
         table,
@@ -171,7 +145,9 @@ def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
     found: list[str] = []
     try:
         group_timeout = store.timeout.total_seconds() if hasattr(store, "timeout") else LONGEST_WAIT_S
-        _run_within(min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine)))
+        job_store.within(
+            min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine))
+        )
         first = json.loads(found[0])
         _seen.add(first["id"])
         different = inputs.differences(Inputs(*first["inputs"]))
@@ -215,28 +191,6 @@ def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
         if os.getpid() == owner:
             with contextlib.suppress(Exception):
                 # An empty value counts as none, and another rank's record stays.
-                _run_within(LONGEST_WITHDRAWAL_S, lambda: alias.compare_set(place, mine, ""))
+                job_store.within(LONGEST_WITHDRAWAL_S, lambda: alias.compare_set(place, mine, ""))
 
     weakref.finalize(store, withdraw, alias).atexit = False
-
-
-def _run_within(seconds: float, run: Callable[[], object]) -> None:
-    """Run in a thread, and leave it behind if it takes longer.
-
-    That, or that it raised, is a RuntimeError; without the error itself, whose frames hold the store.
-    """
-    errors: list[str] = []
-
-    def catch() -> None:
-        try:
-            run()
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(str(error))
-
-    thread = threading.Thread(target=catch, name="attnreg", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise RuntimeError(f"the process group's store doesn't respond within {seconds:g} s")
-    if errors:
-        raise RuntimeError(errors[0])

@@ -151,10 +151,11 @@ class Settings(_Table):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="The least severe messages that the 'attnreg' logger lets pass."
     )
-    policy: Literal["measured", "order"] = Field(
+    policy: Literal["measured", "order", "adaptive"] = Field(
         default="measured",
         description="What decides where no backend is preferred: a measured table, if there is one for the "
-        "device, or the default order alone.",
+        "device, the default order alone, or what the program's own calls take: backends take turns at the "
+        "first ones of each kind.",
     )
     tuned: TableFile | None = Field(
         default=None,

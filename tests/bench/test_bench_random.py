@@ -11,7 +11,7 @@ from attnreg.backends import math as math_backend
 from attnreg.bench import random_shapes
 from attnreg.bench.random_shapes import ALL, BY_DEVICE, BY_HOST, draw, losses, percentile, summary, worst_of
 from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.bench.summary import CHOSEN, ORDER
+from attnreg.bench.summary import ADAPTIVE, CHOSEN, ORDER
 
 
 def test_a_seed_and_a_number_are_always_the_same_shape_and_others_are_others():
@@ -90,7 +90,9 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     row = found["rows"][0]
     assert row["ran"]["always math"] == "math"
     assert row["ran"]["always cpu"] == "cpu"
-    assert {one["way"] for one in found["summary"]} == {CHOSEN, ORDER, "always cpu", "always math"}
+    ways = {CHOSEN, ADAPTIVE, ORDER, "always cpu", "always math"}
+    assert {one["way"] for one in found["summary"]} == ways
+    assert row["ran"][ADAPTIVE] == "cpu"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -20,6 +20,7 @@ from attnreg.contract.spec import Device
 from attnreg.selection import ranks
 from attnreg.selection.decision import Policy, Preference
 from attnreg.selection.lockfile import Lock, Lockfile, Row
+from attnreg.torchlib import job_store
 from attnreg.tuning.environments import environment
 from attnreg.tuning.tables import Named, Tables
 
@@ -47,8 +48,8 @@ def rank(monkeypatch):
         monkeypatch.setattr(dist, "get_rank", lambda: number)
         for name in ("_compared", "_seen", "_stale"):
             monkeypatch.setattr(ranks, name, set())
-        for name in ("_store", "_inherited_store"):
-            monkeypatch.setattr(ranks, name, None)
+        monkeypatch.setattr(job_store, "_inherited", None)
+        monkeypatch.setattr(ranks, "_store", None)
         return store
 
     return become
@@ -161,7 +162,7 @@ def test_ranks_that_measure_nothing_agree_and_what_changes_later_is_not_compared
 
 def test_a_forked_child_leaves_its_parents_store_alone(rank):
     store = rank(0)
-    ranks._leave_the_parents_store()
+    job_store._leave_the_parents()
     agree(chosen_by())
     assert store == {}
 

@@ -48,6 +48,7 @@ def test_booleans_are_read_in_any_case(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
+POLICIES = "expected measured, order or adaptive"
 ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
 PATH = "expected a path (there is no home folder for its ~)"
 UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you mean"
@@ -66,7 +67,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_BACKENDS", "FA4", f"{UNKNOWN} 'ATTNREG_BACKEND'?"),
         ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
-        ("ATTNREG_POLICY", "measurd", "got 'measurd', expected measured or order; did you mean 'measured'?"),
+        ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )

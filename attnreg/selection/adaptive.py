@@ -1,0 +1,289 @@
+"""The policy "adaptive": backends take turns at the first calls of a kind, until the fastest is known.
+
+As `cudnn.benchmark` does for convolutions, but on the calls that the program makes anyway. What was seen is a
+measured table of the user's own, in the cache folder, one for each environment: a later process starts with
+it. Calls belong together if they are of one kind and of nearly one size (`cell_of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import AttentionSpec, Device, Direction
+from attnreg.errors import AttnregError
+from attnreg.selection.sources import REFERENCE
+from attnreg.selection.turns import Cell, Turn, Turns, cell_of, lock
+from attnreg.torchlib import caches, job_store, locks
+from attnreg.tuning.environments import environment
+from attnreg.tuning.index import Kinds
+from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.tuning.lookup import Prediction, predict
+from attnreg.tuning.points import Point
+from attnreg.tuning.table import Environment, Table, load
+from attnreg.tuning.tables import Tables, file_name
+
+log = logging.getLogger("attnreg")
+
+NAME = 'what policy = "adaptive" has seen'
+
+# A backend that a measured table puts above so many times the best gets no turn.
+HOPELESS = 2.0
+# How long ranks wait for the one that measures, and how often they look.
+PATIENCE_S, LOOK_S = 60.0, 0.5
+# How long one question to the store of the process group may take.
+STORE_S = 5.0
+
+
+class Learned:
+    """What this process has seen in one environment, and what earlier ones have left in the cache folder."""
+
+    def __init__(self, here: Environment, file: Path | None) -> None:
+        self.environment, self._file = here, file
+        self.turns: dict[Cell, Turns] = {}
+        self.known = {cell_of(*point.place): point for point in self._read()}
+
+    def turns_of(self, spec: AttentionSpec, direction: Direction) -> Turns:
+        """Return the turns that a call belongs to; new ones begin with what is known."""
+        kind, size = kind_of(spec, direction), size_of(spec)
+        cell = cell_of(kind, size)
+        found = self.turns.get(cell)
+        if found is None:
+            name = hashlib.sha256(repr((self.environment.device, cell)).encode()).hexdigest()[:16]
+            found = self.turns[cell] = Turns(kind, size, name, since=time.monotonic())
+            measures = _claim(name)
+            found.follows = measures is False
+            # What the other ranks choose can't be known.
+            found.closed = measures is None and job_store.group_of_several() is not None
+            if cell in self.known and not (found.follows or found.closed):
+                self._close(found, self.known[cell])
+        return found
+
+    def collect(self) -> None:
+        """Close the turns that are over."""
+        for one in self.turns.values():
+            if one.closed:
+                continue
+            if one.follows:
+                self._look(one)
+                continue
+            one.collect()
+            if (point := one.result()) is not None:
+                self._close(one, point)
+                if point.backends:
+                    self.known[cell_of(*point.place)] = point
+                    self._save()
+
+    def _look(self, one: Turns) -> None:
+        """Take over what another rank has measured; without it in time, go on as without this policy."""
+        now = time.monotonic()
+        if now < one.looked + LOOK_S:
+            return
+        one.looked = now
+        try:
+            text = _published(one.name)
+        except RuntimeError as error:
+            log.info("%s by another rank isn't known: %s", NAME, error)
+            one.closed = True
+            return
+        if text:
+            self._close(one, Point.from_dict(json.loads(text), "the point of another rank"))
+        elif now > one.since + PATIENCE_S:
+            one.closed = True
+
+    def _close(self, one: Turns, point: Point) -> None:
+        one.closed, one.point = True, point if point.backends else None
+        if not one.follows:
+            _publish(one.name, json.dumps(point.to_dict()))
+        times = ", ".join(f"{name} {seen.gpu_us:.0f} us" for name, seen in point.backends.items())
+        log.info("%s: %s: %s", NAME, point.kind, times)
+
+    def _read(self) -> tuple[Point, ...]:
+        try:
+            if self._file is not None and self._file.is_file():
+                return load(self._file).points
+        except (AttnregError, OSError) as error:
+            log.warning("what was measured earlier isn't used: %s", error)
+        return ()
+
+    def _save(self) -> None:
+        """Write all that is known, with what other processes have added meanwhile."""
+        if self._file is None:
+            return
+        try:
+            caches.make(self._file.parent)
+            with locks.rewriting(self._file, seconds=1.0):
+                for point in self._read():
+                    self.known.setdefault(cell_of(*point.place), point)
+                Table(self.environment, tuple(self.known.values()), self._file.name).save(self._file)
+        except OSError as error:
+            log.info("what was measured can't be kept: %s", error)
+            self._file = None
+
+
+# Of a job's ranks the first that meets a kind of call measures it, and the others take over what it finds.
+
+
+def _claim(name: str) -> bool | None:
+    """Return whether this rank measures; None if there is no other, or the store fails."""
+    store, mine = job_store.default(), uuid.uuid4().hex
+    found: list[str] = []
+    if store is None:
+        return None
+    try:
+        job_store.within(STORE_S, lambda: found.append(store.compare_set(_key(name), "", mine).decode()))
+    except RuntimeError as error:
+        log.info("this job's ranks can't agree who measures: %s", error)
+        return None
+    return found[0] == mine
+
+
+def _publish(name: str, text: str) -> None:
+    if (store := job_store.default()) is not None:
+        with contextlib.suppress(RuntimeError):  # the others go on without it
+            job_store.within(STORE_S, lambda: store.set(f"{_key(name)}/point", text))
+
+
+def _published(name: str) -> str:
+    """Return what the rank that measures has published; empty if nothing yet. Raises RuntimeError."""
+    store, key, found = job_store.default(), f"{_key(name)}/point", [""]
+    if store is None:
+        raise RuntimeError("the process group has ended")
+
+    def look() -> None:
+        if store.check([key]):
+            found.append(store.get(key).decode())
+
+    job_store.within(STORE_S, look)
+    return found[-1]
+
+
+def _key(name: str) -> str:
+    # The store of torchrun's agent outlives workers: one that measured may be gone.
+    return f"attnreg/adaptive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{name}"
+
+
+_learned: dict[str, Learned] = {}
+_keeps = True
+
+
+@contextlib.contextmanager
+def from_nothing() -> Iterator[None]:
+    """Know nothing, and leave nothing behind: for tests and benchmarks."""
+    global _learned, _keeps
+    before = _learned, _keeps
+    _learned, _keeps = {}, False
+    try:
+        yield
+    finally:
+        _learned, _keeps = before
+
+
+class Adaptive:
+    """The policy, for one state of the registry and the settings."""
+
+    def __init__(self, tables: Tables, entries: Callable[[], Mapping[str, Entry]]) -> None:
+        self._tables, self._entries = tables, entries
+        self._environments: dict[Device, tuple[str, Environment]] = {}
+
+    def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
+        """Return the times that were seen of such calls; None before all turns are over."""
+        if spec.device.simulated or spec.deterministic:
+            return None
+        spec = spec.of(direction)
+        with lock:
+            found = self._here(spec.device)
+            kind, size = kind_of(spec, direction), size_of(spec)
+            turns = found.turns.get(cell_of(kind, size))
+            point = turns.point if turns is not None else found.known.get(cell_of(kind, size))
+        if point is None:
+            return None
+        kinds = Kinds((point,))
+        table = self._tables.report(spec.device).in_force
+        if table is not None:
+            kinds.fronts = table.kinds.fronts
+        seen = predict(kinds, spec, direction, NAME, self._tables.compiled)
+        return None if seen is None else Prediction(seen.table, seen.candidates, seen.points)
+
+    def begin(self, spec: AttentionSpec, direction: Direction) -> None:
+        """Take the times that have come in, before a call is decided about."""
+        if _takes_turns(spec):
+            with lock:
+                found = self._here(spec.device)
+                found.turns_of(spec.of(direction), direction)
+                found.collect()
+
+    def turn(
+        self, spec: AttentionSpec, direction: Direction, able: Sequence[str], predicted: Prediction | None
+    ) -> Turn | None:
+        """Return the turn that a call is; None if it is none.
+
+        Backends that are `able` to run it, the first choice first, take turns, but for the reference, which
+        may need more memory than there is, and those that a table puts far behind. A turn without a backend
+        is nobody's: what was decided holds for this call.
+        """
+        if not _takes_turns(spec):
+            return None
+        with lock:
+            turns = self._here(spec.device).turns_of(spec.of(direction), direction)
+            if turns.closed:
+                return None
+            if turns.follows:
+                return Turn(turns, "", 0, spec)
+            if turns.backends is None:
+                names = _worth_a_turn(able, predicted)
+                turns.backends, turns.given = {name: [] for name in names}, dict.fromkeys(names, 0)
+            if len(turns.backends) < 2:
+                turns.closed = True
+                return None
+            name = turns.next()
+            if name:
+                turns.given[name] += 1
+            return Turn(turns, name, turns.given.get(name, 0), spec)
+
+    def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
+        """Yield how far the turns of such calls are."""
+        if spec.device.simulated:
+            return
+        spec = spec.of(direction)
+        with lock:
+            turns = self._here(spec.device).turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
+            if turns is None or turns.closed or turns.backends is None:
+                return
+            taken = ", ".join(f"{name} {given} of {turns.each}" for name, given in turns.given.items())
+            yield f'policy = "adaptive": turns taken by a {direction} like this one: {taken}'
+
+    def _here(self, device: Device) -> Learned:
+        if device not in self._environments:
+            here = environment(device, self._entries())
+            digest = hashlib.sha256(repr(asdict(here)).encode()).hexdigest()[:12]
+            self._environments[device] = digest, here
+        digest, here = self._environments[device]
+        if digest not in _learned:
+            file = None
+            with contextlib.suppress(RuntimeError):  # no home folder
+                if _keeps:
+                    file = caches.folder("adaptive") / f"{Path(file_name(here.device)).stem}-{digest}.json"
+            _learned[digest] = Learned(here, file)
+        return _learned[digest]
+
+
+def _takes_turns(spec: AttentionSpec) -> bool:
+    """Whether a call may be run by one backend now and by another later."""
+    return not (spec.capturing or spec.deterministic or spec.dropout > 0.0 or spec.device.simulated)
+
+
+def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:
+    found = {name: predicted.of(name) if predicted else None for name in able if name != REFERENCE}
+    costs = {name: one.cost_us for name, one in found.items() if one is not None}
+    most = HOPELESS * min((cost for cost in costs.values() if cost is not None), default=0.0)
+    return [name for name in found if name not in costs or 0 <= (costs[name] or most + 1) <= most]

@@ -1,0 +1,74 @@
+"""On a GPU: `policy = "adaptive"` times kernels on the program's own calls, which stay right."""
+
+import pytest
+import torch
+from support import gpu
+
+import attnreg
+from attnreg import _registry
+from attnreg.selection import adaptive
+from attnreg.selection.turns import MOST_TURNS
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 300, 0, 42)
+
+
+@pytest.fixture(params=["packed", "dense"])
+def step(request):
+    """Return a function that runs a call forward and backward, and what it should return."""
+    if request.param == "packed":
+        given = gpu.packed(LENGTHS)
+        return lambda: gpu.run(attnreg.varlen_attn, given), gpu.expected(given)[0]
+    inputs = gpu.bhsd()
+    return lambda: gpu.sdpa_and_back(inputs), gpu.expected_of_sdpa(inputs)
+
+
+def able():
+    """Return the backends that take turns: those that load, but for the reference."""
+    entries = _registry.entries()
+    return {name for name in ("FA2", "FA4", "cuDNN") if not entries[name.casefold()].unavailable()}
+
+
+def test_each_kernel_has_its_turns_all_are_right_and_the_fastest_stays(step, ran):
+    run, expected = step
+    attnreg.configure({"policy": "adaptive"})
+    ran()
+    for _ in range(MOST_TURNS):
+        gpu.assert_near(run(), expected)
+    torch.cuda.synchronize()
+    took = ran()
+    gpu.assert_near(run(), expected)
+    (learned,) = adaptive._learned.values()
+    points = {one.kind.direction: one.point for one in learned.turns.values()}
+    for place, direction in enumerate(("forward", "backward")):
+        assert {name for name, counts in took.items() if counts[place]} == able()
+        assert points[direction].backends.keys() == able()
+        assert all(1.0 < one.gpu_us < 1e4 for one in points[direction].backends.values())
+    ran()
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    after = ran()
+    for place, direction in enumerate(("forward", "backward")):
+        chosen = {name for name, counts in after.items() if counts[place]}
+        seen = {name: one.gpu_us for name, one in points[direction].backends.items()}
+        assert len(chosen) == 1
+        assert seen[chosen.pop()] <= 2 * min(seen.values())  # the host's times count as well
+
+
+def test_a_capture_takes_no_turn_and_replays_right(step, ran):
+    run, expected = step
+    attnreg.configure({"policy": "adaptive"})
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    (learned,) = adaptive._learned.values()
+    before = {name: dict(one.given) for name, one in learned.turns.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = run()
+    assert {name: dict(one.given) for name, one in learned.turns.items()} == before
+    gpu.assert_near(gpu.replay(graph, [one.detach() for one in results]), expected)
