@@ -31,6 +31,8 @@ def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         out = routing.with_strides_of(out.transpose(1, 2), given.query)
+        if routed.choice is not None:
+            lse = lse.clone()  # the kernel may have kept it
     return (out, lse if routed.choice is None else scope.with_token(lse, routed.choice)), kept
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
+from attnreg import _registry
 from attnreg.dispatch import scope
 from attnreg.selection.decision import Preference
 
@@ -52,16 +53,41 @@ TENSORS = {
 }
 
 
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor):
+def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor, is_part):
     for choice in (choice_of("cpu"), choice_of("math")):
-        token = scope.with_token(tensor, choice)
+        given = tensor.clone()
+        if is_part:  # of memory that others hold, too, so it isn't marked where it is
+            strides = given.stride()
+            given = torch.cat((given.new_zeros(2), given.as_strided((given.numel(),), (1,))))[2:]
+            given = given.as_strided(tensor.shape, strides)
+        token = scope.with_token(given, choice)
+        assert (token is given) == (not is_part)
         assert scope.read_token(token) is choice
+        assert scope.read_token(token.detach()) is choice  # as autograd saves it
         assert torch.equal(token, tensor)
         assert (token.dtype, token.stride()) == (tensor.dtype, tensor.stride())
         assert token.data_ptr() % 16 == 0
         assert scope.read_token(token.clone()) is None
+        if is_part:
+            assert scope.read_token(given) is None
     assert scope.read_token(tensor) is None
+
+
+def test_an_inference_tensor_carries_no_choice_as_autograd_saves_none():
+    with torch.inference_mode():
+        tensor = torch.randn(3)
+        assert scope.with_token(tensor, choice_of("cpu")) is tensor
+    assert scope.read_token(tensor) is None
+
+
+def test_no_part_of_a_tensor_that_carries_a_choice_carries_it():
+    choices = [choice_of(f"number {number}") for number in range(30)]
+    for choice in choices:
+        token = scope.with_token(torch.randn(100), choice)
+        parts = [token[start:stop] for start in range(100) for stop in (start, 50, 99, 100)]
+        assert {scope.read_token(part) for part in parts if part.numel() < 100} == {None}
 
 
 def test_a_scalar_carries_a_choice_or_none():
@@ -180,7 +206,7 @@ def test_where_hooks_copied_what_was_saved_the_backward_is_decided_without_the_c
 
 
 def test_an_lse_that_begins_inside_a_storage_is_not_taken_for_a_token(installed, ran):
-    """There the LSE carries the choice, by where it begins; and addresses come back."""
+    """There the LSE carries the choice, by where it begins and ends; and addresses come back."""
     attnreg.register_backend("cpu")
     q, k, v = (x.detach() for x in qkv())
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -188,14 +214,33 @@ def test_an_lse_that_begins_inside_a_storage_is_not_taken_for_a_token(installed,
     out, lse = forward(q, k, v)
     ran()
     for _ in range(50):
-        inside = torch.empty(lse.numel() + 64).as_strided(lse.shape, lse.stride(), 16).copy_(lse)
-        backward(out, q, k, v, out, inside, 0.0, False)
-        del inside
+        for start in (16, 0):
+            inside = torch.empty(lse.numel() + 64).as_strided(lse.shape, lse.stride(), start).copy_(lse)
+            backward(out, q, k, v, out, inside, 0.0, False)
+            del inside
         with attnreg.use_backend("math"):
             results = forward(q, k, v)
         backward(results[0], q, k, v, *results, 0.0, False)
         del results
-    assert ran() == {"cpu": (0, 50), "math": (50, 50)}
+    assert ran() == {"cpu": (0, 100), "math": (50, 50)}
+
+
+def test_what_a_kernel_keeps_of_its_results_is_left_as_it_is(installed):
+    kept, math = [], _registry.find("math").kernels()
+
+    def forward(*given):
+        out, lse = math.forward(*given)
+        kept.append(lse := lse.transpose(1, 2).contiguous().transpose(1, 2))  # laid out as torch's is
+        return out, lse
+
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
+    keeps = attnreg.Backend(
+        name="keeps", forward=limits, backward=limits, load=lambda: attnreg.Kernels(forward, math.backward)
+    )
+    with attnreg.register_backend(keeps), attnreg.use_backend("keeps"):
+        out = F.scaled_dot_product_attention(*qkv())
+    assert out.isfinite().all() and kept
+    assert [lse.untyped_storage().nbytes() for lse in kept] == [4 * lse.numel() for lse in kept]
 
 
 def test_the_call_cache_and_python_read_each_others_tokens(op):
