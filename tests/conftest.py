@@ -47,6 +47,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     offsets.TRUSTED = config.getoption("--trust-offsets")
+    # Pytest hangs its handlers on each logger that doesn't hand on, three times a test: torch has 50 of them.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 # As the backends spell themselves, whatever the command line does.

@@ -4,19 +4,22 @@ import pytest
 
 from attnreg.measure import reference, rule
 
-recent = {}
+# The latest at the end, and how many bytes of them are kept in a process: those of a few hundred tests.
+recent, sizes, MOST = {}, {}, 2**28
 
 
 def attention(case, given, dtype, kept=None):
-    """Compute the reference once for neighbouring tests of the same values: it takes longer than kernels."""
+    """Compute the reference once for tests of the same values, which takes longer than kernels."""
     name = case, dtype, float(given.q.double().nansum())  # the sum tells seeds apart
     if kept is not None:
         return reference.attention(case, given, dtype, kept)
-    if name not in recent:
-        if len(recent) == 4:
-            del recent[next(iter(recent))]
-        recent[name] = reference.attention(case, given, dtype)
-    return recent[name]
+    known = recent.pop(name, None)
+    found = recent[name] = known or reference.attention(case, given, dtype)
+    if known is None:
+        sizes[name] = sum(x.nbytes for x in found)
+        while sum(sizes.values()) > MOST:
+            del recent[oldest := next(iter(recent))], sizes[oldest]
+    return found
 
 
 @pytest.fixture(autouse=True)

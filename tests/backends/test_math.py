@@ -225,7 +225,8 @@ def test_no_value_is_read_on_the_host(case):
     q, k, v, grad_out, call = inputs(case)
     on_meta = [x.to("meta") for x in (q, k, v, grad_out)]
     call = Call(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
-    if case.bias == "none":
+    # What is dropped depends on lengths, heads and windows, not on what else there is a case of.
+    if case.bias == "none" and not re.search("layout|gradient|values|scale|few", case.name):
         call = call._replace(dropout=0.1, rng_state=rng_state().to("meta"))
     lse = grad_out[..., 0].mT
     assert [x.shape for x in run(*on_meta, call)] == [x.shape for x in (grad_out, lse, q, k, v)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import in_a_process, rows
-from support.processes import environment
+from support.processes import COMMAND, environment, forked
 from typer.main import get_command
 
 import attnreg
@@ -36,13 +36,13 @@ def test_a_command_runs_no_module_of_the_current_folder(tmp_path, options):
 
 
 def test_output_that_an_encoding_lacks_is_replaced(tmp_path):
-    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = in_a_process("-m", "attnreg", "warmup", "--q", "1,16,2,16", "--dtype", "fp32", env=environ)
+    in_ascii = f"import sys; sys.stdout.reconfigure(encoding='ascii'); {COMMAND}"
+    done = forked(in_ascii, "warmup", "--q", "1,16,2,16", "--dtype", "fp32")
     assert (done.returncode, done.stderr) == (0, "")
     assert "query (1, 16, 2, 16) . key (1, 16, 2, 16)" in done.stdout
     code = "import sys; print(sys.stdout.errors); print('\\N{MICRO SIGN}')"
     (tmp_path / "program.py").write_text(code)
-    done = in_a_process("-m", "attnreg", "run", tmp_path / "program.py", env=environ)
+    done = forked(in_ascii, "run", tmp_path / "program.py")
     assert done.stdout == "strict\n" and "UnicodeEncodeError" in done.stderr  # a program's output is its own
 
 

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 from support.command_line import in_a_process
-from support.processes import forked
+from support.processes import COMMAND, forked
 
 import attnreg
 from attnreg import _registry, cli
@@ -47,9 +47,6 @@ def run(monkeypatch, routers):
                 os.environ.update(variables)
 
     return run
-
-
-COMMAND = "import runpy; runpy.run_module('attnreg', run_name='__main__', alter_sys=True)"
 
 
 def python(*arguments, **variables):

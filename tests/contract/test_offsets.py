@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.processes import python
+from support.processes import forked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnreg import InvalidInputError
@@ -80,6 +80,6 @@ offsets.find_unused(rows, rows, Call(1.0, 4, 4, (-1, -1), given, given))
 
 @pytest.mark.parametrize(("write", "errors"), [("given.numpy()[2] = 8", 1), ("given[2] = 8", 0)])
 def test_what_no_call_has_found_is_logged_at_the_end_of_the_process(write, errors):
-    done = python("-c", AT_EXIT.format(write=write))
+    done = forked(AT_EXIT.format(write=write))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("written to in a way that torch doesn't count") == errors

@@ -168,7 +168,8 @@ def test_every_name_in_an_all_is_there():
 
 ALONE = """
 import gc, os, sys
-import packaging.version, pydantic, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
+import packaging.version, pydantic, pytest, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
+import matplotlib.figure, statistics, tomllib
 sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
 gc.disable()
 for name in sys.argv[2:]:

@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,13 +32,13 @@ FORKING = """
 import gc, json, os, sys, torch
 gc.freeze()
 for line in sys.stdin:
+    waits, code, arguments, environ, folder, files = json.loads(line)
     if not (child := os.fork()):
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if waits else child, flush=True)
 else:
     sys.exit()
-code, arguments, environ, folder, outputs = json.loads(line)
-for number, file in enumerate((os.devnull, *outputs)):
+for number, file in enumerate(files):
     os.dup2(os.open(file, os.O_RDWR), number)
 os.chdir(folder)
 os.environ.clear()
@@ -61,12 +62,49 @@ def forking():
     return started
 
 
-def forked(code, *arguments, cwd=None, **variables):
+def fork(files, code, *arguments, waits, cwd=None, **variables):
+    """Fork for code with these files for stdin, stdout and stderr; returns its status, or its process id."""
+    environ = environment(**{"OMP_NUM_THREADS": "1"} | variables)
+    given = waits, code, list(map(str, arguments)), environ, str(cwd or Path.cwd()), list(map(str, files))
+    print(json.dumps(given), file=forking().stdin, flush=True)
+    return int(forking().stdout.readline())
+
+
+def forked(code, *arguments, **options):
     """Run code as `python("-c", ...)` does, for tests that aren't about the import of torch itself."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as errors:
-        environ, outputs = environment(**{"OMP_NUM_THREADS": "1"} | variables), (out.name, errors.name)
-        given = code, list(map(str, arguments)), environ, str(cwd or Path.cwd()), outputs
-        print(json.dumps(given), file=forking().stdin, flush=True)
-        status = int(forking().stdout.readline())
-        read = (Path(file).read_text() for file in outputs)
+        status = fork((os.devnull, out.name, errors.name), code, *arguments, waits=True, **options)
+        read = (Path(file.name).read_text() for file in (out, errors))
         return subprocess.CompletedProcess((code, *arguments), status, *read)
+
+
+# The code of `python -m attnreg`.
+COMMAND = "import runpy; runpy.run_module('attnreg', run_name='__main__', alter_sys=True)"
+
+
+class Forked:
+    """A forked process that runs beside the test, which writes to its stdin and reads its stdout."""
+
+    def __init__(self, code, *arguments, **options):
+        self.folder = tempfile.TemporaryDirectory()
+        stdin, stdout, self.stderr = (Path(self.folder.name, name) for name in ("stdin", "stdout", "stderr"))
+        for pipe in (stdin, stdout):
+            os.mkfifo(pipe)
+        self.stderr.touch()
+        self.pid = fork((stdin, stdout, self.stderr), code, *arguments, waits=False, **options)
+        self.stdin, self.stdout = stdin.open("w"), stdout.open()  # once it has opened them
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        """Kill it, wait until it is gone, and return what it wrote to stderr and nobody has read before."""
+        if self.stdin.closed:
+            return ""
+        self.send_signal(signal.SIGKILL)
+        self.stdout.read()  # ends with the process
+        self.stdin.close()
+        self.stdout.close()
+        said = self.stderr.read_text()
+        self.folder.cleanup()
+        return said

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import forked, python
+from support.processes import Forked, forked, python
 from support.sdpa import attend
 from support.tuned import asked
 
@@ -171,9 +169,8 @@ for _ in range(3):
 
 def test_an_unchanged_program_is_recorded_by_the_variable_and_processes_add_up(tmp_path):
     file = tmp_path / "trace.jsonl"
-    environ = os.environ | {"ATTNREG_RECORD": str(file), "OMP_NUM_THREADS": "1"}
-    running = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=environ) for _ in "ab"]
-    assert [process.wait() for process in running] == [0, 0]
+    running = [Forked(SCRIPT, ATTNREG_RECORD=str(file)) for _ in "ab"]
+    assert [process.stdout.read() + process.kill() for process in running] == ["", ""]
     assert counts(file) == {8: (6, 0)}
     assert len(file.read_text().splitlines()) == 1
 
