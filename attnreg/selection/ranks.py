@@ -105,13 +105,13 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
         difference = _compare(store, distributed.get_rank(), place, _inputs(policy, entries, device))
         if not difference:
             _compared.add(place)
-    del store  # the error below holds this frame
+    del store  # the error below keeps this frame alive
     if difference:
         raise RanksDifferError(difference)
 
 
 def place() -> str:
-    """Return which rank of a job this is, as the beginning of a reason that holds for it alone; or ''."""
+    """Return which rank of a job this is, as the beginning of a reason that is true of it alone; or ''."""
     distributed = _group_of_several()
     if distributed is None:
         return ""
@@ -223,7 +223,7 @@ def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
 def _run_within(seconds: float, run: Callable[[], object]) -> None:
     """Run in a thread, and leave it behind if it takes longer.
 
-    That, or that it raised, is a RuntimeError; without the error itself, whose frames hold the store.
+    That, or that it raised, is a RuntimeError; without the error itself, whose frames keep the store alive.
     """
     errors: list[str] = []
 

@@ -21,7 +21,7 @@ class Measured:
     Attributes:
         gpu_us: microseconds on the GPU, or in all on a CPU.
         host_us: microseconds until the call returns, the GPU still at work; 0 on a CPU.
-        first_call_s: seconds of the first call of this shape: planning, compiling.
+        first_call_s: seconds of the first call of this shape, in which kernels are compiled or built.
         error: the largest error divided by the largest allowed one.
         wrong: what is wrong with its results; empty if nothing is.
         failed: the exception that it raised; empty if none.
@@ -135,8 +135,8 @@ Rule = tuple[str, Callable[[Any], object]]
 
 def checked(value: Any, place: str, *rules: Rule) -> Any:
     """Return the value at a place of a file; raises `Malformed` if it breaks one of the rules."""
-    for expected, holds in rules:
-        if not holds(value):
+    for expected, is_met in rules:
+        if not is_met(value):
             raise Malformed(f"{place}: got {value!r}, expected {expected}")
     return value
 
