@@ -165,14 +165,14 @@ def reload() -> None:
         policy.apply(fresh)
 
 
-# What held before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
+# The choice before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
 _outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_outer_choices", default=())
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
-    Holds for this thread or task alone, and for the backward of what ran inside it. Names are tried
+    Applies to this thread or task alone, and for the backward of what ran inside it. Names are tried
     in the order given. Activation checkpointing repeats a forward inside the backward, after the
     block has ended: there use `backend=` on the call, or `register_backend`.
 
@@ -253,7 +253,7 @@ def install() -> None:
 def uninstall() -> None:
     """Take the routers out, so that torch's ops are as if attnreg had never been there.
 
-    Registrations and settings are kept, and hold again after the next `install`. Not while another
+    Registrations and settings are kept, and apply again after the next `install`. Not while another
     thread calls attention: torch can't unregister a kernel that is in use.
     """
     policy.activate(False)

@@ -41,7 +41,7 @@ class UnknownBackendError(AttnregError, LookupError):
 class BackendUnavailableError(AttnregError, RuntimeError):
     """The backend is known, but it can't load on this machine.
 
-    A kernel raises it where it can't be loaded, compiled or planned for a call.
+    A kernel raises it where it can't be loaded, compiled or built for a call.
     """
 
 

@@ -110,7 +110,7 @@ def trust_offsets(monkeypatch):
 
 
 # A registry of each test's own would build every plan anew; plans take cuDNN up to a second each.
-plans_of_this_run = functools.cache(cudnn_backend.Plans)
+plans_of_this_run = functools.cache(cudnn_backend.ExecutionPlans)
 
 
 @pytest.fixture(
@@ -135,7 +135,7 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
     if {"named", "other"}.intersection(request.fixturenames) and not request.config.getoption("--backends"):
         pytest.fail("name the backends: pytest -m gpu --backends=FA2,FA4,cuDNN,math", pytrace=False)
     aten.ensure()  # alike for all: a test before may have taken the routers out
-    monkeypatch.setattr(cudnn_backend, "Plans", plans_of_this_run)
+    monkeypatch.setattr(cudnn_backend, "ExecutionPlans", plans_of_this_run)
 
 
 def pytest_collection_finish():

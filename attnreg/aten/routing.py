@@ -1,10 +1,11 @@
 """How a router works: it leaves a call to torch, or hands it to its op's `serve` function.
 
-A `Route` is one aten op as data. Its `serve` brings the op's arguments into the contract's layout, runs the
-plan, and brings the results back; what ops share is here. A router returns the op's results together with
-what the compiled call cache needs to run further calls like this one (`Kept`); without the compiled part that
-is dropped. Below SDPA torch's selector has chosen an op: its own kernel comes first in the default order, on
-the arguments as they came, and only another backend's call is brought into the contract's layout.
+A `Route` is one aten op as data. Its `serve` brings the op's arguments into the contract's layout, looks
+up and runs the plan, and brings the results back; what ops share is here. A router returns the op's results
+together with what the compiled call cache needs to run further calls like this one (`Kept`); without the
+compiled part that is dropped. Below SDPA torch's selector has chosen an op: its own kernel comes first in the
+default order, on the arguments as they came, and only another backend's call is brought into the contract's
+layout.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class RoutedCall(NamedTuple):
         original: torch's own kernel of the op; None where torch has none.
         args, kwargs: the op's arguments as they came.
         native: the backend that kernel belongs to; None where torch has none.
-        choice: the choice that holds for this call alone.
+        choice: the choice for this call alone.
         loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; None on a CPU.
     """
 
@@ -253,7 +254,7 @@ def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) ->
     elif given.is_causal:
         window = (-1, length_q - length_k)
     window = calls.bounds(window, False, length_q, length_k)
-    # By place, as every planned call comes here: names cost a quarter of a microsecond.
+    # By place, as every call that C++ doesn't keep comes here: names cost a quarter of a microsecond.
     return Call(
         calls.scale_of(query, given.scale), length_q, length_k, window,
         None, None, None, None, bias, None, given.dropout_p, rng_state, None, calls.wants_deterministic(),

@@ -2,6 +2,6 @@
 
 A module for each subcommand (`varlen`, `sdpa`, `overhead`, `selection`) and what they share: a *side* of a
 comparison (`sides`) is a function, its inputs and what decides which kernel runs; `compare` draws inputs,
-holds sides to the accuracy rule and times them in turn, with the rule and the timers of `attnreg.measure`.
+checks sides by the accuracy rule and times them in turn, with the rule and the timers of `attnreg.measure`.
 It may import all but `demo` and `cli`; only `cli` and `benchmarks/` import it. Read `sides` first.
 """

@@ -1,4 +1,4 @@
-"""A shape's tensors and the fronts that take them; sides held to the accuracy rule, then timed in turn."""
+"""A shape's tensors and the fronts that take them; sides checked by the accuracy rule, then timed in turn."""
 
 from __future__ import annotations
 

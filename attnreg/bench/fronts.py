@@ -1,7 +1,8 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
 Calls on 2 sequences of 128 tokens, 8 heads of 64, bfloat16: so small that the host's work is all there is,
-and what it takes hardly depends on the size. Several calls make one graph, as a model's layers do.
+and what it takes hardly depends on the size. Several calls make one graph, as a model's layers do; forwards
+are also timed without one.
 
 The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
 and with all backends alike, as the machine had slowed down.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from attnreg.tuning.points import Front
 
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))
 LAYERS, ROUNDS = 24, 21
+# The directions, and whether autograd records the call.
+MEASURED: tuple[tuple[Direction, bool], ...] = (("forward", True), ("backward", True), ("forward", False))
 
 
 def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS) -> list[Front]:
@@ -53,13 +55,13 @@ def _through_both(device: torch.device, names: Sequence[str], rounds: int) -> It
             if _is_able(side, device):
                 able[name] = functools.partial(_host, side, device)
         for name, taken in interleaved(able, rounds).items():
-            for direction, seconds in zip(get_args(Direction), zip(*taken, strict=True), strict=True):
+            for (direction, recorded), seconds in zip(MEASURED, zip(*taken, strict=True), strict=True):
                 compiled = bool(captured.call_cache_in_use)
-                yield Front(name, shape.varlen, direction, min(seconds) * 1e6, compiled)
+                yield Front(name, shape.varlen, direction, min(seconds) * 1e6, compiled, recorded)
 
 
-def _host(side: Side, device: torch.device) -> tuple[float, float]:
-    """Return the seconds that the host takes for one call of the graph, forward and backward."""
+def _host(side: Side, device: torch.device) -> tuple[float, ...]:
+    """Return the seconds that the host takes for one call of each that is `MEASURED`."""
     sets, timer = side.sets, timer_for(device)
     with side.within():
         # Each has several calls, more than it takes after a registration until all is cached.
@@ -68,7 +70,10 @@ def _host(side: Side, device: torch.device) -> tuple[float, float]:
         outs: list[Tensor] = []
         forward = timer.host(lambda: outs.extend(layers(side.front, sets)), 1)
         backward = timer.host(lambda: layers_backward(outs, sets), 1)
-    return forward / len(sets), backward / len(sets)
+        with torch.no_grad():
+            layers(side.front, sets)
+            alone = timer.host(lambda: layers(side.front, sets), 1)
+    return forward / len(sets), backward / len(sets), alone / len(sets)
 
 
 def _is_able(side: Side, device: torch.device) -> bool:

@@ -3,8 +3,9 @@
 A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
 them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
 "adaptive" (from nothing, after its turns), its default order and every backend are divided by. Calls are made
-as a program makes them, one right after the other, the layers of a model in one graph. Whether the host or the device takes longer is measured for the best backend;
-shapes of both kinds are summed up apart, as what is lost on the host no kernel can win back.
+as a program makes them, one right after the other, the layers of a model in one graph. Whether the host or
+the device takes longer is measured for the best backend; shapes of both kinds are summed up apart, as what is
+lost on the host no kernel can win back.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Side:
     def calls(self, step: Step, total: float) -> int:
         """Return how many calls of `step` take so many seconds, about."""
         self.timed(step, 1)()
-        # Fewer launches than a GPU's queue holds: else the host can't get ahead.
+        # Fewer launches than a GPU's queue has room for: else the host can't get ahead.
         return calls_for(total, self.timed(step, 3)(), most=50)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -168,7 +168,12 @@ def measure_fronts(session: Session) -> None:
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    known = {front.backend for front in session.fronts if front.compiled or not captured.call_cache_in_use}
+    # Older tables have no times of forwards alone.
+    known = {
+        front.backend
+        for front in session.fronts
+        if not front.recorded and (front.compiled or not captured.call_cache_in_use)
+    }
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
 
@@ -220,8 +225,8 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
         rows = (_row(point, names) for point in points)
         output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
     if session.fronts:
-        headers = ("backend", "front", "routers", "forward", "backward")
-        output.table("Host time per call, µs", host_rows(session.fronts), headers, right=2)
+        headers = ("backend", "front", "routers", "forward", "backward", "forward alone")
+        output.table("Host time per call, µs", host_rows(session.fronts), headers, right=3)
     if failures := {
         (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
     }:
@@ -243,7 +248,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
 
 def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
     """Return a row for each backend, front and kind of router, with the host time of each direction."""
-    from attnreg.contract.spec import Direction
+    from attnreg.bench.fronts import MEASURED
 
     taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
     return [
@@ -251,7 +256,7 @@ def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
             name,
             "varlen_attn" if varlen else "SDPA",
             "compiled" if compiled else "Python",
-            *(taken.get((name, varlen, one, compiled), "-") for one in get_args(Direction)),
+            *(taken.get((name, varlen, one, compiled, recorded), "-") for one, recorded in MEASURED),
         )
         for name, varlen, compiled in dict.fromkeys((*place[:2], place[3]) for place in taken)
     ]

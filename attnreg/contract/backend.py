@@ -12,7 +12,7 @@ that the call came through; what a provider does otherwise is put right inside i
 - Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
 - What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
   it writes anything: the call goes to the next backend. It raises BackendUnavailableError where it can't be
-  loaded, compiled or planned: calls like this one go to the next backend from then on.
+  loaded, compiled or built: calls like this one go to the next backend from then on.
 
 Because all keep to it, any forward pairs with any backward. With dropout the random state ties
 both to one backend.

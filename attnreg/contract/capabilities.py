@@ -1,6 +1,6 @@
 """What a backend can run, as data, and the one function that turns the data into reasons.
 
-A limit is a field. A limit that no field can hold goes into `Backend.refuses`, which returns reasons of
+A limit is a field. A limit that no field can express goes into `Backend.refuses`, which returns reasons of
 the same form: lower case, no full stop, subject first, what was expected and what was got.
 """
 

@@ -79,7 +79,7 @@ class Entry:
         return found
 
     def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str) -> str:
-        """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or planned.
+        """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or built.
 
         It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
         reason that it gives.
@@ -140,7 +140,7 @@ class Entry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - kept as the cause
-            self.cause = strip_tracebacks(error)  # kept for good, and its frames may hold a call's tensors
+            self.cause = strip_tracebacks(error)  # kept for good; its frames may refer to tensors
             return None
         return kernels
 

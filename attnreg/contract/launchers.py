@@ -9,8 +9,8 @@ is in, and it sees to it that of every call
 - the tensors' device is the current one.
 
 Thread and stream may be others, and a CUDA graph may be captured. Whatever else a launcher depends on it
-looks at itself, and returns None where that has changed: the call is then planned anew. What it raises means
-what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
+looks at itself, and returns None where that has changed: Python then looks up the call's plan. What it raises
+means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher is called with the tensors that the backend's function takes, followed by both offsets of a
 packed call (the same tensor twice if the first call's were). It returns what the function does, save

@@ -3,7 +3,7 @@
 The layers of a model share their offsets, so a backend derives each value once per batch, not once per layer.
 
 The host doesn't know the values of a CUDA tensor; `facts` starts an async read-back and doesn't wait. Until
-it has arrived no property is assumed to hold, and backends zero rows that may belong to no sequence. During
+it has arrived no property is assumed, and backends zero rows that may belong to no sequence. During
 the capture of a CUDA graph nothing is cached: a replay has to read the values that the offsets have then.
 
 Torch counts its own writes to a tensor, but not those of a collective, of `x.data.copy_()`, of a kernel of
@@ -168,7 +168,7 @@ class Facts:
         self._no_unused_rows = self._every_row_sees_a_key = False
 
     def differs(self, newer: Facts) -> Tensor:
-        """Return on the device whether a property no longer holds."""
+        """Return on the device whether a property isn't true any more."""
         return (self._properties > newer._properties).any()  # type: ignore[no-any-return]
 
     @property

@@ -2,8 +2,8 @@
 
 `check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
 chosen. `check_values` reads values, which on a GPU would mean a synchronization. Results are looked at the
-first time that a plan runs a kernel: another shape or dtype than promised would give wrong numbers further
-on, or a message about something else.
+first time that the kernel of a plan runs: another shape or dtype than promised would give wrong numbers
+further on, or a message about something else.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
 Each describes a call by everything but the values of its tensors, and runs the launcher that is kept for that
-description. A call that isn't kept goes to the plan in Python, which returns its results together with what
-is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings drops
-everything.
+description. A call that isn't kept goes to Python, which looks up its plan, runs it, and returns the results
+together with what is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings
+drops everything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
     Attributes:
         launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
         plan: what ran it: it has what to add to at each call, and says whether an error declines one.
-        is_final: whether the plan need not be asked for a better launcher from time to time.
+        is_final: whether Python need not be asked for a better launcher from time to time.
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
             tensors, on the device "meta". The values of these are never read.
         offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
@@ -140,7 +140,7 @@ def forget() -> None:
 
 
 def set_plans(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Say which functions plan the calls of `varlen_attn` that aren't kept."""
+    """Say which functions of Python run the calls of `varlen_attn` that aren't kept."""
     global _plans
     _plans = forward, backward
     if _module is not None:
@@ -182,7 +182,7 @@ def remove_routers() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Have every call planned in Python for a while, in every thread."""
+    """Have every call go to Python for a while, in every thread."""
     _pause(1)
     try:
         yield
@@ -208,7 +208,7 @@ def _load() -> Any:
     except BuildError as error:
         # Where the variable asks for it this is an error of the settings as well.
         level = logging.WARNING if building.has_file(building.CALL_CACHE) else logging.DEBUG
-        log.log(level, "calls are planned in Python: %s", error)
+        log.log(level, "without the compiled call cache every call goes through Python: %s", error)
         return None
     _registry.on_change(module.drop)
     scope.on_enter(module.forget_choices)

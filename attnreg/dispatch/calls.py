@@ -1,4 +1,4 @@
-"""The plan: from the arguments of a call to the kernel that runs it, for both fronts and both directions.
+"""The look-up of a plan, from the arguments of a call to its kernel, for both fronts and both directions.
 
 `plan_for` makes the key of a call and looks up its plan; only a call without one is checked, described as a
 spec and decided about. No host sync, no query of a device, no environment variable, no log line on that path.

@@ -1,6 +1,6 @@
 """What really ran: calls per backend and direction, fallbacks with their reasons, and failures.
 
-The hot path holds its counters and adds to them under one lock; names are looked up only when a
+The hot path has its counters and adds to them under one lock; names are looked up only when a
 decision is made.
 """
 
@@ -19,8 +19,8 @@ from attnreg.torchlib.locks import open_after_fork
 
 __all__ = ["Failure", "Fallback", "Stats", "reset_stats", "stats"]
 
-# Reasons may hold numbers that change with every call, and classes of errors may be made at run time; a long
-# run mustn't grow a row for each.
+# Reasons may contain numbers that change with every call, and classes of errors may be made at run time; a
+# long run mustn't grow a row for each.
 MOST_ROWS = 1000
 
 # How much of an error's text is kept.

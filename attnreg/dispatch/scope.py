@@ -1,4 +1,4 @@
-"""Choices that hold for some calls only, and how a forward passes its choice on to its backward.
+"""Choices for some calls only, and how a forward passes its choice on to its backward.
 
 `use_backend(...)` and `backend=` make a `ScopedChoice`. The backward of a call often runs outside the `with`
 block, on another thread, and all that an aten op's backward gets of its forward are saved tensors. So a
@@ -70,7 +70,7 @@ def by_number(number: int) -> ScopedChoice | None:
 
 
 def on_first_choice(callback: Callable[[ContextVar[ScopedChoice | None]], object]) -> None:
-    """Have a function called with the context variable before that can hold a choice of backends."""
+    """Have a function called with the context variable before it may contain a choice of backends."""
     with _lock:
         _waiting.append(callback)
         if any(choice.preference is not None for choice in _choices):
@@ -101,7 +101,7 @@ def exclusive(name: str, source: str = "") -> ScopedChoice:
 
 
 def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
-    """Make a choice hold in this thread or task until `leave`."""
+    """Put a choice in force in this thread or task until `leave`."""
     try:
         return variable.set(choice)
     finally:

@@ -1,9 +1,9 @@
 """What decisions are made from, as one value that is replaced whole when any of it changes; and plans.
 
-What some packages can run only they know, and only at the call: cuDNN when it builds a plan. A kernel that
-finds out that it can't run a call which its backend's limits admit *declines* it: it raises
+What some packages can run only they know, and only at the call: cuDNN when it builds an execution plan. A
+kernel that finds out that it can't run a call which its backend's limits admit *declines* it: it raises
 `UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
-whose reason is what the kernel said. A kernel that can't be loaded, compiled or planned raises
+whose reason is what the kernel said. A kernel that can't be loaded, compiled or built raises
 `BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well: all
 plans are dropped, as those for other lengths would try it again. Any other error may come from a kernel that
 was launched: it is counted, and passes through.
@@ -37,7 +37,7 @@ MOST_PLANS = 4096
 
 
 class Plan(NamedTuple):
-    """What a decision comes down to.
+    """What the look-up of a call returns: which kernel runs it, and what is done with each run.
 
     Attributes:
         backend: the name of the backend that runs the call.
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
         if not isinstance(error, BackendUnavailableError):
             counters.failed(self.counters[0], error)
             return None
-        # The next plan logs the reason, and what runs instead.
+        # The next plan's decision logs the reason, and what runs instead.
         counters.failed(self.counters[0], error, logging.DEBUG)
         reason = one_line([f"{ranks.place()}{error}"])
         if self.set_aside is not None:
@@ -124,7 +124,7 @@ def retry_on_decline(run: Callable[[], T]) -> T:
     try:
         return run()
     except DeclinedError as error:
-        declined = (*_declined.get(), error.declined)  # not the error, which holds the tensors of its frames
+        declined = (*_declined.get(), error.declined)  # not the error: its frames refer to tensors
     while True:
         token = _declined.set(declined)
         try:
@@ -174,7 +174,7 @@ class State:
         read again.
         """
         if self._error is not None:
-            raise copy(self._error)  # what is raised holds the tensors of its frames
+            raise copy(self._error)  # what is raised keeps the tensors of its frames alive
         return self._policy
 
 

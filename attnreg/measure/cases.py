@@ -1,4 +1,4 @@
-"""A call described without its tensors, and the cases that every kernel is held to.
+"""A call described without its tensors, and the cases that every kernel is checked with.
 
 The cases are every shape, mask and memory layout that kernels have been wrong on. Where the numbers
 come from: the test suites of flash-attention, PyTorch, xformers and tokamax, and the issues that their

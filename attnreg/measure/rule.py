@@ -1,4 +1,4 @@
-"""The accuracy rule, and holding kernels to it.
+"""The accuracy rule, and the check of kernels by it.
 
 A kernel is right if its largest error against attention in float64 is at most twice that of plain PyTorch
 operations in the inputs' own dtype, plus the rounding of the result itself.

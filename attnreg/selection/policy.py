@@ -58,7 +58,7 @@ def sources() -> Sources:
     global _sources, _unreadable
     with _registry.lock:
         if _unreadable is not None:
-            raise copy(_unreadable)  # an exception that was raised holds the tensors of its frames
+            raise copy(_unreadable)  # a raised exception keeps the tensors of its frames alive
         if _sources is None:
             try:
                 # A call needn't fail because it can't be recorded; `reload` and `attnreg run` say so.

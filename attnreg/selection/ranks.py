@@ -99,13 +99,13 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
         difference = _compare(store, rank, place, _inputs(policy, entries, device))
         if not difference:
             _compared.add(place)
-    del store  # the error below holds this frame
+    del store  # the error below keeps this frame alive
     if difference:
         raise RanksDifferError(difference)
 
 
 def place() -> str:
-    """Return which rank of a job this is, as the beginning of a reason that holds for it alone; or ''."""
+    """Return which rank of a job this is, as the beginning of a reason that is true of it alone; or ''."""
     distributed = job_store.group_of_several()
     if distributed is None:
         return ""

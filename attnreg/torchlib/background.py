@@ -1,6 +1,6 @@
 """Compiling by itself: in a process of low priority, once per cache folder, or before the first call.
 
-The process that compiles holds the lock on one file, so that ranks which start together compile once. A
+The process that compiles owns the lock on one file, so that ranks which start together compile once. A
 failure is kept there as well, until the source, torch or the compiler is another one. A program that just
 runs attention gets no error from here: whatever goes wrong is logged.
 """
@@ -39,7 +39,7 @@ if child := os.fork():
     os._exit(0)
 os.nice(19)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it would hide how the compiler ended
-# The folder that attnreg lies in isn't on the path: it may hold modules of any name.
+# The folder that attnreg lies in isn't on the path: it may have modules of any name.
 spec = importlib.util.spec_from_file_location("attnreg", package)
 sys.modules["attnreg"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["attnreg"])
@@ -126,7 +126,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
 
 
 def build_missing(level: int = logging.DEBUG) -> None:
-    """Compile what is missing and hasn't failed before; the caller holds the lock."""
+    """Compile what is missing and hasn't failed before; the caller owns the lock."""
     for library in _missing():
         try:
             if failure := _failure(library):

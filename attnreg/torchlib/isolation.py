@@ -1,6 +1,6 @@
 """Keeping errors that a package stores from keeping the tensors of a call alive.
 
-An error holds the frames that it passed, these hold those that called them, and a frame holds its
+An error keeps the frames that it passed alive, these keep those that called them, and a frame keeps its
 variables. A package that stores an error, or leaves one in a reference cycle with its frame, thereby keeps
 the tensors of all callers, autograd's graph included, until a full garbage collection: for a model's first
 call that is whatever its layers had in memory.
@@ -20,7 +20,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def run_in_thread(run: Callable[[], T]) -> T:
-    """Run a function in a thread of its own, whose frames hold no tensor of the caller; return its result.
+    """Run a function in a thread of its own, whose frames keep none of the caller's tensors alive.
 
     It has ended when this returns or raises, also on Ctrl-C. Where no thread can be started any more it runs
     in the caller's. Not for imports: a module that the caller is importing would wait for itself.
@@ -41,7 +41,7 @@ def run_in_thread(run: Callable[[], T]) -> T:
     try:
         return outcome.result()
     finally:
-        del outcome  # it holds the error, and the error this frame
+        del outcome  # it refers to the error, and the error to this frame
 
 
 def _settle(outcome: Future[T], run: Callable[[], T]) -> None:

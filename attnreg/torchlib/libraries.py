@@ -220,7 +220,7 @@ def identity(command: list[str]) -> str:
 def python(script: str, *arguments: str) -> list[str]:
     """Return the command of a Python that imports torch, and nothing by accident; not attnreg either.
 
-    The current folder, that of the program's script, PYTHONPATH and the folder that attnreg lies in may hold
+    The current folder, that of the program's script, PYTHONPATH and the folder that attnreg lies in may have
     modules of any name: only the standard library comes first, then torch's folder, then what is installed.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]

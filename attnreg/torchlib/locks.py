@@ -18,14 +18,14 @@ _held: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
-    """Return the lock; in a forked child it is open, as the thread that held it isn't there to do so."""
+    """Return the lock; in a forked child it is open, as the thread that owned it isn't there to do so."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
 
 def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int | None:
-    """Lock a file for this process and those that inherit it; None where another process holds it.
+    """Lock a file for this process and those that inherit it; None where another process has it.
 
     The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
     there are no stale locks, and the file, which is made if it isn't there, stays where it is. A process
@@ -59,7 +59,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
     """Let one thread of one process at a time read a file and write it anew, inside this block.
 
     Raises TimeoutError if one other process is for so many seconds, however many come before this one;
-    OSError as `lock_file` does. Systems without fcntl have no such locks: there it holds nobody off.
+    OSError as `lock_file` does. Systems without fcntl have no such locks: there it keeps nobody out.
     """
     target = path.resolve()  # one lock for all links to a file
     # Not the file itself: it is replaced, and those who wait for its lock would have that of the old one.

@@ -65,7 +65,8 @@ class Rule(NamedTuple):
 
     Attributes:
         title: its name in a sentence.
-        same: how many leading numbers of a version have to be equal for a table to hold here; None: the text.
+        same: how many leading numbers of a version have to be equal for a table to apply here; None: the
+            text.
         near: how many have to be for it to be a prior; None if any difference makes it worthless.
         why: why it is worthless beyond that.
     """

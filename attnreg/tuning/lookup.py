@@ -111,7 +111,7 @@ def predict(
     near = index.nearest(inside, (kind, size))
     amount = work(kind, size)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
-    hosts = _hosts(kinds, kind, names, compiled)
+    hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward)
     found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
@@ -124,14 +124,20 @@ def predict(
     return Prediction(table, tuple(found), points, tuple(notes))
 
 
-def _hosts(kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool) -> dict[str, float | None]:
+def _hosts(
+    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool
+) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
     All or none, because calling a kernel's function directly takes less, and the compiled call
     cache less than Python.
     """
-    for routers in (True, False) if compiled else (False,):
-        found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, routers)) for name in names}
+    # Older tables have no times of calls that autograd doesn't record.
+    ways = (
+        (routers, way) for routers in (True, False) for way in (recorded, True) if compiled or not routers
+    )
+    for way in ways:
+        found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, *way)) for name in names}
         if None not in found.values():
             return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
     return dict.fromkeys(names)

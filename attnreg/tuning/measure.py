@@ -23,7 +23,7 @@ from attnreg.tuning.workload import case_of, copies
 
 ROUNDS = 7
 
-# Long enough for the clock and short enough for many rounds; and fewer launches than a queue holds.
+# Long enough for the clock and short enough for many rounds; and fewer launches than a queue has room for.
 ROUND_S, MOST_CALLS = 2e-3, 50
 
 # A backend that takes this many times as long as the best is timed only once.

@@ -21,7 +21,7 @@ class Measured:
     Attributes:
         gpu_us: microseconds on the GPU, or in all on a CPU.
         host_us: microseconds until the call returns, the GPU still at work; 0 on a CPU.
-        first_call_s: seconds of the first call of this shape: planning, compiling.
+        first_call_s: seconds of the first call of this shape, in which kernels are compiled or built.
         error: the largest error divided by the largest allowed one.
         wrong: what is wrong with its results; empty if nothing is.
         failed: the exception that it raised; empty if none.
@@ -93,6 +93,7 @@ class Front(NamedTuple):
         direction: `"forward"` or `"backward"`.
         host_us: microseconds until the call returns, among other calls of one autograd graph.
         compiled: whether the compiled call cache was in use.
+        recorded: whether autograd recorded the call; a forward alone may take another way through torch.
     """
 
     backend: str
@@ -100,11 +101,12 @@ class Front(NamedTuple):
     direction: str
     host_us: float
     compiled: bool = False
+    recorded: bool = True
 
     @property
-    def place(self) -> tuple[str, bool, str, bool]:
+    def place(self) -> tuple[str, bool, str, bool, bool]:
         """Its key in a table."""
-        return self.backend, self.varlen, self.direction, self.compiled
+        return self.backend, self.varlen, self.direction, self.compiled, self.recorded
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
@@ -114,7 +116,7 @@ class Front(NamedTuple):
     def from_dict(cls, data: object, place: str = "") -> Front:
         """Return the host time of the row at that place in a file; raises `Malformed`."""
         row = checked(data, place, ("a host time", is_dict))
-        row = {"compiled": False, **row}  # absent in tables that are older than the call cache
+        row = {"compiled": False, "recorded": True, **row}  # absent in older tables
         return cls(**_fields(with_keys(row, cls._fields, place), cls._fields, place))
 
 
@@ -135,8 +137,8 @@ Rule = tuple[str, Callable[[Any], object]]
 
 def checked(value: Any, place: str, *rules: Rule) -> Any:
     """Return the value at a place of a file; raises `Malformed` if it breaks one of the rules."""
-    for expected, holds in rules:
-        if not holds(value):
+    for expected, is_met in rules:
+        if not is_met(value):
             raise Malformed(f"{place}: got {value!r}, expected {expected}")
     return value
 
@@ -192,6 +194,7 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "mask": (str, one_of(*MASKS)),
     "varlen": (bool, _TRUTH),
     "compiled": (bool, _TRUTH),
+    "recorded": (bool, _TRUTH),
     "extras": (tuple, ("a list of names", lambda value: isinstance(value, list))),
     "window": (tuple, ("two whole numbers", lambda value: isinstance(value, list) and len(value) == 2)),
     **dict.fromkeys(("ratio", "head_dim", "head_dim_v", "batch", "max_q", "max_k"), _COUNT),

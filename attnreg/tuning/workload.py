@@ -32,7 +32,7 @@ GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Kind:
     """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
 
     `heads` are those of query and key; `varlen` says whether the sequences are packed.
@@ -71,13 +71,13 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
     lacks only sizes in between.
     """
     full = name == "full"
-    plans = list(_gpu(full) if device.type == "cuda" else _cpu(full))
+    kinds = list(_gpu(full) if device.type == "cuda" else _cpu(full))
     usual, rare = (
-        list(coarse_to_fine([plan.specs(device) for plan in plans if plan.usual is wanted]))
+        list(coarse_to_fine([kind.specs(device) for kind in kinds if kind.usual is wanted]))
         for wanted in (True, False)
     )
     # Three sizes of each usual kind, then two calls of those for one of the others.
-    head = 3 * sum(plan.usual for plan in plans)
+    head = 3 * sum(kind.usual for kind in kinds)
     rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
     found = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
     return list(dict.fromkeys(found))
@@ -103,7 +103,7 @@ def _halving(count: int) -> list[int]:
     return order
 
 
-def _gpu(full: bool) -> Iterator[Plan]:
+def _gpu(full: bool) -> Iterator[Kind]:
     """Yield the kinds of a GPU, the most usual first."""
     dims = ((128, 16), (64, 16), *(((96, 16), (256, 8), (192, 8), (32, 16)) if full else ()))
     for (dim, heads), ratio in product(dims, (1, 4, 8) if full else (1, 4)):
@@ -113,10 +113,10 @@ def _gpu(full: bool) -> Iterator[Plan]:
         usual, both = common and ratio < 8, (heads, heads // ratio)
         for varlen, window in product((False, True), (CAUSAL, FULL)):
             shapes = _squares(full and usual, uneven=window == FULL and not varlen)
-            yield Plan(dim, both, window, varlen, shapes, usual=usual)
+            yield Kind(dim, both, window, varlen, shapes, usual=usual)
         if common or not full:
             for queries, window in DECODES if full else DECODES[:2]:
-                yield Plan(dim, both, window, False, _decodes(full and usual, window == FULL, queries))
+                yield Kind(dim, both, window, False, _decodes(full and usual, window == FULL, queries))
 
 
 def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
@@ -144,15 +144,15 @@ def _decodes(fine: bool, uneven: bool, queries: int) -> Iterator[tuple[int, int,
         yield batch, queries, keys
 
 
-def _cpu(full: bool) -> Iterator[Plan]:
+def _cpu(full: bool) -> Iterator[Kind]:
     """Yield the kinds of a CPU, in sizes that take it milliseconds."""
     lengths = (32, 64, 128, 256, 512, 1024) if full else (64, 512)
     squares = tuple((2, length, length) for length in lengths)
     kinds = product(("float32", "bfloat16"), (64, 128) if full else (64,), (1, 4) if full else (1,))
     for dtype, dim, ratio in kinds:
         for varlen, window in product((False, True), (CAUSAL, FULL)):
-            yield Plan(dim, (4, 4 // ratio), window, varlen, squares, dtype)
-        yield Plan(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
+            yield Kind(dim, (4, 4 // ratio), window, varlen, squares, dtype)
+        yield Kind(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
 
 
 def unmeasurable(spec: AttentionSpec) -> str:

@@ -1,9 +1,9 @@
 """Front 2: `varlen_attn`, attention over packed sequences without padding, on any device.
 
-In eager a call goes to the compiled call cache, which has an autograd node of its own in C++ and asks the
-plan (`plans.py`) for what it doesn't keep; where there is no compiled part, to the same plan through a
-`torch.autograd.Function`. Under torch.compile, export and AOTInductor, and wherever modes, subclasses or
-function transforms are to see an op, the call is `attnreg::_varlen_attn` (`custom_op.py`).
+In eager a call goes to the compiled call cache, which has an autograd node of its own in C++ and leaves
+what it doesn't keep to Python (`plans.py`); where there is no compiled part, it goes to the same functions
+through a `torch.autograd.Function`. Under torch.compile, export and AOTInductor, and wherever modes,
+subclasses or function transforms are to see an op, the call is `attnreg::_varlen_attn` (`custom_op.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the arguments of `varlen_attn` mean, and its plans: for its custom op, autograd and the call cache."""
+"""What the arguments of `varlen_attn` mean, and the look-up of its plans; used by all ways to call it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def run(
     choice: ScopedChoice | None,
     needs_backward: bool = True,
 ) -> tuple[tuple[Tensor, ...], Kept | None]:
-    """Plan and run a call; returns its results, and how the call cache is to run further ones like it.
+    """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
 
     `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
     the gradient and the output with its LSE.

@@ -1,6 +1,6 @@
 """Promises of the cuDNN backend: right values, what it refuses, what it derives from offsets, its launchers.
 
-Which plans it builds and keeps is in test_cudnn_plans.py.
+Which execution plans it builds and keeps is in test_cudnn_execution_plans.py.
 """
 
 from importlib.metadata import PackageNotFoundError
@@ -15,7 +15,7 @@ from support.truth import assert_accurate
 
 from attnreg import Device
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, plans, rounding
+from attnreg.backends.cudnn import adapter, execution_plans, rounding
 from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 from attnreg.contract.discovery import Entry
@@ -51,7 +51,7 @@ def kernels(module):
 
 @pytest.fixture
 def shared_plans(kernels, monkeypatch):
-    """Have each packed call run by a plan that has room for others, as later batches are."""
+    """Have each packed call run by an execution plan that has room for others, as later batches are."""
     monkeypatch.setattr(
         kernels.forward.args[0],
         "select",
@@ -124,8 +124,8 @@ def test_a_masked_backward_is_aligned_top_left_where_lengths_are_known_to_agree(
 
 
 def test_layers_share_what_is_derived_from_offsets_until_these_change(kernels, monkeypatch):
-    made, original = [], plans.Lengths
-    monkeypatch.setattr(plans, "Lengths", lambda *args: made.append(args) or original(*args))
+    made, original = [], execution_plans.Lengths
+    monkeypatch.setattr(execution_plans, "Lengths", lambda *args: made.append(args) or original(*args))
     query, key, value, call = ragged([3, 9])
     out, lse = kernels.forward(query, key, value, call)
     kernels.backward(out, query, key, value, out, lse, call)

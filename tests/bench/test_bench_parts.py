@@ -140,11 +140,11 @@ def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_t
     aten.ensure()
     found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
     assert [one.place for one in found] == [
-        (name, varlen, direction, compiled)
+        (name, varlen, direction, compiled, recorded)
         for compiled in ((False, True) if wanted == "compiled" else (False,))
         for varlen in (True, False)
         for name in ("cpu", "math")
-        for direction in ("forward", "backward")
+        for direction, recorded in (("forward", True), ("backward", True), ("forward", False))
     ]
     assert captured.call_cache_in_use is (wanted == "compiled")
     aten.restore()

@@ -110,4 +110,4 @@ def test_the_variable_alone_has_nothing_served(monkeypatch):
 
 def test_a_table_without_the_entry_has_the_times_of_routers_in_python():
     found = Front.from_dict({"backend": "a", "varlen": True, "direction": "forward", "host_us": 3.0})
-    assert found == Front("a", True, "forward", 3.0, compiled=False)
+    assert found == Front("a", True, "forward", 3.0, compiled=False, recorded=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import gpu
 
 import attnreg
@@ -19,9 +20,17 @@ def step(request):
     """Return a function that runs a call forward and backward, and what it should return."""
     if request.param == "packed":
         given = gpu.packed(LENGTHS)
-        return lambda: gpu.run(attnreg.varlen_attn, given), gpu.expected(given)[0]
-    inputs = gpu.bhsd()
-    return lambda: gpu.sdpa_and_back(inputs), gpu.expected_of_sdpa(inputs)
+        inputs, front, expected = given.qkv, lambda: attnreg.varlen_attn(*given), gpu.expected(given)[0]
+    else:
+        inputs = gpu.bhsd()
+        front, expected = lambda: F.scaled_dot_product_attention(*inputs), gpu.expected_of_sdpa(inputs)
+    grad = gpu.incoming(inputs[0])  # here, as a capture can make no generator
+
+    def run():
+        out = front()
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    return run, expected
 
 
 def able():

@@ -138,7 +138,7 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
     given = gpu.packed().detached()
     have_run = set(compiled_kinds.have_run)
     compiled_kinds.have_run.clear()
-    cudnn.Plans.cache_clear()
+    cudnn.ExecutionPlans.cache_clear()
     try:
         with (
             torch.cuda.graph(torch.cuda.CUDAGraph()),
@@ -205,7 +205,7 @@ def peak(step):
 
 @pytest.mark.parametrize("lengths", [(4096, 1024, 2048, 1024), (4095, 1024, 2048, 1000)], ids=sum)
 def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
-    cudnn.Plans.cache_clear()  # the first batch of a kind gets a plan of its own
+    cudnn.ExecutionPlans.cache_clear()  # the first batch of a kind gets a plan of its own
     given, tokens = gpu.packed(lengths, heads=(8, 8)), sum(lengths)
     grad = gpu.incoming(given.query)
     kernels = _registry.find(named).kernels()
@@ -230,7 +230,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
 
 @pytest.mark.only_for("cuDNN")
 def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(named, ran):
-    cudnn.Plans.cache_clear()
+    cudnn.ExecutionPlans.cache_clear()
     built = _registry.find(named).kernels().forward.args[0].built
     drawn = random.Random(0)
     counts = []
@@ -248,7 +248,7 @@ def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(name
 @pytest.mark.only_for("cuDNN")
 def test_a_thousand_ragged_batches_take_few_plans(named):
     drawn = random.Random(0)
-    cudnn.Plans.cache_clear()  # the plans of earlier tests
+    cudnn.ExecutionPlans.cache_clear()  # the plans of earlier tests
     kernels = _registry.find(named).kernels()
     most = gpu.packed((65536,), grad=False)
     grad = gpu.incoming(most.query)

@@ -20,12 +20,14 @@ CPU = Device("cpu")
 
 # Runs what it is sent, a line each, and replies with a line.
 RANK = """
-import datetime, logging, sys
+import datetime, logging, os, sys
 import torch
 import torch.distributed as dist
 import attnreg
 
 rank, port = int(sys.argv[1]), sys.argv[2]
+# Torch was loaded before the fork, and has read the variable then.
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.basicConfig(stream=sys.stderr)
 q, k, v = torch.randn(3, 16, 2, 8).unbind()
 ends = torch.tensor([0, 16], dtype=torch.int32)

@@ -197,11 +197,11 @@ def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
 
     def planned():
         module = fake_cudnn.Module()  # plans hold it weakly
-        plans = cudnn.Plans(module)
+        plans = cudnn.ExecutionPlans(module)
         q, k, v = (torch.randn(2, 8, 2, 64).bfloat16() for _ in "qkv")
         cudnn.forward(plans, q, k, v, Call(0.125, 8, 8, (-1, -1)))
         assert plans.built == {"forward": 1, "backward": 0}
 
     assert call_with_tensors(planned)() is None
-    monkeypatch.setattr("attnreg.backends.cudnn.plans.run_in_thread", lambda run: run())
+    monkeypatch.setattr("attnreg.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
     assert call_with_tensors(planned)() is not None

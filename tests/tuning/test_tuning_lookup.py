@@ -1,5 +1,6 @@
 """Promises of the look-up: what a table says of a call that was measured, lies between points, or beyond."""
 
+import dataclasses
 import math
 import random
 
@@ -106,6 +107,22 @@ def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_me
     assert costs() == {"a": 20.0 * USUAL_HOST, "b": 30.0 * USUAL_HOST}
     assert costs(capturing=True) == {"a": 10.0, "b": 25.0}
     assert costs("backward") == {"a": 5.0 * USUAL_HOST, "b": 900.0 * USUAL_HOST}
+
+
+def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_measured():
+    points = [point(a=took(1.0, 60.0), b=took(1.0, 15.0))]
+    fronts = fronts_of("forward", a=20.0, b=30.0)
+    alone = [one._replace(host_us=50.0 - one.host_us, recorded=False) for one in fronts]
+
+    def first(fronts, needs_backward):
+        spec = dataclasses.replace(asked(), needs_backward=needs_backward)
+        found = predict(Kinds(points, fronts), spec, "forward", "t").candidates[0]
+        return found.backend, pytest.approx(found.host_us)
+
+    assert first(fronts + alone, True) == ("a", 20.0 * USUAL_HOST)
+    assert first(fronts + alone, False) == ("b", 20.0 * USUAL_HOST)
+    # In older tables there are none.
+    assert first(fronts, False) == first(fronts + alone[:1], False) == ("a", 20.0 * USUAL_HOST)
 
 
 def test_host_times_of_fronts_count_only_if_every_candidate_has_one_best_with_compiled_routers():

@@ -1,8 +1,8 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
-What it can run is declared here; read adapter.py next. A call goes `problem` (what a plan depends on) ->
-`rounding` (so that ragged batches share plans) -> `plans` (those built so far) -> `graph` (building one).
-README.md has the reasons.
+What it can run is declared here; read adapter.py next. A call goes `problem` (what an execution plan depends
+on) -> `rounding` (so that ragged batches share execution plans) -> `execution_plans` (those built so far) ->
+`graph` (building one). README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from attnreg.backends.cudnn.adapter import backward, forward, specialize
-from attnreg.backends.cudnn.plans import Plans
+from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.spec import AttentionSpec
@@ -88,7 +88,7 @@ def _load() -> Kernels:
     import cudnn
 
     cudnn.backend_version()  # raises if the library is missing, which importing doesn't notice
-    plans = Plans(cudnn)
+    plans = ExecutionPlans(cudnn)
     return Kernels(
         functools.partial(forward, plans),
         functools.partial(backward, plans),

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.cudnn.graph import Plan
-from attnreg.backends.cudnn.plans import Plans, lengths_of
+from attnreg.backends.cudnn.execution_plans import ExecutionPlans, lengths_of
+from attnreg.backends.cudnn.graph import ExecutionPlan
 from attnreg.backends.cudnn.problem import Problem, describe, is_empty, lse_layout
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import AddressLauncher, Allocation, Launcher
@@ -25,7 +25,9 @@ from attnreg.torchlib.layout import (
 )
 
 
-def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(
+    plans: ExecutionPlans, query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
     if is_empty(query, key, call):
         return empty_results(query, value, call)
@@ -43,7 +45,7 @@ def forward(plans: Plans, query: Tensor, key: Tensor, value: Tensor, call: Call)
 
 
 def backward(
-    plans: Plans,
+    plans: ExecutionPlans,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -76,7 +78,9 @@ def _writes_all(query: Tensor, key: Tensor, call: Call, stream: int) -> bool:
     return not call.varlen or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
 
 
-def _run(plans: Plans, problem: Problem, tensors: tuple[Tensor, ...], call: Call, stream: int) -> None:
+def _run(
+    plans: ExecutionPlans, problem: Problem, tensors: tuple[Tensor, ...], call: Call, stream: int
+) -> None:
     lengths = None
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         lengths = lengths_of(problem.batch, stream, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
@@ -88,7 +92,7 @@ def _run(plans: Plans, problem: Problem, tensors: tuple[Tensor, ...], call: Call
 
 
 def specialize(
-    plans: Plans, direction: Direction, tensors: tuple[Tensor, ...], call: Call
+    plans: ExecutionPlans, direction: Direction, tensors: tuple[Tensor, ...], call: Call
 ) -> Launcher | None:
     """Return a launcher for calls like this one, which has just run; see `Kernels.specialize`."""
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
@@ -113,7 +117,7 @@ def specialize(
         repeated = _RepeatedCall(plans, weakref.ref(plan), problem, order, grads, lse_strides)
     if plan.run_on_addresses is None:
         return repeated.run
-    # The plan's lengths and ragged offsets come after all tensors.
+    # The execution plan's lengths and ragged offsets come after all tensors.
     numbers = *repeated.order, *range(len(repeated.order), len(plan.uids))
     return AddressLauncher(
         repeated.run,
@@ -131,24 +135,24 @@ def _contiguous(size: tuple[int, ...], like: Tensor) -> Allocation:
 
 
 class _RepeatedCall(NamedTuple):
-    """A plan, sizes and strides of the results, and in which order the plan takes all tensors.
+    """An execution plan, sizes and strides of the results, and the order in which it takes all tensors.
 
-    Describing a call and looking its plan up costs the host as much as the kernel takes on short sequences.
-    The LSE stays as cuDNN writes it, maybe with the token first.
+    Describing a call and looking up its execution plan costs the host as much as the kernel takes on short
+    sequences. The LSE stays as cuDNN writes it, maybe with the token first.
 
-    It doesn't keep the plan alive: a plan that `Plans` has dropped has to go, most of all when the process
-    ends. All methods do nothing then and say so.
+    It doesn't keep the execution plan alive: one that `ExecutionPlans` has dropped has to go, most of all
+    when the process ends. All methods do nothing then and say so.
     """
 
-    plans: Plans
-    plan: weakref.ref[Plan]
+    plans: ExecutionPlans
+    plan: weakref.ref[ExecutionPlan]
     problem: Problem
     order: tuple[int, ...]
     results: tuple[Allocation, ...]
     lse_strides: tuple[int, ...] | None = None
 
     def run(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        """Run the plan on tensors; see `contract.launchers`."""
+        """Run the execution plan on tensors; see `contract.launchers`."""
         plan = self.plan()
         if plan is None:
             return None
@@ -165,7 +169,7 @@ class _RepeatedCall(NamedTuple):
         return results
 
     def launch(self, addresses: int, workspace: int, stream: int) -> bool:
-        """Run the plan on addresses; see `AddressLauncher`."""
+        """Run the execution plan on addresses; see `AddressLauncher`."""
         plan = self.plan()
         if plan is None or plan.run_on_addresses is None:
             return False
@@ -174,7 +178,7 @@ class _RepeatedCall(NamedTuple):
         return True
 
     def derive(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:
-        """Return what the plan reads of these offsets; see `AddressLauncher`."""
+        """Return what the execution plan reads of these offsets; see `AddressLauncher`."""
         plan = self.plan()
         if plan is None:
             return None

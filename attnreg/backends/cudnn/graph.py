@@ -1,4 +1,4 @@
-"""Building a plan: a problem described to cuDNN as a graph, and how the built graph is run."""
+"""Building an execution plan: a problem described to cuDNN as a graph, and how the built graph is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("attnreg")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Plan:
+class ExecutionPlan:
     """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
     Attributes:
@@ -34,7 +34,8 @@ class Plan:
         workspace: bytes that a run needs.
         tensors: what the first buffers are, ascending.
         lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
-        lengths_key: a number that plans with the same `lengths` share; looked up faster than they are.
+        lengths_key: a number that execution plans with the same `lengths` share; looked up faster than they
+            are.
         uids: cuDNN's numbers of all buffers.
         run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
             addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
@@ -50,8 +51,8 @@ class Plan:
     run_on_addresses: Callable[[int, int, int], None] | None
 
 
-def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
-    """Describe a problem to cuDNN and build the plan.
+def build(cudnn: ModuleType, problem: Problem, handle: Any) -> ExecutionPlan:
+    """Describe a problem to cuDNN and build the execution plan.
 
     Raises:
         UnsupportedInputError: cuDNN has no kernel for it; with cuDNN's reason.
@@ -63,9 +64,9 @@ def build(cudnn: ModuleType, problem: Problem, handle: Any) -> Plan:
         if is_of_device(error):
             raise  # there may be memory the next time, so nothing is to remember this as a lack of cuDNN's
         if isinstance(error, cudnn.cudnnGraphNotSupportedError):
-            reason = f"cuDNN has no {problem.direction} plan for this call: {error}"
+            reason = f"cuDNN has no {problem.direction} execution plan for this call: {error}"
             raise UnsupportedInputError(reason) from error
-        reason = f"building a {problem.direction} plan failed: {type(error).__name__}: {error}"
+        reason = f"building a {problem.direction} execution plan failed: {type(error).__name__}: {error}"
         raise BackendUnavailableError(reason) from error
 
 
@@ -88,8 +89,8 @@ class _Description:
         self._tensors: dict[int, Slot] = {}
         self._lengths: dict[int, Slot | RaggedOffset] = {}
 
-    def build(self) -> Plan:
-        """Return the plan."""
+    def build(self) -> ExecutionPlan:
+        """Return the execution plan."""
         if self._problem.direction == "forward":
             self._forward()
         else:
@@ -102,7 +103,7 @@ class _Description:
         graph.build_plans()
         tensors, lengths = dict(sorted(self._tensors.items())), tuple(self._lengths.values())
         uids, lengths_key = (*tensors, *self._lengths), _lengths_keys.setdefault(lengths, len(_lengths_keys))
-        return Plan(
+        return ExecutionPlan(
             graph, graph.get_workspace_size(), tuple(tensors.values()), lengths, lengths_key, uids,
             _on_addresses(graph, uids, self._handle),
         )  # fmt: skip
@@ -172,7 +173,7 @@ class _Description:
         return dims, strides, float32 if slot is Slot.STATS else self._dtype
 
     def _add(self, tensor: Any, slot: Slot, strides: list[int]) -> None:
-        """Take a tensor into the plan, with a ragged offset if it is packed."""
+        """Take a tensor into the execution plan, with a ragged offset if it is packed."""
         self._tensors[int(slot)] = slot
         if self._problem.packed:
             offset, dtype = RaggedOffset(slot in _OF_KEYS, strides[2]), self._cudnn.data_type.INT64
@@ -198,10 +199,10 @@ def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -
 
 
 def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int, int, int], None] | None:
-    """Return `Plan.run_on_addresses` of a built graph; None where this release doesn't do it as 1.32 does.
+    """Return `ExecutionPlan.run_on_addresses` of a built graph; None where this release isn't as 1.32.
 
     The frontend's `execute` looks at each tensor, which costs the host as much as cuDNN's launch. What it
-    calls then is private: where a release has changed it, plans are run by `execute`.
+    calls then is private: where a release has changed it, execution plans are run by `execute`.
     """
     try:
         if graph.selected_engine is not None:
@@ -213,11 +214,11 @@ def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int
         lowered._prepare_variant_pack_template()
         expected = lowered._get_variant_pack_uids_sorted()
     except Exception as error:  # noqa: BLE001 - it can be done without
-        log.debug("this cuDNN plan isn't run on addresses: %s: %s", type(error).__name__, error)
+        log.debug("this execution plan isn't run on addresses: %s: %s", type(error).__name__, error)
         return None
     ordered = sorted(uids)
     if ordered != list(expected):
-        log.debug("this cuDNN plan isn't run on addresses: it reads %s, expected %s", expected, ordered)
+        log.debug("this execution plan isn't run on addresses: it reads %s, expected %s", expected, ordered)
         return None
     count, index = len(ordered), -1 if index is None else index
 

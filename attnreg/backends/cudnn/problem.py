@@ -1,4 +1,4 @@
-"""The problem that a cuDNN plan is built for, and how one is read off the tensors of a call."""
+"""The problem that a cuDNN execution plan is built for, and how one is read off the tensors of a call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Strides = tuple[int, int, int]
 
 
 class Problem(NamedTuple):
-    """Everything that a plan depends on; equal problems share a plan.
+    """Everything that an execution plan depends on; equal problems share an execution plan.
 
     Strides are those of (batch, head, token) in elements, the head dim's is 1, and results are contiguous.
 
@@ -44,8 +44,8 @@ class Problem(NamedTuple):
         square: whether this is a masked backward in which each sequence has as many keys as queries. Aligned
             top-left and bottom-right the mask is the same then, and cuDNN 9.19 skips the hidden part of it
             top-left only.
-        exact: whether the plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T). Other plans
-            of packed tensors are for any number of tokens, with the token first, (T, H).
+        exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).
+            Others of packed tensors are for any number of tokens, with the token first, (T, H).
     """
 
     direction: Direction
@@ -78,7 +78,7 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 def describe(direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Problem:
-    """Return the problem of a call on a function's tensors, not yet rounded as `Plans.select` does it."""
+    """Return the problem of a call on a function's tensors; `ExecutionPlans.select` rounds it later."""
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     packed, batch, tokens = False, query.shape[0], (0, 0)
     if call.cu_seqlens_q is not None:
@@ -100,7 +100,7 @@ def describe(direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> P
 
 
 def lse_layout(problem: Problem, query: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return size and strides of the LSE that a problem's plan writes or reads."""
+    """Return size and strides of the LSE that a problem's execution plan writes or reads."""
     *batch, rows, heads = query.shape[:-1]
     size = *batch, heads, rows
     return size, (1, heads) if problem.packed and not problem.exact else contiguous_strides(size)

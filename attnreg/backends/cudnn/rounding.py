@@ -1,7 +1,8 @@
-"""Rounding packed problems, so that batches of different lengths share a plan.
+"""Rounding packed problems, so that batches of different lengths share an execution plan.
 
-cuDNN takes 0.04 to 0.9 s to build a plan, and one for each batch of a ragged training run would never be
-used twice. README.md says what rounding up costs, how many plans that leaves, and how large workspaces are.
+cuDNN takes 0.04 to 0.9 s to build an execution plan, and one for each batch of a ragged training run would
+never be used twice. README.md says what rounding up costs, how many execution plans that leaves, and how
+large workspaces are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_KINDS = 512
 
 
 def round_lengths(batch: int, max_q: int, max_k: int, tokens: int) -> tuple[int, int, int]:
-    """Return the number of sequences and the longest lengths to plan for, of so many query tokens."""
+    """Return the number of sequences and the longest lengths to build for, given the query tokens."""
     # Never 1: with a longest sequence of 1 and an empty one, cuDNN 9.19 writes a wrong LSE.
     return _round_batch(batch, tokens / batch), _round_up(max_q, 4096, 16), _round_up(max_k, 4096, 16)
 
@@ -38,9 +39,9 @@ def exact(problem: Problem) -> Problem:
 
 
 def shared(problem: Problem) -> Problem:
-    """Return what `exact` has returned with room for more tokens, so that other batches can use the plan.
+    """Return what `exact` has returned, with room for more tokens, so that other batches can share it.
 
-    A number of query tokens that is a budget keeps its exact plan.
+    A number of query tokens that is a budget keeps its exact execution plan.
     """
     budget = problem.tokens_q >= BUDGET and problem.tokens_q & (problem.tokens_q - 1) == 0
     if budget and problem.tokens_k in (problem.tokens_q, 0):
@@ -60,7 +61,7 @@ class FirstTokens:
     """How many tokens the first batch of each kind of packed problem had; a kind is all but the lengths.
 
     Room for other batches costs memory, which a run needn't pay if all its batches have as many tokens.
-    So the first number of tokens gets an exact plan, and only later ones share.
+    So the first number of tokens gets an exact execution plan, and only later ones share.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class FirstTokens:
         return self._tokens.get(_kind(problem), tokens) == tokens
 
     def remember(self, problem: Problem) -> None:
-        """Remember that an exact plan of this problem is about to be built.
+        """Remember that an exact execution plan of this problem is about to be built.
 
         It may fail: where cuDNN has no kernel for a kind, it is asked once, not for each number of tokens.
         """

@@ -29,7 +29,7 @@ from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of
 from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.locks import open_after_fork
 
-# The package's compiler crashes when two threads use it at once. Held around every call of the package,
+# The package's compiler crashes when two threads use it at once. Locked around every call of the package,
 # whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
 # compile. Autograd runs backwards on threads of its own, so both directions share it. Replays don't need it.
 _compile_lock = open_after_fork(threading.RLock())
@@ -70,7 +70,7 @@ class _Adapter(NamedTuple):
         options = _options(call, None) | {"num_splits": 1, "return_lse": True}
         if not _none_unused(query, key, call):
             description = None
-            # Weights of unused keys are zero, whatever the keys hold, so that only the values matter.
+            # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
             # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)

@@ -1,6 +1,6 @@
 """Kinds of calls: FA4 compiles each once, and this process remembers which it has run.
 
-A kind holds what the package's compile keys read (`compile_key` in its interface.py) and what differs
+A kind has what the package's compile keys read (`compile_key` in its interface.py) and what differs
 between attnreg's calls; lengths enter as numbers of tiles. Calls of one kind never compile twice; two kinds
 may share what was compiled.
 """

@@ -138,7 +138,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         with quiet():
             interface = import_module("flash_attn.cute.interface")
     finally:
-        # The import leaves errors in reference cycles, whose frames hold the tensors of the first call.
+        # The import leaves errors in reference cycles, whose frames keep the first call's tensors alive.
         gc.collect()
     forward, backward = (_checked(interface, name) for name in KEYWORDS)
     # From 4.0.0b26 on the package itself copies what its kernels can't load.
@@ -163,7 +163,7 @@ def _places(module: str) -> list[str]:
     """Return the folders of a package, without importing it."""
     try:
         found = find_spec(module)
-    except ValueError:  # sys.modules holds a module without a spec
+    except ValueError:  # sys.modules has a module without a spec
         return []
     return list(found.submodule_search_locations or ()) if found else []
 

@@ -1,8 +1,8 @@
 """Recording one call of the package: what it allocates and which compiled kernels it launches.
 
 `describe` has what these depend on. A dispatch mode sees the allocations. Kernels are launched through the
-package's compile caches, which are replaced while the call runs. Whatever a recipe can't hold is noted as a
-fault; the call itself goes on.
+package's compile caches, which are replaced while the call runs. Whatever a recipe can't express is noted as
+a fault; the call itself goes on.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Recipe:
         return self.launch(slots)
 
     def launch(self, slots: list[Any]) -> tuple[Tensor, ...]:
-        """Launch the kernels on slots that hold all tensors, and return the results."""
+        """Launch the kernels on slots that have all tensors, and return the results."""
         for slot, make, contents in self.tuples:
             slots[slot] = make(contents(slots))
         for function, arguments in self.launches:

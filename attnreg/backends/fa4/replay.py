@@ -175,7 +175,7 @@ def _compared(recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) ->
     """Return on the device whether a replay gives the package's results, for rearranged copies of a call.
 
     Heads and head dims of the copies are in reverse order: that reverses the results, and at the recorded
-    addresses, should the tensors still be there, is something else. Of packed sequences they hold a half.
+    addresses, should the tensors still be there, is something else. Of packed sequences they have a half.
     """
     tensors, conclusive = call.tensors, torch.ones((), dtype=torch.bool, device=recipe.device)
     halves: dict[str, _Halves] = {}
@@ -189,7 +189,7 @@ def _compared(recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) ->
     # Keys and values take the side of the keys, as do their gradients.
     sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k")
     if halves:
-        # Same shapes, strides and longest lengths: nothing is compiled. The caller holds the compile lock.
+        # Same shapes, strides and longest lengths: nothing is compiled. The caller owns the compile lock.
         expected = call._replace(tensors=copies)()
     else:
         expected = tuple(_rearranged(x, tensors["q"].dim(), None) for x in results)

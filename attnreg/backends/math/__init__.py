@@ -24,7 +24,7 @@ from attnreg.contract.capabilities import ANY_SIZE, Capabilities
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
-# Scores of a block of rows that a backward holds on to; of more it computes the products twice.
+# Scores of a block of rows that a backward keeps; of more it computes the products twice.
 HELD = 2**23
 
 EVERYTHING = Capabilities(

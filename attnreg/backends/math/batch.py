@@ -2,8 +2,9 @@
 
 Dense, packed and paged tensors are all read as rows, (T, H, D), with the row of every token of every
 sequence. Neighbouring sequences are gathered into a group, (b, H, width, D), padded on the *left*: their
-last tokens line up, so that one bottom-right mask holds for all of them. Its width is known on the host even
-where the lengths are not, as on a GPU, where reading them would wait for the device and break CUDA graphs.
+last tokens line up, so that one bottom-right mask is right for all of them. Its width is known on the host
+even where the lengths are not, as on a GPU, where reading them would wait for the device and break CUDA
+graphs.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Mask:
         return survives.to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
     def _conditions(self, rows: slice, cols: slice) -> Iterator[Tensor]:
-        """Yield what has to hold for a score to count, where it doesn't for all of them."""
+        """Yield the conditions for a score to count, save those that all scores meet."""
         left, right = self.call.window
         if left >= 0 and cols.start < rows.stop - 1 + self.shift - left:
             yield (self._distance(rows, cols) <= left)[None, None]
@@ -155,7 +155,7 @@ def _key(rng_state: Tensor, lane: int, *places: Tensor) -> Tensor:
 
 
 def _hash(word: Tensor) -> Tensor:
-    """Mix 32 bits, held in an int64: both constants are below 2**31, so that nothing overflows.
+    """Mix 32 bits, given as an int64: both constants are below 2**31, so that nothing overflows.
 
     They come from https://github.com/skeeto/hash-prospector/issues/19.
     """

@@ -20,7 +20,7 @@ constexpr size_t kMostOffsets = 64;    // as `contract.offsets` has
 // ---- What is counted: a counter of Python's, and how often it went up since `drain` looked last.
 
 struct Tally {
-  PyObject* counter;  // held until `drain` finds that nothing counts there any more
+  PyObject* counter;  // kept alive until `drain` finds that nothing counts there any more
   std::atomic<int64_t> times{0};
 };
 
@@ -59,7 +59,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
     return !python && !op && !addresses;
   }
 
-  // Whether the plan is to be asked for a better launcher: after the first, second, fourth use and so on.
+  // Whether Python is to be asked for a better launcher: after the first, second, fourth use and so on.
   bool is_due() const {
     const uint32_t used = is_final ? 0 : uses.fetch_add(1, std::memory_order_relaxed) + 1;
     return used && (used & (used - 1)) == 0;
@@ -72,7 +72,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   }
 };
 
-// Whether what a kept call has just thrown only declines it; asks the plan. Not inlined: a hit has nothing of it.
+// Whether what a kept call has just thrown only declines it; asks its plan (`Plan.declines`). Not inlined: a hit has nothing of it.
 [[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
   const WithGil gil;
   PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
@@ -89,7 +89,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   return reason && reason.get() != Py_None && !entry.is_native();
 }
 
-// Run a kept call; false if it is to be planned anew. What it throws otherwise is counted, and thrown on.
+// Run a kept call; false if Python is to run it. What it throws otherwise is counted, and thrown on.
 template <class Run>
 bool run_unless_declined(const Entry& entry, const Run& run) {
   try {
@@ -119,9 +119,9 @@ inline std::shared_mutex& guard = *new std::shared_mutex;
 inline Cache& cache = *new Cache;
 inline std::atomic<bool> enabled{true};
 inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
-inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it can hold a choice
+inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it may contain a choice
 
-// A forked child begins with an empty cache: a thread that isn't in it may have held the lock, and left half a change.
+// A forked child begins with an empty cache: a thread that isn't in it may have owned the lock, and left half a change.
 // What was there isn't destroyed, as it can't be known to be whole.
 inline void begin_anew_after_fork() {
   const uint64_t generation = cache.generation;
@@ -131,7 +131,7 @@ inline void begin_anew_after_fork() {
 }
 
 struct LookedUp {
-  uint64_t generation = 0;  // what the plan returns is kept only if nothing has changed meanwhile
+  uint64_t generation = 0;  // what Python returns is kept only if nothing has changed meanwhile
   std::shared_ptr<const Entry> entry{};
 };
 
@@ -156,7 +156,7 @@ inline LookedUp look_up(const Key& key) {
 }
 
 inline void erase(const Key& key) {
-  std::shared_ptr<const Entry> dropped;  // goes after the lock: what it holds may do anything then
+  std::shared_ptr<const Entry> dropped;  // destroyed after the lock is released: what it owns may then do anything
   const std::unique_lock lock(guard);
   if (const auto found = cache.entries.find(key); found != cache.entries.end()) {
     dropped = std::move(found->second);
@@ -172,7 +172,7 @@ inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entr
       std::swap(cache.entries, dropped);
     }
     auto& place = cache.entries[key];
-    if (place) {  // the plan was asked once more, and is the more rarely from then on
+    if (place) {  // Python was asked once more, and is the more rarely from then on
       entry->uses = place->uses.load(std::memory_order_relaxed);
     }
     std::swap(place, entry);
@@ -208,7 +208,7 @@ inline void drop_all() {
 
 inline std::atomic<uint64_t> choices_entered{0};  // how often a choice was entered or left, in any thread
 
-// The number of the choice that holds by the context variable, 0 for none; -1 where Python has to find out.
+// The number of the choice in the context variable, 0 for none; -1 where Python has to find out.
 inline int64_t read_choice(PyObject* variable) {
   const WithGil gil;
   PyObject* value = nullptr;
@@ -227,7 +227,7 @@ inline int64_t read_choice(PyObject* variable) {
   return found;
 }
 
-// The number of the choice that holds for this thread or task. It is remembered for a thread, as taking the
+// The number of the choice in force for this thread or task. It is remembered for a thread, as taking the
 // interpreter's lock costs more than the rest of looking a call up, until a choice is entered or left anywhere, or
 // the thread changes its context, which Python counts.
 inline int64_t scoped_choice() {

@@ -1,4 +1,4 @@
-// What a plan returns to be kept: read from Python, as `call_cache.described` makes it.
+// What Python returns to be kept, as `call_cache.described` makes it.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace attnreg {
 // Torch's own kernels, captured before a router covers them; they stay for as long as the process lives.
 inline auto& native_kernels = *new std::unordered_map<std::string, std::pair<c10::OperatorHandle, c10::SafeKernelFunction>>;
 
-// Capture torch's kernel of an aten op below a key; null where there is none. Holding the interpreter's lock.
+// Capture torch's kernel of an aten op below a key; null where there is none. With the interpreter's lock.
 inline const std::pair<c10::OperatorHandle, c10::SafeKernelFunction>* capture(const std::string& op, const std::string& key) {
   const auto known = native_kernels.find(key + op);
   if (known != native_kernels.end()) {
@@ -101,7 +101,7 @@ inline void read_address_launcher(PyObject* described, Entry& entry) {
   entry.addresses = std::move(found);
 }
 
-// Keep what the plan has returned for a call with this key; `schema` is the op's, null for `varlen_attn`.
+// Keep what Python has returned for a call with this key; `schema` is the op's, null for `varlen_attn`.
 inline void keep_described(
     const Key& key, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
   if (!PyTuple_Check(described)) {

@@ -135,7 +135,7 @@ inline std::optional<Tensors> kept_derived(
   return tensors;
 }
 
-// What the kernel reads of the offsets; nothing if it can't run any more. Holding the interpreter's lock.
+// What the kernel reads of the offsets; nothing if it can't run any more. With the interpreter's lock.
 inline std::optional<Tensors> derive(
     const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   std::optional<SeenOffsets> seen;

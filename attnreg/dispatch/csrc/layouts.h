@@ -116,7 +116,7 @@ inline void to_op(const Layout& layout, Arguments arguments, const Tensors& give
   }
 }
 
-// What the allocators of torch give at least, so that reusing it holds no more than a new tensor would.
+// What the allocators of torch give at least, so that reusing it takes no more than a new tensor would.
 constexpr size_t kBlock = 512;
 
 // A new tensor like a model on "meta", of which nothing is written. It lies in memory to spare if there is enough of

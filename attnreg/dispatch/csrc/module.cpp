@@ -3,11 +3,11 @@
 // A router written in Python takes the interpreter's lock and turns every argument into an object, which costs the
 // host more than the decision. Here a call is described by everything but the values of its tensors (`key.h`). If it
 // is kept (`cache.h`), its launcher runs it (`launchers.h`): one of torch's own kernels, a kernel on addresses, or a
-// function of Python's. If not, the plan in Python runs it, and returns with the results what is to be kept
+// function of Python's. If not, Python runs it by its plan, and returns with the results what is to be kept
 // (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
-// node of its own (`varlen.h`). Below are the functions that Python calls, always holding the interpreter's lock.
+// node of its own (`varlen.h`). Below are the functions that Python calls, always with the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>
@@ -124,12 +124,12 @@ PyObject* drain(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"add_router", add_router, METH_VARARGS, "Put a router over torch's kernel of an aten op below a key; how its tensors lie; the router in Python."},
     {"remove_routers", remove_routers, METH_NOARGS, "Take all routers out."},
-    {"enable", enable, METH_O, "Look calls up, or leave every call to the plan."},
+    {"enable", enable, METH_O, "Look calls up, or leave every call to Python."},
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
-    {"watch", watch, METH_O, "Look at a context variable before a forward: it may hold a choice."},
+    {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is asked again."},
-    {"set_plans", set_plans, METH_VARARGS, "The functions that plan the forwards and the backwards of `varlen_attn`."},
+    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

@@ -14,7 +14,7 @@
 
 namespace attnreg {
 
-class WithGil {  // holds the interpreter's lock
+class WithGil {  // takes the interpreter's lock
  public:
   WithGil() : state_(PyGILState_Ensure()) {}
   ~WithGil() {
@@ -51,7 +51,7 @@ inline Object held(PyObject* object) {
   });
 }
 
-// A new reference that goes while the lock is held.
+// A new reference, dropped with the lock.
 inline Object owned(PyObject* object) {
   return Object(object, Py_DecRef);
 }
@@ -114,7 +114,7 @@ inline c10::IValue from_python(PyObject* value, const c10::TypePtr& type) {
   return static_cast<int64_t>(number);
 }
 
-// Call a function; holding the lock.
+// Call a function; the caller has the lock.
 inline Object call_python(PyObject* function, const std::vector<Object>& arguments) {
   std::vector<PyObject*> given;
   for (const Object& one : arguments) {

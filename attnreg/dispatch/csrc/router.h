@@ -1,4 +1,4 @@
-// A router over one of torch's ops: looks a call up, and runs what is kept, or asks the plan.
+// A router over one of torch's ops: looks a call up, and runs what is kept, or asks the router in Python.
 
 #pragma once
 

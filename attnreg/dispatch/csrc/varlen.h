@@ -1,4 +1,4 @@
-// The front of `varlen_attn`: looks a call up, runs what is kept or asks the plan, and records the call for autograd.
+// The front of `varlen_attn`: looks a call up, runs what is kept or asks Python, and records the call for autograd.
 
 #pragma once
 
@@ -35,7 +35,7 @@ inline void record(const Tensors& tensors, const VarlenCall& call, bool known, T
   node->saved[6] = torch::autograd::SavedVariable(tensors[4], false);
 }
 
-// Ask the plan of a forward; holding the interpreter's lock.
+// Have Python run a forward by its plan; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
     PyObject* const* arguments, bool needs_gradient, const Key& key, uint64_t generation, bool& known) {
   std::vector<PyObject*> given(arguments, arguments + 12);

@@ -22,7 +22,7 @@ inline PyObject* plan_backward = nullptr;  // a function of `varlen.plans`; ther
 
 using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
 
-// A new node of autograd's. Up to torch 2.12 shared pointers hold them, with a deleter of their own.
+// A new node of autograd's. Up to torch 2.12 shared pointers own them, with a deleter of their own.
 template <class Node, class Pointer = NodePointer, class... Given>
 auto make_node(Given&&... given) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -32,7 +32,7 @@ auto make_node(Given&&... given) {
   }
 }
 
-// The backward of a call. It holds what the forward had; torch checks that it hasn't been written to since.
+// The backward of a call. It keeps what the forward had; torch checks that it hasn't been written to since.
 struct VarlenBackward final : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
   VarlenCall call{};

@@ -1,4 +1,5 @@
-"""Promises about cuDNN's plans: which batches share one, when one is built and dropped, and the handles."""
+"""Promises about cuDNN's execution plans: which batches share one, when one is built
+and dropped, and the handles."""
 
 import contextlib
 import random
@@ -13,8 +14,7 @@ from support.truth import assert_accurate
 
 from attnreg import BackendUnavailableError, UnsupportedInputError
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, rounding
-from attnreg.backends.cudnn import plans as cudnn_plans
+from attnreg.backends.cudnn import adapter, execution_plans, rounding
 from attnreg.backends.cudnn.problem import Problem, Slot
 from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.measure import Case
@@ -35,7 +35,7 @@ def capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-# Which calls share a plan
+# Which calls share an execution plan
 
 
 def test_batches_of_other_lengths_share_a_plan(kernels, module):
@@ -163,8 +163,8 @@ def test_a_kind_is_all_but_the_lengths():
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("width", [16 * 64, 32 * 128, 64 * 128])
 def test_a_thousand_ragged_batches_need_few_plans(module, monkeypatch, width, spread, seed):
-    monkeypatch.setattr(cudnn_plans, "build", lambda cudnn, problem, handle: object())
-    draw, plans = random.Random(seed), cudnn_plans.Plans(module)
+    monkeypatch.setattr(execution_plans, "build", lambda cudnn, problem, handle: object())
+    draw, plans = random.Random(seed), execution_plans.ExecutionPlans(module)
 
     def up_to(number):
         return round(number ** draw.uniform(0, 1)) if spread == "by magnitude" else draw.randint(1, number)
@@ -211,7 +211,7 @@ def test_a_budget_of_tokens_has_an_exact_plan(direction, tokens, planned):
         (8, 4095, 16 * 64, 4096),
         (8, 4097, 16 * 64, 4 * 4096),
         (40, 1280, 16 * 64, 64 * 512),
-        (400, 8000, 16 * 64, 2**16),  # not more than 256 MB for the sake of few plans
+        (400, 8000, 16 * 64, 2**16),  # not more than 256 MB for the sake of few execution plans
         (16, 65537, 16 * 64, 2**17),  # 256 MB, and on in steps of 2
         (16, 65537, 64 * 128, 2**17),
         (300, 300, 64 * 128, 2**14),
@@ -246,11 +246,11 @@ def test_the_number_of_sequences_is_rounded_more_finely_where_they_are_short():
     assert most == [65535, 65535], "no more than kernels take"
 
 
-# Building and dropping plans
+# Building and dropping execution plans
 
 
 def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):
-    monkeypatch.setattr(cudnn_plans, "_KEPT", 2)
+    monkeypatch.setattr(execution_plans, "_KEPT", 2)
     query, key, value, call = ragged([3, 9])
     for scale in (0.1, 0.2, 0.3):
         kernels.forward(query, key, value, call._replace(scale=scale))
@@ -265,7 +265,9 @@ def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_pla
 
     monkeypatch.setattr(fake_cudnn.Graph, "check_support", declined)
     for lens in ([3, 9], [3, 9], [4, 7], [5, 7], [7, 7]):
-        with pytest.raises(UnsupportedInputError, match="cuDNN has no forward plan for this call: no engine"):
+        with pytest.raises(
+            UnsupportedInputError, match="cuDNN has no forward execution plan for this call: no engine"
+        ):
             kernels.forward(*ragged(lens))
     assert not kernels.forward.args[0]._plans
     assert len(module.graphs) == 2, "batches of one problem have been described more than once"
@@ -291,7 +293,7 @@ def test_a_plan_that_fails_to_be_built_is_a_kernel_that_cannot_be_had(kernels, m
     monkeypatch.setattr(fake_cudnn.Graph, "validate", Mock(side_effect=TypeError("no such keyword")))
     with pytest.raises(BackendUnavailableError) as caught:
         kernels.forward(*ragged([3, 9]))
-    assert str(caught.value) == "building a forward plan failed: TypeError: no such keyword"
+    assert str(caught.value) == "building a forward execution plan failed: TypeError: no such keyword"
 
 
 def test_a_capture_builds_no_plan_and_takes_an_exact_or_a_shared_one(kernels, module, monkeypatch):
@@ -344,8 +346,8 @@ def test_a_plan_is_built_in_a_thread_where_its_device_is_current(kernels, monkey
 
 def test_the_frontends_objects_are_dropped_before_the_process_ends(module, monkeypatch):
     registered = []
-    monkeypatch.setattr(cudnn_plans.atexit, "register", registered.append)
-    plans = cudnn_plans.Plans(module)
+    monkeypatch.setattr(execution_plans.atexit, "register", registered.append)
+    plans = execution_plans.ExecutionPlans(module)
     (release,) = registered
     inputs = ragged([3, 9])
     expected = adapter.forward(plans, *inputs)[0]

@@ -1,6 +1,6 @@
-"""The plans of this process, the cuDNN handles of its threads, and what plans read of `cu_seqlens`.
+"""The execution plans of this process, the cuDNN handles of its threads, and what is read of `cu_seqlens`.
 
-A plan is immutable and may run in several threads; a handle belongs to one thread and one device.
+An execution plan is immutable and may run in several threads; a handle belongs to one thread and one device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
-from attnreg.backends.cudnn.graph import Plan, build
+from attnreg.backends.cudnn.graph import ExecutionPlan, build
 from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot
 from attnreg.contract.offsets import derived_from
 from attnreg.errors import UnsupportedInputError
@@ -25,8 +25,8 @@ from attnreg.torchlib.isolation import run_in_thread
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.locks import open_after_fork
 
-# More than a training run needs, as packed problems are rounded, and few enough to stay small: a plan
-# holds some hundred kilobytes of host memory.
+# More than a training run needs, as packed problems are rounded, and few enough to stay small: an execution
+# plan takes some hundred kilobytes of host memory.
 _KEPT = 512
 
 
@@ -46,56 +46,61 @@ class _Handles(dict[int, list[Any]]):
                 pass
 
 
-class Plans:
-    """The plans that this process has built.
+class ExecutionPlans:
+    """The execution plans that this process has built.
 
     Attributes:
-        built: how many plans were built for each direction.
+        built: how many execution plans were built for each direction.
     """
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
         self._cudnn: Callable[[], Any] = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
-        self._plans: dict[Problem, Plan] = {}
+        self._plans: dict[Problem, ExecutionPlan] = {}
         self._declined: dict[Problem, str] = {}
         self._first_tokens = rounding.FirstTokens()
         self._thread = threading.local()
         atexit.register(self._release)
 
     def select(self, problem: Problem) -> Problem:
-        """Return the problem whose plan is to run this one: for exactly its tokens, or a shared one."""
+        """Return the problem whose execution plan runs this one: for exactly its tokens, or shared."""
         if not problem.packed:
             return problem
         problem = rounding.exact(problem)
         if problem in self._plans:
             return problem
-        # A capture can't build a plan, but it may find a shared one that has run before.
+        # A capture can't build an execution plan, but it may find a shared one that has run before.
         if self._first_tokens.allow_exact(problem) and not torch.cuda.is_current_stream_capturing():
             return problem
         return rounding.shared(problem)
 
-    def find(self, problem: Problem) -> Plan | None:
-        """Return the plan of a problem that `select` has returned, if it is built."""
+    def find(self, problem: Problem) -> ExecutionPlan | None:
+        """Return the execution plan of a problem that `select` has returned, if it is built."""
         return self._plans.get(problem)
 
     def run(self, problem: Problem, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int) -> None:
-        """Run the plan of a problem that `select` has returned, built if it isn't yet; see `execute`.
+        """Run the execution plan of a problem that `select` has returned; builds it if need be.
 
         Raises:
-            UnsupportedInputError: cuDNN has no kernel for it, or a plan would have to be built while a
-                CUDA graph is captured.
+            UnsupportedInputError: cuDNN has no kernel for it, or an execution plan would have to be built
+                while a CUDA graph is captured.
         """
         plan = self._plans.get(problem) or self._build_once(problem)
         self.execute(plan, problem.device, tensors, lengths, stream)
 
     def execute(
-        self, plan: Plan, device: int, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int
+        self,
+        plan: ExecutionPlan,
+        device: int,
+        tensors: Sequence[Tensor],
+        lengths: Lengths | None,
+        stream: int,
     ) -> None:
-        """Run a plan; its device has to be the current one.
+        """Run an execution plan; its device has to be the current one.
 
         Args:
-            tensors: those of the plan, by `Slot`, ascending.
+            tensors: those of the execution plan, by `Slot`, ascending.
             lengths: those of packed tensors.
             stream: a CUDA stream of the device.
         """
@@ -113,11 +118,11 @@ class Plans:
         self._plans.clear()
         self._thread = threading.local()
 
-    def _build_once(self, problem: Problem) -> Plan:
+    def _build_once(self, problem: Problem) -> ExecutionPlan:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedInputError(
-                f"cuDNN has no plan yet for this {problem.direction}, and can't make one while a CUDA "
-                "graph is captured; run the call once before the capture"
+                f"cuDNN has no execution plan yet for this {problem.direction}, and can't build one while "
+                "a CUDA graph is captured; run the call once before the capture"
             )
         with self._building:
             if problem in self._declined:
@@ -131,16 +136,16 @@ class Plans:
                 self.built[problem.direction] += 1
             return self._plans[problem]
 
-    def _build(self, problem: Problem) -> Plan:
+    def _build(self, problem: Problem) -> ExecutionPlan:
         handle = self.handle(problem.device, torch.cuda.current_stream().cuda_stream)
 
-        def there() -> Plan:
+        def there() -> ExecutionPlan:
             with torch.cuda.device(problem.device):
                 return build(self._cudnn(), problem, handle)
 
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
-            # above it, and these hold the caller's tensors. The handle is this thread's, which waits.
+            # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
             return run_in_thread(there)
         except UnsupportedInputError as error:
             if len(self._declined) >= _KEPT:
@@ -171,10 +176,10 @@ def lengths_of(
 
 
 class Lengths:
-    """The lengths and ragged offsets of one batch, padded with empty sequences to what a plan is for.
+    """The lengths and ragged offsets of one batch, padded with empty sequences to an execution plan's size.
 
     Args:
-        batch: how many sequences the plan is for.
+        batch: how many sequences the execution plan is for.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
         seqused_k: how many keys of each sequence count, int32 (B,); None for all.
     """
@@ -199,8 +204,8 @@ class Lengths:
         ours, theirs = (torch.cat((*x._starts, x._inputs[Slot.SEQ_LEN_K])) for x in (self, newer))
         return (ours != theirs).any()
 
-    def inputs_of(self, plan: Plan) -> list[Tensor]:
-        """Return what a plan reads: lengths, int32 (batch,), and ragged offsets, int64 (batch + 1,)."""
+    def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
+        """Return an execution plan's inputs: lengths, int32 (batch,), ragged offsets, int64 (batch + 1,)."""
         found = self._of_plans.get(plan.lengths_key)
         if found is None:
             for wanted in plan.lengths:
