@@ -125,6 +125,22 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
     assert first(fronts, False) == first(fronts + alone[:1], False) == ("a", 20.0 * USUAL_HOST)
 
 
+def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():
+    def first(*hosts):
+        points = [point(a=took(1.0, 1.0), b=took(1.0, 1.0))]
+        fronts = fronts_of("forward", a=hosts[0], b=hosts[1])
+        found = predict(Kinds(points, fronts), asked(), "forward", "t")
+        return reordered(["a", "b"], {"a", "b"}, found)[0]
+
+    assert first(21.9, 20.0) == "a"
+    assert first(22.1, 20.0) == "b"
+    # Of times on the device two percent are enough, and if the call is captured these alone count.
+    points = [point(a=took(105.0, 100.0), b=took(100.0, 100.0))]
+    for capturing in (False, True):
+        found = predict(Kinds(points), dataclasses.replace(asked(), capturing=capturing), "forward", "t")
+        assert reordered(["a", "b"], {"a", "b"}, found)[0] == "b"
+
+
 def test_host_times_of_fronts_count_only_if_every_candidate_has_one_best_with_compiled_routers():
     points = [point(a=took(1.0, 60.0), b=took(1.0, 15.0))]
     python = fronts_of("forward", a=20.0, b=30.0)
