@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -189,10 +189,16 @@ def from_nothing() -> Iterator[None]:
 
 
 class Adaptive:
-    """The policy, for one state of the registry and the settings."""
+    """The policy, for one state of the registry and the settings.
 
-    def __init__(self, tables: Tables, entries: Callable[[], Mapping[str, Entry]]) -> None:
-        self._tables, self._entries = tables, entries
+    `disabled` are names of backends that take no turns. What was seen is kept apart for each set of them: one
+    that is enabled again has to have its turns.
+    """
+
+    def __init__(
+        self, tables: Tables, entries: Callable[[], Mapping[str, Entry]], disabled: Iterable[str] = ()
+    ) -> None:
+        self._tables, self._entries, self._disabled = tables, entries, sorted(disabled)
         self._environments: dict[Device, tuple[str, Environment]] = {}
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
@@ -265,7 +271,7 @@ class Adaptive:
     def _here(self, device: Device) -> Learned:
         if device not in self._environments:
             here = environment(device, self._entries())
-            digest = hashlib.sha256(repr(asdict(here)).encode()).hexdigest()[:12]
+            digest = hashlib.sha256(repr((asdict(here), self._disabled)).encode()).hexdigest()[:12]
             self._environments[device] = digest, here
         digest, here = self._environments[device]
         if digest not in _learned:

@@ -91,7 +91,7 @@ def current() -> Policy:
     if decides_by(now)[0] != "order":
         tables = Tables(now.tables, _registry.entries, _compiled(now))
         if decides_by(now)[0] == "adaptive" and now.lock is None:
-            adaptive = Adaptive(tables, _registry.entries)
+            adaptive = Adaptive(tables, _registry.entries, disabled(now))
     only_recording = serves(now) and only_records(now) and not _active and not _registry.registrations()
     # A preference for one backend doesn't change calls that torch sends to another one; asking for tables
     # does.

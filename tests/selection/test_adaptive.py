@@ -259,6 +259,15 @@ def test_versions_that_differ_begin_anew(known, runs, kept, monkeypatch):
     assert runs(2) == ["one", "two"]
 
 
+def test_a_backend_that_was_disabled_has_its_turns_when_it_no_longer_is(known, runs, kept):
+    known(one=2.0, two=1.0, three=3.0)
+    attnreg.configure({**ADAPTIVE, "disabled": ["two"]})
+    assert "two" not in runs(13)
+    kept()
+    attnreg.configure(ADAPTIVE)
+    assert runs(3) == ["one", "two", "three"]
+
+
 def test_a_broken_file_is_named_and_written_anew(known, runs, kept, caplog):
     known(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
