@@ -91,12 +91,13 @@ class Learned:
         one.looked = now
         try:
             text = _published(one.name)
-        except RuntimeError as error:
+            point = Point.from_dict(json.loads(text), "the point of another rank") if text else None
+        except (RuntimeError, ValueError) as error:  # a store that fails, or what another attnreg has left
             log.info("%s by another rank isn't known: %s", NAME, error)
             one.closed = True
             return
-        if text:
-            self._close(one, Point.from_dict(json.loads(text), "the point of another rank"))
+        if point is not None:
+            self._close(one, point)
         elif now > one.since + PATIENCE_S:
             one.closed = True
 

@@ -361,6 +361,18 @@ def test_a_store_that_fails_is_said_once_and_no_turns_are_taken(known, runs, ran
     assert caplog.text.count("the store is gone") == 1
 
 
+def test_what_cannot_be_read_in_the_store_fails_no_call(known, runs, ranks, clock, monkeypatch):
+    known(one=2.0, two=1.0)
+    attnreg.configure(ADAPTIVE)
+    with ranks[1]:
+        runs(1)
+    with ranks[0]:
+        runs(1)
+        monkeypatch.setattr(adaptive, "_published", lambda name: '{"of": "another version"}')
+        clock.now += adaptive.LOOK_S
+        assert runs(3) == ["one"] * 3
+
+
 def test_a_misspelt_policy_names_the_right_one(monkeypatch):
     said = refusal(attnreg.configure, {"policy": "adaptiv"})
     assert "'measured', 'order' or 'adaptive'; did you mean 'adaptive'?" in said
