@@ -114,10 +114,8 @@ def decide(
     if policy.lock is not None:
         return replayed(policy.lock, spec, direction, entries, policy, native)
     leaves_native = native and (policy.only_recording or not policy.by_measurement)
-    tables = None if leaves_native else policy.tables
-    prediction = policy.adaptive.predict(spec, direction) if policy.adaptive is not None else None
-    if prediction is None and tables is not None:
-        prediction = tables.predict(spec, direction)
+    times = None if leaves_native else policy.adaptive or policy.tables
+    prediction = times.predict(spec, direction) if times is not None else None
     return select(spec, direction, entries, policy, native, prediction)
 
 
@@ -240,7 +238,11 @@ def _in_turn(
     turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
     if turn is not None and turn.backend:
         leading = Preference(turn.source, (turn.backend,), required=False)
-        decision, kernel = _settle(spec, direction, entries, policy.with_first(leading), native)
+        # A turn isn't asked for by anybody, so that `strict` has nothing to insist on.
+        in_turn = replace(policy.with_first(leading), strict="")
+        decision, kernel = _settle(spec, direction, entries, in_turn, native)
+        if decision.backend != turn.backend:
+            turn.give_up("it doesn't load")
     return decision, kernel, turn
 
 

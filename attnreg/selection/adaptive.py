@@ -11,16 +11,16 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import AttnregError
+from attnreg.selection import job_results
+from attnreg.selection.job_results import NOTHING
 from attnreg.selection.sources import REFERENCE
 from attnreg.selection.turns import Cell, Turn, Turns, cell_of, lock
 from attnreg.torchlib import caches, job_store, locks
@@ -40,15 +40,16 @@ NAME = 'what policy = "adaptive" has seen'
 HOPELESS = 2.0
 # How long ranks wait for the one that measures, and how often they look.
 PATIENCE_S, LOOK_S = 60.0, 0.5
-# How long one question to the store of the process group may take.
-STORE_S = 5.0
 
 
 class Learned:
-    """What this process has seen in one environment, and what earlier ones have left in the cache folder."""
+    """What this process has seen in one environment, and what earlier ones have left in the cache folder.
 
-    def __init__(self, here: Environment, file: Path | None) -> None:
-        self.environment, self._file = here, file
+    `digest` says which environment it is, alike on all ranks of a job.
+    """
+
+    def __init__(self, here: Environment, digest: str, file: Path | None) -> None:
+        self.environment, self._digest, self._file = here, digest, file
         self.turns: dict[Cell, Turns] = {}
         self.known = {cell_of(*point.place): point for point in self._read()}
 
@@ -58,13 +59,14 @@ class Learned:
         cell = cell_of(kind, size)
         found = self.turns.get(cell)
         if found is None:
-            name = hashlib.sha256(repr((self.environment.device, cell)).encode()).hexdigest()[:16]
+            name = f"{self._digest}/{hashlib.sha256(repr(cell).encode()).hexdigest()[:16]}"
             found = self.turns[cell] = Turns(kind, size, name, since=time.monotonic())
-            measures = _claim(name)
-            found.follows = measures is False
-            # What the other ranks choose can't be known.
-            found.closed = measures is None and job_store.group_of_several() is not None
-            if cell in self.known and not (found.follows or found.closed):
+            if job_store.group_of_several() is not None:
+                try:
+                    found.role = "measures" if job_results.claim(name) else "follows"
+                except RuntimeError:  # what the other ranks choose can't be known
+                    found.closed = True
+            if cell in self.known and found.role != "follows" and not found.closed:
                 self._close(found, self.known[cell])
         return found
 
@@ -73,39 +75,43 @@ class Learned:
         for one in self.turns.values():
             if one.closed:
                 continue
-            if one.follows:
+            if one.role == "follows":
                 self._look(one)
                 continue
             one.collect()
             if (point := one.result()) is not None:
                 self._close(one, point)
-                if point.backends:
+                if point.backends and not one.failed:  # memory may be free, or a bug mended, the next time
                     self.known[cell_of(*point.place)] = point
                     self._save()
 
     def _look(self, one: Turns) -> None:
-        """Take over what another rank has measured; without it in time, go on as without this policy."""
+        """Take over what another rank has measured; without it in time, have all ranks go on without."""
         now = time.monotonic()
         if now < one.looked + LOOK_S:
             return
         one.looked = now
         try:
-            text = _published(one.name)
-            point = Point.from_dict(json.loads(text), "the point of another rank") if text else None
-        except (RuntimeError, ValueError) as error:  # a store that fails, or what another attnreg has left
-            log.info("%s by another rank isn't known: %s", NAME, error)
-            one.closed = True
-            return
-        if point is not None:
-            self._close(one, point)
-        elif now > one.since + PATIENCE_S:
+            found = job_results.published(one.name)
+            if not found and now > one.since + PATIENCE_S:
+                found = job_results.settled(one.name, NOTHING)
+            if found:
+                one.closed, one.point = True, job_results.read(found)
+        except RuntimeError:
             one.closed = True
 
     def _close(self, one: Turns, point: Point) -> None:
+        """End turns with a result; in a job with the one that all ranks take."""
         one.closed, one.point = True, point if point.backends else None
-        if not one.follows:
-            _publish(one.name, json.dumps(point.to_dict()))
-        times = ", ".join(f"{name} {seen.gpu_us:.0f} us" for name, seen in point.backends.items())
+        if one.role:
+            text = json.dumps(point.to_dict()) if point.backends else NOTHING
+            try:
+                one.point = job_results.read(job_results.settled(one.name, text))
+            except RuntimeError:
+                one.point = None
+        times = ", ".join(
+            f"{name} {seen.gpu_us:.0f} us" for name, seen in point.backends.items() if seen.gpu_us
+        )
         log.info("%s: %s: %s", NAME, point.kind, times)
 
     def _read(self) -> tuple[Point, ...]:
@@ -129,48 +135,6 @@ class Learned:
         except OSError as error:
             log.info("what was measured can't be kept: %s", error)
             self._file = None
-
-
-# Of a job's ranks the first that meets a kind of call measures it, and the others take over what it finds.
-
-
-def _claim(name: str) -> bool | None:
-    """Return whether this rank measures; None if there is no other, or the store fails."""
-    store, mine = job_store.default(), uuid.uuid4().hex
-    found: list[str] = []
-    if store is None:
-        return None
-    try:
-        job_store.within(STORE_S, lambda: found.append(store.compare_set(_key(name), "", mine).decode()))
-    except RuntimeError as error:
-        log.info("this job's ranks can't agree who measures: %s", error)
-        return None
-    return found[0] == mine
-
-
-def _publish(name: str, text: str) -> None:
-    if (store := job_store.default()) is not None:
-        with contextlib.suppress(RuntimeError):  # the others go on without it
-            job_store.within(STORE_S, lambda: store.set(f"{_key(name)}/point", text))
-
-
-def _published(name: str) -> str:
-    """Return what the rank that measures has published; empty if nothing yet. Raises RuntimeError."""
-    store, key, found = job_store.default(), f"{_key(name)}/point", [""]
-    if store is None:
-        raise RuntimeError("the process group has ended")
-
-    def look() -> None:
-        if store.check([key]):
-            found.append(store.get(key).decode())
-
-    job_store.within(STORE_S, look)
-    return found[-1]
-
-
-def _key(name: str) -> str:
-    # The store of torchrun's agent outlives workers: one that measured may be gone.
-    return f"attnreg/adaptive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{name}"
 
 
 _learned: dict[str, Learned] = {}
@@ -203,27 +167,28 @@ class Adaptive:
         self._environments: dict[Device, tuple[str, Environment]] = {}
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
-        """Return the times that were seen of such calls; None before all turns are over."""
-        if spec.device.simulated or spec.deterministic:
-            return None
+        """Return the times that were seen of such calls; before all turns are over, what a table predicts."""
         spec = spec.of(direction)
+        by_table = self._tables.predict(spec, direction)
+        if not _may_have_turns(spec):
+            return by_table
+        kind, size = kind_of(spec, direction), size_of(spec)
         with lock:
             found = self._here(spec.device)
-            kind, size = kind_of(spec, direction), size_of(spec)
             turns = found.turns.get(cell_of(kind, size))
             point = turns.point if turns is not None else found.known.get(cell_of(kind, size))
         if point is None:
-            return None
+            return by_table
         kinds = Kinds((point,))
         table = self._tables.report(spec.device).in_force
         if table is not None:
             kinds.fronts = table.kinds.fronts
         seen = predict(kinds, spec, direction, NAME, self._tables.compiled)
-        return None if seen is None else Prediction(seen.table, seen.candidates, seen.points)
+        return seen and replace(seen, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
         """Take the times that have come in, before a call is decided about."""
-        if _takes_turns(spec):
+        if not spec.capturing and _may_have_turns(spec):
             with lock:
                 found = self._here(spec.device)
                 found.turns_of(spec.of(direction), direction)
@@ -238,24 +203,14 @@ class Adaptive:
         may need more memory than there is, and those that a table puts far behind. A turn without a backend
         is nobody's: what was decided holds for this call.
         """
-        if not _takes_turns(spec):
+        names = _worth_a_turn(able, predicted)
+        if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
         with lock:
             turns = self._here(spec.device).turns_of(spec.of(direction), direction)
             if turns.closed:
                 return None
-            if turns.follows:
-                return Turn(turns, "", 0, spec)
-            if turns.backends is None:
-                names = _worth_a_turn(able, predicted)
-                turns.backends, turns.given = {name: [] for name in names}, dict.fromkeys(names, 0)
-            if len(turns.backends) < 2:
-                turns.closed = True
-                return None
-            name = turns.next()
-            if name:
-                turns.given[name] += 1
-            return Turn(turns, name, turns.given.get(name, 0), spec)
+            return Turn(turns, "" if turns.role == "follows" else turns.next(names), spec)
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
         """Yield how far the turns of such calls are."""
@@ -264,7 +219,7 @@ class Adaptive:
         spec = spec.of(direction)
         with lock:
             turns = self._here(spec.device).turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
-            if turns is None or turns.closed or turns.backends is None:
+            if turns is None or turns.closed or not turns.backends:
                 return
             taken = ", ".join(f"{name} {given} of {turns.each}" for name, given in turns.given.items())
             yield f'policy = "adaptive": turns taken by a {direction} like this one: {taken}'
@@ -272,21 +227,29 @@ class Adaptive:
     def _here(self, device: Device) -> Learned:
         if device not in self._environments:
             here = environment(device, self._entries())
-            digest = hashlib.sha256(repr((asdict(here), self._disabled)).encode()).hexdigest()[:12]
-            self._environments[device] = digest, here
+            # Tables apply with any driver, too.
+            known = repr((asdict(replace(here, driver="")), self._disabled))
+            self._environments[device] = hashlib.sha256(known.encode()).hexdigest()[:12], here
         digest, here = self._environments[device]
         if digest not in _learned:
             file = None
             with contextlib.suppress(RuntimeError):  # no home folder
                 if _keeps:
                     file = caches.folder("adaptive") / f"{Path(file_name(here.device)).stem}-{digest}.json"
-            _learned[digest] = Learned(here, file)
+            _learned[digest] = Learned(here, digest, file)
         return _learned[digest]
 
 
-def _takes_turns(spec: AttentionSpec) -> bool:
-    """Whether a call may be run by one backend now and by another later."""
-    return not (spec.capturing or spec.deterministic or spec.dropout > 0.0 or spec.device.simulated)
+def _may_have_turns(spec: AttentionSpec) -> bool:
+    """Whether one backend may run a call today and another tomorrow, and whether it is one of many alike.
+
+    Fewer backends take pages or a scale of 0 and less, and not those that take the same call without.
+    """
+    sizes = spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k
+    special = (
+        spec.deterministic or spec.dropout > 0.0 or spec.page_size is not None or not spec.positive_scale
+    )
+    return min(sizes) > 0 and not (special or spec.device.simulated)
 
 
 def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:

@@ -80,12 +80,16 @@ class Prediction:
         candidates: the measured backends, the fastest first, those with trouble last.
         points: the points used, the nearest first.
         notes: reasons why the prediction may be inexact.
+        leads: whether a backend that it doesn't know comes behind those that it does, and not in its place in
+            the default order. rest: what orders these, if anything does.
     """
 
     table: str
     candidates: tuple[Candidate, ...]
     points: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
+    leads: bool = False
+    rest: Prediction | None = None
 
     def of(self, backend: str) -> Candidate | None:
         """Return the prediction for a backend; the case of its name doesn't matter."""
@@ -95,7 +99,8 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""
         points = [{"size": one.size, "distance": one.distance} for one in self.points]
-        return {**asdict(replace(self, points=())), "points": points}
+        rest = self.rest and self.rest.to_dict()
+        return {**asdict(replace(self, points=(), rest=None)), "points": points, "rest": rest}
 
 
 def predict(
@@ -193,8 +198,10 @@ def with_sources(
     if prediction is None:
         return dict.fromkeys(order, default)
     known = {one.backend.casefold() for one in prediction.candidates if one.cost_us is not None}
+    others = with_sources(order, able, prediction.rest, default)
     return {
-        name: prediction.table if name in known else default for name in reordered(order, able, prediction)
+        name: prediction.table if name in known else others[name]
+        for name in reordered(order, able, prediction)
     }
 
 
@@ -202,7 +209,7 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     """Return names in lower case, the first choice first.
 
     The measured backends are ordered by cost among the positions that they have by default; one that wasn't
-    measured keeps its position. Those that were wrong or failed come last.
+    measured keeps its position, unless the prediction `leads`. Those that were wrong or failed come last.
     """
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.cost_us for name, one in known.items() if one.cost_us is not None}
@@ -211,11 +218,14 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     first = next(
         (name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])), None
     )
-    by_cost = iter(sorted(costs, key=lambda name: (name != first, costs[name])))
-    kept = [
-        next(by_cost) if name in costs else name for name in default if name in costs or name not in known
-    ]
-    return kept + [name for name in known if name not in costs]
+    by_cost = sorted(costs, key=lambda name: (name != first, costs[name]))
+    failed = [name for name in known if name not in costs]
+    if prediction.leads:
+        others = default if prediction.rest is None else reordered(default, able, prediction.rest)
+        return [*by_cost, *(name for name in others if name not in known), *failed]
+    places = iter(by_cost)
+    kept = [next(places) if name in costs else name for name in default if name in costs or name not in known]
+    return kept + failed
 
 
 def _within(best: float, one: Candidate) -> float:

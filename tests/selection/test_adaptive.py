@@ -6,102 +6,28 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.known import know
+from support.packed_calls import attend
 from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import math as math_backend
-from attnreg.selection import adaptive, policy, turns
-from attnreg.selection.turns import MOST_TURNS
-from attnreg.torchlib import job_store
+from attnreg.selection import adaptive, policy
+from attnreg.selection.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
+from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.lookup import Candidate, Prediction
 from attnreg.tuning.points import Measured
 from attnreg.tuning.table import load
+from attnreg.tuning.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("routers")
 
 ADAPTIVE = {"policy": "adaptive"}
 
 
-class Clock:
-    """A clock that only kernels move."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    monotonic = perf_counter
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(turns, "time", clock := Clock())
-    monkeypatch.setattr(adaptive, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def known(fake, monkeypatch, clock):
-    """Know fakes that take so many seconds: `known(slow=2.0, fast=(1.0, 3.0))`, in the default order."""
-
-    def make(**seconds):
-        backends = []
-        for place, (name, each) in enumerate(seconds.items()):
-            forward, backward = each if isinstance(each, tuple) else (each, each)
-            recorder = fake(name, priority=50 - place)
-            kernels = recorder.backend.load()
-
-            def taking(kernel, seconds):
-                def run(*arguments):
-                    clock.now += seconds
-                    return kernel(*arguments)
-
-                return run
-
-            timed = attnreg.Kernels(taking(kernels.forward, forward), taking(kernels.backward, backward))
-            backends.append(dataclasses.replace(recorder.backend, load=lambda timed=timed: timed))
-        return know(monkeypatch, *backends, math_backend.BACKEND)
-
-    return make
-
-
-def attend(length=8, dtype=torch.float64, grad=False, **options):
-    """Return what a packed call of one sequence gives, and its reference; with gradients if asked for."""
-    generator = torch.Generator().manual_seed(length)
-    inputs = torch.randn(3, length, 2, 16, generator=generator, dtype=torch.float64).to(dtype)
-    leaves = [one.requires_grad_(grad) for one in inputs.unbind()]
-    offsets = torch.tensor([0, length], dtype=torch.int32)
-    out = attnreg.varlen_attn(*leaves, offsets, offsets, length, length, **options)
-    expected = F.scaled_dot_product_attention(*(one.detach().transpose(0, 1) for one in leaves))
-    torch.testing.assert_close(out, expected.transpose(0, 1))
-    if grad:
-        torch.autograd.grad(out.sum(), leaves)
-    return out
-
-
-@pytest.fixture
-def runs(ran):
-    """Return a function that makes so many calls and returns which backends ran forwards, in their order."""
-
-    def make(calls, run=attend):
-        order = []
-        for _ in range(calls):
-            ran()
-            run()
-            order += [name for name, counts in ran().items() for _ in range(counts[0])]
-        return order
-
-    return make
-
-
-def test_backends_take_turns_in_the_default_order_and_then_the_fastest_runs_all(known, runs):
-    known(slow=2.0, fast=1.0, middle=1.2)
+def test_backends_take_turns_in_the_default_order_and_then_the_fastest_runs_all(taking, runs):
+    taking(slow=2.0, fast=1.0, middle=1.2)
     attnreg.configure(ADAPTIVE)
     order = runs(MOST_TURNS)
     assert order[:6] == ["slow", "fast", "middle"] * 2
@@ -110,8 +36,8 @@ def test_backends_take_turns_in_the_default_order_and_then_the_fastest_runs_all(
     assert set(order[15:]) == {"fast"}
 
 
-def test_what_was_seen_is_explained_and_explaining_takes_no_turn(known, runs):
-    known(slow=2.0, fast=1.0)
+def test_what_was_seen_is_explained_and_explaining_takes_no_turn(taking, runs):
+    taking(slow=2.0, fast=1.0)
     attnreg.configure(ADAPTIVE)
     runs(3)
     spec = dataclasses.replace(SPEC, dtype="float64", varlen=True, tokens_q=8, tokens_k=8)
@@ -127,8 +53,8 @@ def test_what_was_seen_is_explained_and_explaining_takes_no_turn(known, runs):
     assert explained.forward.predicted.of("fast").gpu_us == pytest.approx(1e6)
 
 
-def test_forward_and_backward_are_chosen_apart(known, ran):
-    known(one=(1.0, 4.0), two=(2.0, 3.0))
+def test_forward_and_backward_are_chosen_apart(taking, ran):
+    taking(one=(1.0, 4.0), two=(2.0, 3.0))
     attnreg.configure(ADAPTIVE)
     for _ in range(MOST_TURNS):
         attend(grad=True)
@@ -137,8 +63,8 @@ def test_forward_and_backward_are_chosen_apart(known, ran):
     assert ran() == {"one": (1, 0), "two": (0, 1)}
 
 
-def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin_anew(known, runs):
-    known(one=1.2, two=1.0)
+def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin_anew(taking, runs):
+    taking(one=1.2, two=1.0)
     attnreg.configure(ADAPTIVE)
     lengths = iter([8, 8, 9, 9] * 3)
     assert Counter(runs(12, lambda: attend(next(lengths)))) == {"one": 6, "two": 6}
@@ -146,8 +72,8 @@ def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin
     assert runs(2, lambda: attend(32)) == ["one", "two"]
 
 
-def test_torchs_own_kernel_has_its_turns_like_any_other(known, ran):
-    known(one=1.0)
+def test_torchs_own_kernel_has_its_turns_like_any_other(taking, ran):
+    taking(one=1.0)
     attnreg.configure(ADAPTIVE)
     inputs = torch.randn(3, 1, 2, 8, 16).unbind()
     found = [F.scaled_dot_product_attention(*inputs) for _ in range(MOST_TURNS)]
@@ -156,8 +82,8 @@ def test_torchs_own_kernel_has_its_turns_like_any_other(known, ran):
         torch.testing.assert_close(one, found[0])
 
 
-def test_no_turn_is_given_where_somebody_has_chosen_or_results_have_to_be_the_same(known, runs):
-    known(one=2.0, two=1.0)
+def test_no_turn_is_given_where_somebody_has_chosen_or_results_have_to_be_the_same(taking, runs):
+    taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     with attnreg.use_backend("one"):
         assert set(runs(14)) == {"one"}
@@ -173,11 +99,11 @@ def test_no_turn_is_given_where_somebody_has_chosen_or_results_have_to_be_the_sa
     assert runs(2) == ["one", "two"]
 
 
-def test_the_reference_has_no_turn_and_one_backend_alone_no_turns(known, runs):
-    known(one=2.0)
+def test_the_reference_has_no_turn_and_one_backend_alone_no_turns(taking, runs):
+    taking(one=2.0)
     attnreg.configure(ADAPTIVE)
     assert runs(3) == ["one"] * 3
-    assert [one.given for one in learned().turns.values()] == [{"one": 0}]
+    assert [one.given for one in learned().turns.values()] == [{}]
 
 
 def learned():
@@ -185,8 +111,8 @@ def learned():
     return only
 
 
-def test_a_backend_that_declines_a_call_leaves_and_the_next_serves_it(known, runs, monkeypatch):
-    entries = known(one=2.0, two=1.0)
+def test_a_backend_that_declines_a_call_leaves_and_the_next_serves_it(taking, runs, monkeypatch):
+    entries = taking(one=2.0, two=1.0)
 
     def declines(*arguments):
         raise attnreg.UnsupportedInputError("not today")
@@ -200,8 +126,8 @@ def test_a_backend_that_declines_a_call_leaves_and_the_next_serves_it(known, run
     assert forward.out == {"two": "UnsupportedInputError: not today"}
 
 
-def test_an_error_of_a_kernel_passes_through_and_it_gets_no_more_turns(known, runs, monkeypatch):
-    entries = known(one=2.0, two=1.0)
+def test_an_error_of_a_kernel_passes_through_and_it_gets_no_more_turns(taking, runs, monkeypatch):
+    entries = taking(one=2.0, two=1.0)
 
     def breaks(*arguments):
         raise ZeroDivisionError("in the kernel")
@@ -222,22 +148,8 @@ def test_what_a_table_puts_far_behind_gets_no_turn():
     assert adaptive._worth_a_turn(able, None) == ["a", "b", "c", "d"]
 
 
-@pytest.fixture
-def kept(monkeypatch, tmp_path):
-    """Keep what is seen, below a folder of the test's; returns what begins a new process."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(adaptive, "_keeps", True)
-
-    def begin_anew():
-        monkeypatch.setattr(adaptive, "_learned", {})
-        _registry.changed()
-        return list(tmp_path.glob("attnreg/adaptive/*.json"))
-
-    return begin_anew
-
-
-def test_the_next_process_begins_with_what_this_one_has_seen(known, runs, kept):
-    known(one=2.0, two=1.0)
+def test_the_next_process_begins_with_what_this_one_has_seen(taking, runs, kept):
+    taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     runs(13)
     (file,) = kept()
@@ -249,8 +161,8 @@ def test_the_next_process_begins_with_what_this_one_has_seen(known, runs, kept):
     assert [one.size.max_q for one in load(file).points] == [8, 64]
 
 
-def test_versions_that_differ_begin_anew(known, runs, kept, monkeypatch):
-    entries = known(one=2.0, two=1.0)
+def test_versions_that_differ_begin_anew(taking, runs, kept, monkeypatch):
+    entries = taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     runs(13)
     newer = [dataclasses.replace(one.backend, version=lambda: "2.0") for one in entries.values()]
@@ -259,8 +171,8 @@ def test_versions_that_differ_begin_anew(known, runs, kept, monkeypatch):
     assert runs(2) == ["one", "two"]
 
 
-def test_a_backend_that_was_disabled_has_its_turns_when_it_no_longer_is(known, runs, kept):
-    known(one=2.0, two=1.0, three=3.0)
+def test_a_backend_that_was_disabled_has_its_turns_when_it_no_longer_is(taking, runs, kept):
+    taking(one=2.0, two=1.0, three=3.0)
     attnreg.configure({**ADAPTIVE, "disabled": ["two"]})
     assert "two" not in runs(13)
     kept()
@@ -268,8 +180,8 @@ def test_a_backend_that_was_disabled_has_its_turns_when_it_no_longer_is(known, r
     assert runs(3) == ["one", "two", "three"]
 
 
-def test_a_broken_file_is_named_and_written_anew(known, runs, kept, caplog):
-    known(one=2.0, two=1.0)
+def test_a_broken_file_is_named_and_written_anew(taking, runs, kept, caplog):
+    taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     runs(13)
     (file,) = kept()
@@ -281,96 +193,168 @@ def test_a_broken_file_is_named_and_written_anew(known, runs, kept, caplog):
     assert len(load(file).points) == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_next_start(known, runs, kept, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_costs_only_the_next_start(taking, runs, kept, tmp_path, caplog):
     (tmp_path / "attnreg").write_text("a file is in the way", encoding="utf-8")
-    known(one=2.0, two=1.0)
+    taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     with caplog.at_level(logging.INFO, "attnreg"):
         assert runs(14)[12:] == ["two"] * 2
     assert "what was measured can't be kept" in caplog.text
 
 
-# The ranks of a job
+def by_table(monkeypatch, *candidates):
+    """Have a table in force that predicts these for every call."""
+    predicted = Prediction("a table", candidates)
+    monkeypatch.setattr(Tables, "predict", lambda self, spec, direction: predicted)
 
 
-class Rank:
-    """One of two ranks that share a store: what is known there, and the switch to it."""
+@pytest.mark.parametrize("first", [Candidate("first", 100.0), Candidate("first", trouble="wrong: gives NaN")])
+def test_what_had_no_turn_for_a_tables_reason_comes_behind_what_was_seen(taking, runs, monkeypatch, first):
+    taking(first=9.0, two=2.0, three=1.0)
+    by_table(monkeypatch, Candidate("three", 10.0), Candidate("two", 11.0), first)
+    attnreg.configure(ADAPTIVE)
+    assert Counter(runs(9)) == {"two": 3, "three": 6}
+    assert runs(3) == ["three"] * 3
+    with attnreg.use_backend("first"):
+        assert runs(1) == ["first"]
 
-    def __init__(self, monkeypatch, store):
-        self._patch, self._store, self._learned = monkeypatch, store, {}
 
-    def __enter__(self):
-        self._patch.setattr(adaptive, "_learned", self._learned)
-        self._patch.setattr(job_store, "default", lambda: self._store)
-        self._patch.setattr(job_store, "group_of_several", lambda: dist)
-        # Nothing but this policy asks here.
-        self._patch.setattr("attnreg.selection.ranks.agree", lambda *arguments: None)
-        _registry.changed()
+def test_what_has_failed_in_its_turn_does_not_come_back_when_all_are_over(taking, runs, monkeypatch):
+    entries = taking(one=2.0, two=1.0, three=1.2)
 
-    def __exit__(self, *error):
-        self._learned = adaptive._learned
+    def breaks(*arguments):
+        raise ZeroDivisionError
+
+    broken = dataclasses.replace(entries["one"].backend, load=lambda: attnreg.Kernels(breaks, breaks))
+    know(monkeypatch, broken, *(entries[name].backend for name in ("two", "three")))
+    attnreg.configure(ADAPTIVE)
+    with pytest.raises(ZeroDivisionError):
+        attend()
+    assert Counter(runs(12)) == {"two": 6, "three": 6}
+    assert runs(3) == ["two"] * 3
+
+
+class Event:
+    """An event that the device reaches at so many milliseconds; or that can't be asked."""
+
+    def __init__(self, at=0.0, reached=True, error=None):
+        self.at, self.reached, self.error = at, reached, error
+
+    def query(self):
+        if self.error:
+            raise RuntimeError(self.error)
+        return self.reached
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def turns_of(**seen):
+    kind, size = kind_of(SPEC, "forward"), size_of(SPEC)
+    return Turns(kind, size, "a name", backends=seen, given=dict.fromkeys(seen, 6))
+
+
+def test_a_time_that_comes_in_after_its_backend_has_left_is_dropped():
+    found = turns_of(a=[], b=[Seen(1.0, 0.0)])
+    found.pending = [("a", Event(), Event(2.0), 1e-6, 1.0), ("b", Event(), Event(3.0), 1e-6, 1.0)]
+    found.out["a"] = "far behind"
+    found.leave("b", "OutOfMemoryError")
+    found.collect()
+    assert found.pending == []
+    assert found.result().backends == {"b": Measured(failed="OutOfMemoryError")}
+
+
+def test_an_event_that_cannot_be_asked_is_no_error_of_a_call():
+    found, late = turns_of(a=[], b=[]), Event(reached=False)
+    ends = {"a": Event(error="captures"), "b": Event(3.0)}
+    found.pending = [(name, Event(), end, 1e-6, 1.0) for name, end in (*ends.items(), ("b", late))]
+    found.collect()
+    assert [one[2] for one in found.pending] == [late]
+    assert found.out == {"a": "captures"}
+    assert [one.gpu_us for one in found.backends["b"]] == [3000.0]
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    store = dist.HashStore()
-    return Rank(monkeypatch, store), Rank(monkeypatch, store)
+def not_nine(taking, monkeypatch):
+    """Know fakes as `known` does, of which the one of this name takes no call of length 9."""
+
+    def make(name, **seconds):
+        entries = taking(**seconds)
+
+        def refuses(spec):
+            return ("not 9",) if spec.max_q == 9 else ()
+
+        backends = [entries[each].backend for each in seconds]
+        know(
+            monkeypatch,
+            *(dataclasses.replace(one, refuses=refuses) if one.name == name else one for one in backends),
+        )
+
+    return make
 
 
-def test_one_rank_measures_and_the_others_take_over_what_it_has_found(known, runs, ranks, clock):
-    known(one=2.0, two=1.0)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_backend_that_cannot_run_every_call_of_a_kind_has_turns_at_the_others(
+    not_nine, runs, strict, caplog
+):
+    not_nine("two", one=2.0, two=1.0, three=1.9)
+    attnreg.configure({**ADAPTIVE, "strict": strict})
+    lengths = iter([8, 9] * 40)
+    order = runs(40, lambda: attend(next(lengths)))
+    assert "two" not in order[1::2]
+    (forward,) = learned().turns.values()
+    assert [one.gpu_us for one in forward.backends["two"]] == [pytest.approx(1e6)] * 5
+    assert runs(2, lambda: attend(8)) == ["two"] * 2
+    assert runs(2, lambda: attend(9)) == ["three"] * 2
+    assert not caplog.records
+
+
+def test_turns_that_nobody_takes_end(not_nine, runs):
+    not_nine("three", one=2.0, two=1.2, three=1.0)
     attnreg.configure(ADAPTIVE)
-    with ranks[1]:
-        assert runs(2) == ["one", "two"]  # the first that meets such a call
-    with ranks[0]:
-        assert runs(15) == ["one"] * 15
-    with ranks[1]:
-        assert runs(12)[10:] == ["two"] * 2
-    with ranks[0]:
-        clock.now += adaptive.LOOK_S
-        assert runs(2) == ["two", "two"]
-        assert learned().turns.popitem()[1].point.backends["one"].gpu_us == pytest.approx(2e6)
+    assert runs(3, lambda: attend(8)) == ["one", "two", "three"]
+    runs(MOST_CALLS, lambda: attend(9))
+    (forward,) = learned().turns.values()
+    assert (forward.closed, forward.given["three"]) == (True, 1)
+    assert runs(2, lambda: attend(9)) == ["two"] * 2
 
 
-def test_a_rank_that_waits_too_long_goes_on_without(known, runs, ranks, clock):
-    known(one=2.0, two=1.0)
+def test_a_call_that_only_one_backend_can_run_ends_nothing(not_nine, runs):
+    not_nine("two", one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
-    with ranks[1]:
-        runs(1)
-    with ranks[0]:
-        runs(1)
-        clock.now += adaptive.PATIENCE_S + 1
-        runs(1)
-    with ranks[1]:
-        runs(14)
-    with ranks[0]:
-        clock.now += adaptive.PATIENCE_S
-        assert runs(3) == ["one"] * 3
+    assert runs(3, lambda: attend(9)) == ["one"] * 3
+    assert runs(2, lambda: attend(8)) == ["one", "two"]
 
 
-def test_a_store_that_fails_is_said_once_and_no_turns_are_taken(known, runs, ranks, monkeypatch, caplog):
-    known(one=2.0, two=1.0)
+def test_an_empty_call_takes_no_turn_and_spoils_no_file(taking, runs, kept):
+    taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
-
-    def fails(seconds, run):
-        raise RuntimeError("the store is gone")
-
-    with ranks[0], caplog.at_level(logging.INFO, "attnreg"):
-        monkeypatch.setattr(job_store, "within", fails)
-        assert runs(14) == ["one"] * 14
-    assert caplog.text.count("the store is gone") == 1
+    query, offsets = torch.zeros(0, 2, 16), torch.zeros(2, dtype=torch.int32)
+    for _ in range(14):
+        attnreg.varlen_attn(query, query, query, offsets, offsets, 0, 0)
+    runs(13)
+    (file,) = kept()
+    assert [one.size.max_q for one in load(file).points] == [8]
 
 
-def test_what_cannot_be_read_in_the_store_fails_no_call(known, runs, ranks, clock, monkeypatch):
-    known(one=2.0, two=1.0)
+def test_what_has_failed_is_tried_again_by_the_next_process(taking, runs, kept, monkeypatch):
+    entries = taking(one=2.0, two=1.0)
+    kernels, calls = entries["two"].backend.load(), iter([True])
+
+    def full_once(*arguments):
+        if next(calls, False):
+            raise torch.OutOfMemoryError
+        return kernels.forward(*arguments)
+
+    two = dataclasses.replace(entries["two"].backend, load=lambda: kernels._replace(forward=full_once))
+    know(monkeypatch, entries["one"].backend, two)
     attnreg.configure(ADAPTIVE)
-    with ranks[1]:
-        runs(1)
-    with ranks[0]:
-        runs(1)
-        monkeypatch.setattr(adaptive, "_published", lambda name: '{"of": "another version"}')
-        clock.now += adaptive.LOOK_S
-        assert runs(3) == ["one"] * 3
+    runs(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        attend()
+    assert runs(12) == ["one"] * 12
+    assert kept() == []
+    assert runs(13)[12:] == ["two"]
 
 
 def test_a_misspelt_policy_names_the_right_one(monkeypatch):
@@ -380,8 +364,8 @@ def test_a_misspelt_policy_names_the_right_one(monkeypatch):
     assert "measured, order or adaptive; did you mean 'adaptive'?" in refusal(attnreg.reload)
 
 
-def test_the_variable_alone_is_enough(known, runs, monkeypatch):
-    known(one=2.0, two=1.0)
+def test_the_variable_alone_is_enough(taking, runs, monkeypatch):
+    taking(one=2.0, two=1.0)
     monkeypatch.setenv("ATTNREG_POLICY", "adaptive")
     attnreg.reload()
     assert policy.current().adaptive is not None

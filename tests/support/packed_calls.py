@@ -1,6 +1,7 @@
 """Packed calls that the tests of both `varlen_attn` share, and comparing their results with float64."""
 
 import torch
+import torch.nn.functional as F
 from support import dense, truth
 from support.dense import random_like as random_like
 
@@ -54,3 +55,17 @@ def with_gradients(function, inputs, *rest):
     """Return the first result of a function and the gradients of its inputs."""
     result = function(*inputs, *rest)
     return dense.with_gradients(result[0] if isinstance(result, tuple) else result, inputs)
+
+
+def attend(length=8, dtype=torch.float64, grad=False, **options):
+    """Return what a packed call of one sequence gives, and its reference; with gradients if asked for."""
+    generator = torch.Generator().manual_seed(length)
+    inputs = torch.randn(3, length, 2, 16, generator=generator, dtype=torch.float64).to(dtype)
+    leaves = [one.requires_grad_(grad) for one in inputs.unbind()]
+    offsets = torch.tensor([0, length], dtype=torch.int32)
+    out = attnreg.varlen_attn(*leaves, offsets, offsets, length, length, **options)
+    expected = F.scaled_dot_product_attention(*(one.detach().transpose(0, 1) for one in leaves))
+    torch.testing.assert_close(out, expected.transpose(0, 1))
+    if grad:
+        torch.autograd.grad(out.sum(), leaves)
+    return out
