@@ -28,7 +28,8 @@ MOST_TURNS, MOST_EACH = 20, 6
 MOST_CALLS = 3 * MOST_TURNS
 # A backend whose best time is above so many times the worst of another's gets no more turns.
 BEHIND = 1.5
-# The device is busy for so many times what the backend's last call took of the host, within these limits.
+# The device is busy for `SPARE` times what the backend's last call took of the host, where less than the
+# shortest counts as that, and more than the longest as that.
 SPARE, SHORTEST_S, LONGEST_S = 2.5, 50e-6, 1e-3
 
 # Backward calls come on autograd's threads.

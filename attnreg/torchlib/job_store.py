@@ -42,7 +42,7 @@ def default() -> Any:
 def within(seconds: float, run: Callable[[], object]) -> None:
     """Run in a thread, and leave it behind if it takes longer.
 
-    That, or that it raised, is a RuntimeError; without the error itself, whose frames hold the store.
+    That, or that it raised, is a RuntimeError; without the error itself, whose frames keep the store alive.
     """
     errors: list[str] = []
 
