@@ -59,13 +59,15 @@ fuzz: $(READY) ## random calls compared with float64; SECONDS=600, ARGS="--seed 
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 fuzz-gpu: $(READY) ## the same on a GPU, with each of BACKENDS
-	$(PY) tests/fuzz.py --seconds $(SECONDS) --device cuda --backends $(BACKENDS) $(ARGS)
+	OMP_NUM_THREADS=2 $(PY) tests/fuzz.py --seconds $(SECONDS) --device cuda --backends $(BACKENDS) $(ARGS)
 
+# Two threads for each process: references are computed on the host, and with a thread for each core in every process
+# the tests took more than five times as long.
 test-gpu: $(READY) ## the tests on a GPU; BACKENDS=FA2,math names the backends
-	$(PY) -m pytest -m "gpu and not slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m "gpu and not slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 test-gpu-slow: $(READY) ## those that take minutes there: FA4 and cuDNN on the whole input matrix
-	$(PY) -m pytest -m "gpu and slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m "gpu and slow" --numprocesses=$(GPU_PROCESSES) --dist=worksteal --backends=$(BACKENDS) --routers=$(ROUTERS)
 
 matrix: $(READY) ## `test` on other versions of torch, Python and dependencies; VERSIONS=2.11,2.15 picks some
 	$(PY) tests/matrix.py --versions=$(VERSIONS) --venvs=$(or $(VENVS),.matrix) --routers=$(ROUTERS)

@@ -161,17 +161,10 @@ def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> Se
 def _packed_call(
     given: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
 ) -> Call:
-    window = bounds((-1, -1), given.is_causal, given.max_q, given.max_k)
-    return Call(
-        scale_of(given.query, given.scale),
-        given.max_q,
-        given.max_k,
-        window,
-        given.cum_seq_q,
-        given.cum_seq_k,
-        dropout=dropout,
-        **rest,
-    )
+    scale, max_q, max_k = scale_of(given.query, given.scale), given.max_q, given.max_k
+    window = bounds((-1, -1), given.is_causal, max_q, max_k)
+    call = Call(scale, max_q, max_k, window, given.cum_seq_q, given.cum_seq_k, dropout=dropout, **rest)
+    return routing.with_lasting_offsets(call)
 
 
 def _is_top_left(given: CudnnForward | CudnnForwardInplace | CudnnBackward) -> bool:

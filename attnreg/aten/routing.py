@@ -28,7 +28,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import DeclinedError, Plan, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import tied_to
-from attnreg.torchlib.layout import readable
+from attnreg.torchlib.layout import inductor_is_running, readable
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -200,6 +200,11 @@ def kept_dense(
     if call.max_k != length_k or not calls.every_dense_row_sees_a_key(call) or is_float64:
         return None
     return kept_for(plan, tensors, call, auxiliary)
+
+
+def with_lasting_offsets(call: Call) -> Call:
+    """Return a call whose offsets keep their values: called by Inductor's code, they are new tensors."""
+    return calls.with_aliased_offsets(call) if call.varlen and inductor_is_running() else call
 
 
 def with_strides_of(result: Tensor, model: Tensor) -> Tensor:

@@ -123,11 +123,18 @@ def derived_from(
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
     made = make(*tensors)
     with _lock:
-        while len(_cache) >= _MOST_CACHED:
-            _cache.pop(next(iter(_cache), ()), None)
+        for oldest in _sources()[: max(len(_cache) + 1 - _MOST_CACHED, 0)]:
+            _cache.pop(oldest, None)
         alive = [None if x is None else weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors]
         _cache[source] = _Kept(tuple(alive), storages, make, made, now)
     return made
+
+
+def _sources() -> list[tuple[object, ...]]:
+    """Return the cache's keys, oldest first. A tensor that is collected meanwhile removes its own."""
+    while True:
+        with suppress(RuntimeError):  # "dictionary changed size during iteration"
+            return list(_cache)
 
 
 def _compare(source: tuple[object, ...], kept: _Kept) -> None:
@@ -139,7 +146,7 @@ def _compare(source: tuple[object, ...], kept: _Kept) -> None:
             return
         kept.comparison = None
         if numbers[0]:
-            for other in list(_cache):
+            for other in _sources():
                 if not {*other[2:]}.isdisjoint({*source[2:]} - {None}):
                     _cache.pop(other, None)
             for forget in on_changed:

@@ -89,6 +89,19 @@ def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Te
     return cu_seq_k.diff()
 
 
+def with_aliased_offsets(call: Call) -> Call:
+    """Return a call with offsets that are tensors of their own, in the same memory.
+
+    Inductor's code writes new values to a tensor that it no longer needs, which then is the same one at the
+    same address and version: what was derived of it for another call must not be found.
+    """
+    queries, keys, used = (
+        None if x is None else x.detach() for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
+    )
+    keys = queries if call.cu_seqlens_k is call.cu_seqlens_q else keys
+    return call._replace(cu_seqlens_q=queries, cu_seqlens_k=keys, seqused_k=used)
+
+
 def scale_of(query: Tensor, scale: float | None) -> float:
     """Return the softmax scale: as given, else one over the root of the head dim."""
     return scale if scale is not None else float((query.shape[-1] or 1) ** -0.5)

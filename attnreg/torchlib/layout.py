@@ -73,6 +73,16 @@ def stream_of(tensor: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
+def inductor_is_running() -> bool:
+    """Whether code that Inductor has generated has called, in this thread."""
+    if "torch._inductor" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def needs_graph_memory(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, or Inductor's CUDA-graph trees are in use.
 

@@ -17,6 +17,7 @@ from attnreg.contract.backend import Call
 from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
 from attnreg.dispatch import scope
+from attnreg.dispatch.calls import with_aliased_offsets
 from attnreg.varlen.plans import call_of, check_heads, run, window
 
 
@@ -45,26 +46,13 @@ def forward(
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    call = _apart(call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits))
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits))
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
     # one that the torch.export.save of torch 2.11 can write, which knows no uint64.
     token = scope.choice_token(None if backend else choice, query).view(torch.int64).zero_()
     return out.contiguous(), lse.float().contiguous(), token
-
-
-def _apart(call: Call) -> Call:
-    """Return a call with offsets that are tensors of their own, in the same memory.
-
-    Inductor's code writes new values to a tensor that it no longer needs, which then is the same one at the
-    same address and version: what was derived of it for another call must not be found.
-    """
-    queries, keys, used = (
-        None if x is None else x.detach() for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
-    )
-    keys = queries if call.cu_seqlens_k is call.cu_seqlens_q else keys
-    return call._replace(cu_seqlens_q=queries, cu_seqlens_k=keys, seqused_k=used)
 
 
 # Fakes are given the arguments without those at the end that are as by default.
@@ -121,7 +109,7 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    call = _apart(call_of(query, lengths, scale, bound, seqused_k, block_table))
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)

@@ -63,6 +63,28 @@ def test_properties_that_come_to_hold_are_no_error_and_those_that_no_longer_do_a
     assert (bool(one.differs(other)), bool(one.differs(one))) == (True, False)
 
 
+def test_a_tensor_that_is_collected_while_room_is_made_disturbs_nothing(monkeypatch):
+    class Collecting(dict):
+        """Loses an entry the first time that somebody iterates over it."""
+
+        collected = False
+
+        def __iter__(self):
+            for source in super().__iter__():
+                if not self.collected:
+                    self.collected = True
+                    self.popitem()
+                yield source
+
+    cache = Collecting()
+    monkeypatch.setattr(offsets, "_cache", cache)
+    given = [torch.tensor([0, n], dtype=torch.int32) for n in range(offsets._MOST_CACHED + 2)]
+    assert [last(one) for one in given] == list(range(len(given)))
+    assert cache.collected
+    assert len(cache) == offsets._MOST_CACHED
+    assert last(given[-1]) == len(given) - 1
+
+
 AT_EXIT = """
 import torch
 from attnreg.contract import offsets
