@@ -53,7 +53,7 @@ sanitize: $(READY) ## the tests of attnreg's C++, compiled by g++ with ASan and 
 	CXX="g++ $(SANITIZE)" LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
 		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=compiled $(SANITIZED) \
-		--deselect tests/backends/test_cpu_kernel.py::test_a_thread_without_memory_is_an_error_and_not_the_end
+		--deselect tests/backends/test_cpu_kernel.py::test_a_thread_without_memory_is_an_error_and_does_not_end_the_process
 
 fuzz: $(READY) ## random calls compared with float64; SECONDS=600, ARGS="--seed 3 --only 17" repeats one
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)

@@ -274,7 +274,7 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     foreign = sorted({device.type for device in named} - set(serves))
     if (foreign or not named) and entry.backend is not None:
         raise RegistrationError(
-            f"devices: got {', '.join(foreign) or 'none'}, expected some of {', '.join(serves)}, "
-            f"which {entry.name} serves"
+            f"devices: got {', '.join(foreign) or 'none'}, expected some of those that "
+            f"{entry.name} supports: {', '.join(serves)}"
         )
     return tuple(device.keys[0] for device in named)

@@ -44,7 +44,7 @@ LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 2
 DIMS = (8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 GROUPS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 8))
 # How the backend is asked for, and how the call is made, as often as they are listed.
-ASKED = ("registered", "registered", "scoped", "keyword", "nothing")
+REQUESTS = ("registered", "registered", "scoped", "keyword", "nothing")
 MODES = ("plain",) * 8 + ("no_grad", "inference", "autocast", "checkpoint", "capture")
 COMPILED_SHARE = 0.005  # it takes a second
 
@@ -54,14 +54,14 @@ class Drawn(NamedTuple):
 
     case: Case
     backend: str
-    asked: str
+    request: str
     mode: str
 
     def __str__(self) -> str:
         shown = {name: getattr(self.case, name) for name in self.case.__slots__ if name != "name"}
         default = Case(name="", lens_q=(), lens_k=())
         given = ", ".join(f"{k}={v!r}" for k, v in shown.items() if v != getattr(default, k))
-        return f"{self.backend} ({self.asked}, {self.mode}): {given}"
+        return f"{self.backend} ({self.request}, {self.mode}): {given}"
 
 
 class Found(NamedTuple):
@@ -95,17 +95,17 @@ def draw(seed: int, number: int, backends: list[str], device: str) -> Drawn:
     if case.layout == "fused qkv" and (case.lens_q != case.lens_k or case.dims[0] != case.dims[1]):
         case = replace(case, layout="bhsd")
     mode = rng.choice([mode for mode in MODES if mode != "capture" or device == "cuda"])
-    asked = rng.choice([how for how in ASKED if varlen or how != "keyword"])
+    request = rng.choice([how for how in REQUESTS if varlen or how != "keyword"])
     if rng.random() < COMPILED_SHARE:
         mode = "compile"
     if mode == "autocast":
         case = replace(case, dtype="bfloat16")
-    if device == "cuda" and not varlen and (asked == "nothing" or case.dtype == "float32"):
+    if device == "cuda" and not varlen and (request == "nothing" or case.dtype == "float32"):
         # Where torch's own SDPA runs alone, it gives NaN for these, or ends the CUDA context.
         layout = "plain" if case.layout in ("offset", "odd rows") else case.layout
         scale = None if case.scale is not None and case.scale < 0 else case.scale
         case = replace(case, layout=layout, scale=scale)
-    return Drawn(case, rng.choice(backends), asked, mode)
+    return Drawn(case, rng.choice(backends), request, mode)
 
 
 def _dense(rng: random.Random) -> Case:
@@ -159,10 +159,10 @@ def attend(case: Case, given: Inputs, backend: str | None) -> Tensor:
 
 def run(drawn: Drawn, given: Inputs) -> dict[str, Tensor]:
     """Make the call in its mode; returns the results that it has."""
-    case, keyword = drawn.case, drawn.backend if drawn.asked == "keyword" else None
+    case, keyword = drawn.case, drawn.backend if drawn.request == "keyword" else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with attnreg.use_backend(drawn.backend) if drawn.asked == "scoped" else contextlib.nullcontext():
+        with attnreg.use_backend(drawn.backend) if drawn.request == "scoped" else contextlib.nullcontext():
             return attend(case, given._replace(q=q, k=k, v=v), keyword)
 
     if drawn.mode in ("no_grad", "inference"):
@@ -209,7 +209,7 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
     """Make a call several times over and compare each with float64."""
     rng = random.Random(f"{seed}/{number}/values")
     registered = (
-        attnreg.register_backend(drawn.backend) if drawn.asked == "registered" else contextlib.nullcontext()
+        attnreg.register_backend(drawn.backend) if drawn.request == "registered" else contextlib.nullcontext()
     )
     offsets: tuple[Tensor | None, ...] = ()
     largest: dict[str, Error] = {}
@@ -224,8 +224,8 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 _measure(case, given, results, largest)
                 found = _explained(drawn, case, given)
             except UnsupportedInputError as error:
-                asked = drawn.asked == "keyword" and drawn.backend in str(error)
-                found = Found("refused", "" if asked else f"refused: {error}")
+                expected = drawn.request == "keyword" and drawn.backend in str(error)
+                found = Found("refused", "" if expected else f"refused: {error}")
             except Exception as error:
                 if device == "cuda" and "CUDA error" in str(error):
                     print(f"{drawn}\n  --seed {seed} --only {number}")
@@ -317,7 +317,7 @@ def _explained(drawn: Drawn, case: Case, given: Inputs) -> Found:
     """Return whether the backend that was asked for has run, or something says why not."""
     counted = attnreg.stats()
     others = [name for name in counted.calls if name.casefold() != drawn.backend.casefold()]
-    if drawn.asked == "nothing" or (counted.calls and not others):
+    if drawn.request == "nothing" or (counted.calls and not others):
         return Found(f"{drawn.backend} ran" if counted.calls and not others else "nothing asked for")
     if not counted.calls:
         if not case.varlen and not _reaches_an_op(given, case):
@@ -364,8 +364,8 @@ def main(
         counts[found.outcome] += 1
         if found.wrong:
             failures += 1
-            again = f"--seed {seed} --only {number} --device {device} --backends {backends}"
-            print(f"{drawn}\n  {found.wrong}\n  again: {again}")
+            arguments = f"--seed {seed} --only {number} --device {device} --backends {backends}"
+            print(f"{drawn}\n  {found.wrong}\n  repeat: {arguments}")
         number += 1
         if only >= 0:
             break

@@ -15,7 +15,10 @@ from attnreg.contract.discovery import Entry
 from attnreg.explanation.call_spec import ROUTED
 from attnreg.torchlib import captured
 
-NOT_SERVED = "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
+NOT_SERVED = (
+    "nothing asks for a backend: attnreg.varlen_attn runs as explained, "
+    "torch's functions run torch's own kernels"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +71,10 @@ def test_a_call_for_another_machine_is_explained_row_by_row():
         f"{forward}{backward}"
         f"note: {NOT_SERVED}\n"
         "\n"
-        "note: takes for granted that FA4 loads there (can't load here: no GPU here; "
+        "note: assumes that FA4 loads there (can't load here: no GPU here; "
         "install it with: make fa4)\n"
         "\n"
-        "note: takes for granted that FA2 loads there (can't load here: no GPU here)"
+        "note: assumes that FA2 loads there (can't load here: no GPU here)"
     )
 
 
@@ -238,7 +241,7 @@ def test_a_backend_of_the_call_is_obeyed_or_refused():
     assert (obeyed.backend, obeyed.source) == ("math", "backend='math'")
     refused = explain(spec(needs_backward=True), backend="cpu")
     assert not refused.runs
-    assert refused.forward.refusal == "backend='cpu' is obeyed or refused"
+    assert refused.forward.refusal == "backend='cpu' allows no other backend"
     assert refused.rejected["cpu"] == ("backward: has no backward",)
     with pytest.raises(errors.UnknownBackendError) as error:
         explain(spec(), backend="FA5")
@@ -323,7 +326,8 @@ SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda q, k, v: explain(q), f"explain: got a query alone, {THREE}"),
+        (lambda q, k, v: explain(q), f"explain: got query alone, {THREE}"),
+        (lambda q, k, v: explain(q, k), f"explain: got query, key alone, {THREE}"),
         (lambda q, k, v: explain(q[0], k, v), f"query: got shape (2, 8, 8), {SHAPES}"),
         (lambda q, k, v: explain(q, k, v[0, 0]), f"value: got shape (8, 8), {SHAPES}"),
         (

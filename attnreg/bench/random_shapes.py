@@ -4,8 +4,8 @@ A shape follows from the seed and its number. Each backend is registered in turn
 them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
 "adaptive" (from nothing, after its turns), its default order and every backend are divided by. Calls are made
 as a program makes them, one right after the other, the layers of a model in one graph. Whether the host or
-the device takes longer is measured for the best backend; shapes of both kinds are summed up apart, as what is
-lost on the host no kernel can win back.
+the device takes longer is measured for the best backend; shapes of both kinds are summed up separately, as
+what is lost on the host no kernel can win back.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
 
 
 def _tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Table]:
-    """Return the sums, apart by what bounds a call where there is either, and the most that is lost."""
+    """Return the sums, separate for each bound of a call if both occur, and the most that is lost."""
     numbers, found = ("mean", "median", "p90", "p99", "worst"), []
     for step in (FORWARD, BOTH):
         here = [one for one in summed if one["step"] == step]

@@ -91,8 +91,8 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
             for name, rounds in measured.items()
             if direction in rounds[0]
         }
-        apart = [name for name in taken if name.startswith(DIRECTLY)]
-        directly = {name.removeprefix(DIRECTLY): taken.pop(name) for name in apart}
+        direct = [name for name in taken if name.startswith(DIRECTLY)]
+        directly = {name.removeprefix(DIRECTLY): taken.pop(name) for name in direct}
         directions[direction] = {
             "called_directly": directly, "front": taken, "ratios": ratios(directly, taken)
         }  # fmt: skip

@@ -28,11 +28,11 @@ Rounds = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")]
 Random = Annotated[
     int | None,
-    valued("--random", "N", "Measure so many random shapes, not the fixed ones.", min=1),
+    valued("--random", "N", "Measure N random shapes instead of the fixed ones.", min=1),
 ]
 Seed = Annotated[
     int | None,
-    valued("--seed", "S", "With --random: draw the shapes of this seed. Default: another each time."),
+    valued("--seed", "S", "With --random: the seed of the shapes. Default: a new one each time."),
 ]
 TableFile = Annotated[
     Path | None, valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg.")

@@ -33,14 +33,14 @@ def info(as_json: AsJson = False) -> None:
     """
     import_torch()
     with stdout_to_stderr():
-        found = inventory()
+        found = collected()
     if as_json:
         print_json(found)
     else:
         _print(found)
 
 
-def inventory() -> dict[str, Any]:
+def collected() -> dict[str, Any]:
     """Return what `info` shows, as plain data."""
     from attnreg import _registry, aten
     from attnreg.cli import facts

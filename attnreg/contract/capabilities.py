@@ -110,7 +110,8 @@ class Capabilities:
         if self.compute_capability is not None and got is not None:
             low, high = self.compute_capability
             if not low <= got <= high:
-                expected, side = f"{_dotted(low)} to {_dotted(high)}", "old" if got < low else "new"
+                expected = _dotted(low) if low == high else f"{_dotted(low)} to {_dotted(high)}"
+                side = "old" if got < low else "new"
                 yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
         if spec.dtype not in self.dtypes:
             yield f"dtype must be {_listed(self.dtypes)}, got {spec.dtype}"

@@ -1,6 +1,6 @@
 """Launchers: what runs further calls like one that a kernel has just run, for the call cache.
 
-`Kernels.specialize` is asked after a call has run, with the tensors that it ran on, and returns a
+`Kernels.specialize` is called after a call has run, with the tensors that it ran on, and returns a
 launcher for calls that differ in nothing but the values of tensors and where these lie. The call cache
 compares shapes, strides, dtypes, devices, alignment to 16 bytes, all of `Call` and the modes that torch
 is in, and it sees to it that of every call

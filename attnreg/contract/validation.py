@@ -32,17 +32,23 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
     rank = 3 if call.varlen else 4
     ranks = (rank, 4, 4) if call.block_table is not None else (rank, rank, rank)
+    dense = (
+        "(batch, length, heads, head_dim)"
+        if call.block_table is None
+        else "(pages, page size, heads, head_dim)"
+    )
     for (name, tensor), expected in zip(tensors.items(), ranks, strict=True):
         if tensor.dim() != expected:
-            layout = "(tokens, heads, head_dim)" if expected == 3 else "(batch, length, heads, head_dim)"
+            layout = "(tokens, heads, head_dim)" if expected == 3 else dense
             raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{expected} dimensions {layout}")
     if query.shape[-1] != key.shape[-1]:
         raise _wrong("head_dim", f"{query.shape[-1]} for query and {key.shape[-1]} for key", "equal ones")
     if key.shape[:-1] != value.shape[:-1]:
-        raise _wrong("key and value", f"shapes {tuple(key.shape)} and {tuple(value.shape)}", "equal lengths")
+        got = f"shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        raise _wrong("key and value", got, "equal ones except for head_dim")
     heads_q, heads_k = query.shape[-2], key.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
-        raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple")
+        raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
@@ -64,7 +70,9 @@ def _check_varlen(query: Tensor, call: Call) -> None:
     lengths = {"cu_seq_k": (call.cu_seqlens_k, batch + 1), "seqused_k": (call.seqused_k, batch)}
     for name, (offsets, expected) in {**lengths, "block_table": (call.block_table, batch)}.items():
         if offsets is not None and offsets.shape[0] != expected:
-            raise _wrong(name, f"{offsets.shape[0]} rows", f"{expected}, as cu_seq_q has {batch + 1} offsets")
+            raise _wrong(
+                name, f"length {offsets.shape[0]}", f"{expected}, as cu_seq_q has length {batch + 1}"
+            )
     for name, longest in (("max_q", call.max_q), ("max_k", call.max_k)):
         if longest < 0:
             raise _wrong(name, str(longest), "0 or more")
@@ -112,7 +120,7 @@ def _checked_lengths(offsets: list[int], tokens: int, longest: int, side: str) -
         at = next(i for i, length in enumerate(lengths, 1) if length < 0)
         raise _wrong(f"cu_seq_{side}", f"{offsets[at]} after {offsets[at - 1]} at index {at}", "no decrease")
     if offsets[-1] > tokens:
-        expected = f"at most {tokens}, the tokens there are"
+        expected = f"at most {tokens}, the number of tokens"
         raise _wrong(f"cu_seq_{side}", f"last offset {offsets[-1]}", expected)
     if max(lengths, default=0) > longest:
         raise _wrong(f"max_{side}", str(longest), f"at least {max(lengths)}, the longest sequence")
@@ -122,7 +130,7 @@ def _checked_lengths(offsets: list[int], tokens: int, longest: int, side: str) -
 def _check_used(used: list[int], lengths: list[int]) -> None:
     for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
         if not 0 <= count <= length:
-            raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the keys there are")
+            raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the number of keys")
 
 
 def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:

@@ -121,8 +121,11 @@ def explain(
     if isinstance(query, AttentionSpec):
         return _explained(CallSpec(query), leading)
     if key is None or value is None:
+        given = ", ".join(
+            name for name, one in (("query", query), ("key", key), ("value", value)) if one is not None
+        )
         raise InvalidInputError(
-            "explain: got a query alone, expected query, key and value, or an AttentionSpec"
+            f"explain: got {given} alone, expected query, key and value, or an AttentionSpec"
         )
     if cu_seq_q is not None:
         if attn_mask is not None or dropout_p > 0.0:
@@ -208,7 +211,7 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
     if spec.device.simulated:
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():
-                yield f"takes for granted that {entry.name} loads there ({entry.unavailable()})"
+                yield f"assumes that {entry.name} loads there ({entry.unavailable()})"
 
 
 def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Iterator[str]:
@@ -239,6 +242,9 @@ def _decision(
 
 def _front_notes() -> Iterator[str]:
     if not state().active:
-        yield "nothing is registered: attnreg.varlen_attn is served, torch's own entry points are not"
+        yield (
+            "nothing asks for a backend: attnreg.varlen_attn runs as explained, "
+            "torch's functions run torch's own kernels"
+        )
     if note := captured.shadow_note():
         yield note

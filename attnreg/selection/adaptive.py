@@ -156,8 +156,8 @@ def from_nothing() -> Iterator[None]:
 class Adaptive:
     """The policy, for one state of the registry and the settings.
 
-    `disabled` are names of backends that take no turns. What was seen is kept apart for each set of them: one
-    that is enabled again has to have its turns.
+    `disabled` are names of backends that take no turns. What was seen is kept separately for each set
+    of them: a backend that is enabled later has to have its turns.
     """
 
     def __init__(

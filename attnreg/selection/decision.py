@@ -183,9 +183,9 @@ def _reasons(
 
 def _refusal(wanted: list[Preference], only: Preference | None, strict: str, source: str) -> str:
     if only is not None:
-        return "" if source else f"{only.source} is obeyed or refused"
+        return "" if source else f"{only.source} allows no other backend"
     if strict and wanted and source != wanted[0].source:
-        return f"{wanted[0].source} can't serve this call, and {strict} makes that an error"
+        return f"no backend of {wanted[0].source} can run it, and {strict} makes that an error"
     return ""
 
 

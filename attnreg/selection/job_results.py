@@ -1,7 +1,8 @@
 """How the ranks of a job come to one result of the turns that backends take at a kind of call.
 
-The first rank that meets a kind claims it and measures; the others take over what it finds. The store of the
-process group has one result for all of them, the first: a rank that has waited too long makes it `NOTHING`.
+The first rank that makes a call of a kind claims it and measures; the others take over what it finds. The
+store of the process group has one result for all of them, the first: a rank that has waited too long makes it
+`NOTHING`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read(text: str) -> Point | None:
 
 
 def _ask(question: Callable[[Any], str]) -> str:
-    """Return what the store answers. Raises RuntimeError, and asks one that has failed no more."""
+    """Return what the store has. Raises RuntimeError; a store that has failed isn't used any more."""
     global _failed
     store, found = job_store.default(), [""]
     if store is None or (_failed is not None and _failed() is store):

@@ -27,7 +27,7 @@ def decision_table(spec: AttentionSpec, decision: Decision) -> str:
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:
     """Return the log line of a call that a later backend in the order runs."""
-    return f"{backend} can't run this call and {instead} does: {reason}"
+    return f"{backend} can't run this call, {instead} runs it: {reason}"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
@@ -59,8 +59,13 @@ def _rows(decision: Decision) -> list[str]:
 
 def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
     """Yield a prediction: a row for each backend, the points that it comes from, and the notes."""
-    where = "in a CUDA graph" if spec.capturing else "in eager"
-    yield f"  predicted by {prediction.table}, {where}"
+    where = "in a CUDA graph" if spec.capturing else "in eager mode"
+    unit = (
+        ""
+        if all(point.itself for point in prediction.points)
+        else "; a distance of 1 is a factor of two in a size"
+    )
+    yield f"  predicted by {prediction.table}, {where}{unit}"
     rows = {}
     for one in prediction.candidates:
         text = one.trouble
@@ -74,7 +79,7 @@ def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) 
     width = max(map(len, rows))
     yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
     for point in prediction.points:
-        near = "measured itself" if point.itself else f"{point.distance:.2f} powers of two away"
+        near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
         yield f"    from {point.size}, {near}"
     for note in prediction.notes:
         yield f"    {note}"

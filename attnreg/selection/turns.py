@@ -62,7 +62,7 @@ class Turns:
             `since` then, in seconds of the monotonic clock, and `looked` for the result.
         backends: those that take turns, with what was seen of each.
         given: how many turns each has had. out: why a backend gets no more. failed: which of these were
-            errors or refusals. asked: how many calls could have been a turn.
+            errors or refusals. calls: how many could have been a turn.
         pending: turns whose events haven't been reached yet: backend, both events, host time, factor.
         point: the result; None before the end. closed: whether nothing more is measured.
     """
@@ -77,7 +77,7 @@ class Turns:
     given: dict[str, int] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    asked: int = 0
+    calls: int = 0
     pending: list[tuple[str, Any, Any, float, float]] = field(default_factory=list)
     point: Point | None = None
     closed: bool = False
@@ -89,7 +89,7 @@ class Turns:
 
     def next(self, able: Collection[str]) -> str:
         """Return whose turn a call is, of the backends that can run it; empty if nobody's."""
-        self.asked += 1
+        self.calls += 1
         for name in able:
             self.backends.setdefault(name, [])
             self.given.setdefault(name, 0)
@@ -141,7 +141,7 @@ class Turns:
 
         They are over after `MOST_CALLS`, too: a backend may be able to run a few calls of the kind only.
         """
-        if not self.backends or self.pending or (self._waiting() and self.asked < MOST_CALLS):
+        if not self.backends or self.pending or (self._waiting() and self.calls < MOST_CALLS):
             return None
         found = {name: Measured(failed=self.out[name]) for name in self.failed}
         for name, seen in self.backends.items():
@@ -205,7 +205,8 @@ class Turn:
             events[1].record()
         if self._is_timed:
             with lock:
-                if taken > self._busy_s:  # it compiled, or the host was slow: the events are apart for that
+                # It compiled, or the host was slow: then the events are further apart than the kernel takes.
+                if taken > self._busy_s:
                     self._turns.given[self.backend] -= 1
                 else:
                     self._turns.pending.append((self.backend, events[0], events[1], taken, self._factor))

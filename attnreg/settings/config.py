@@ -90,7 +90,11 @@ def _in_order(names: object) -> object:
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     keys = [name.casefold() for name in names]
     repeats = [
-        ((index,), name, f"each name once: [{keys.index(keys[index])}] is the same, whatever the case")
+        (
+            (index,),
+            name,
+            f"each name once: [{keys.index(keys[index])}] is the same name, as case doesn't matter",
+        )
         for index, name in enumerate(names)
         if keys.index(keys[index]) < index
     ]
@@ -264,4 +268,4 @@ def _problem(detail: ErrorDetails, origin: Origin) -> str:
     # A frequent mistake: a line that is added after a [table] belongs to it.
     misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
     near = misplaced or did_you_mean(name, known)
-    return origin.problem(key, f"unknown key, expected {' or '.join(known)}{near}")
+    return origin.problem(key, f"unknown key, expected one of {', '.join(known)}{near}")

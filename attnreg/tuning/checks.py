@@ -21,7 +21,7 @@ TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backwar
 
 
 class Checks:
-    """Checks each backend once for each kind of call, at small sizes, and keeps the verdicts."""
+    """Checks each backend once for each kind of call, at small sizes, and keeps what was found."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -164,7 +164,7 @@ def matched_simulated(measured: Environment, device: Device, done: str = "measur
     if measured.compute_capability != here:
         there = measured.compute_capability or "none"
         return Match((f"{done} with compute capability {there}, here it is {here or 'none'}",))
-    return Match(notes=(f"takes for granted that the device is {measured.device}, with the same versions",))
+    return Match(notes=(f"assumes that the device is {measured.device}, with the same versions",))
 
 
 def _leading(version: str, count: int) -> list[str]:

@@ -47,7 +47,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> 
         check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
         raise InvalidInputError(
             f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
-            "expected as many (or enable_gqa=True)"
+            "expected equal numbers (or enable_gqa=True)"
         )
 
 
@@ -69,7 +69,7 @@ def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int
         left = right = -2
     if min(left, right) < -1:
         got = reprlib.repr(window_size)
-        raise InvalidInputError(f"window_size: got {got}, expected (left, right), each an integer from -1 on")
+        raise InvalidInputError(f"window_size: got {got}, expected (left, right), integers of -1 or more")
     return left, 0 if is_causal else right
 
 

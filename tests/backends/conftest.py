@@ -10,7 +10,7 @@ recent, sizes, MOST = {}, {}, 2**28
 
 def attention(case, given, dtype, kept=None):
     """Compute the reference once for tests of the same values, which takes longer than kernels."""
-    name = case, dtype, float(given.q.double().nansum())  # the sum tells seeds apart
+    name = case, dtype, float(given.q.double().nansum())  # the sum differs between seeds
     if kept is not None:
         return reference.attention(case, given, dtype, kept)
     known = recent.pop(name, None)

@@ -61,7 +61,9 @@ def left_to_torch(recorded):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_takes_the_dtypes_and_options_that_it_has_and_leaves_the_rest(left_to_torch, monkeypatch, dtype):
+def test_the_compiled_kernel_takes_its_dtypes_and_options_and_leaves_the_rest(
+    left_to_torch, monkeypatch, dtype
+):
     on(monkeypatch, amx=False)
     assert left_to_torch(ragged((700, 3), dtype=dtype)) == []
     assert left_to_torch(ragged((7, 3), dtype="float64")) == BOTH
@@ -205,21 +207,21 @@ def unbuilt(monkeypatch, tmp_path):
     building.target.cache_clear()
 
 
-def test_without_it_the_backend_has_torchs_kernel(unbuilt, loads, monkeypatch):
+def test_without_the_compiled_kernel_the_backend_calls_torchs(unbuilt, loads, monkeypatch):
     monkeypatch.setattr(compiled, "load", loads)
     with pytest.raises(BuildError, match="`attnreg build` does it"):
         building.loaded_cpu_kernel()
     assert cpu.BACKEND.load().forward.func is torch_path.forward
 
 
-def test_with_it_the_backend_calls_it(cpu_kernel, monkeypatch):
+def test_with_the_compiled_kernel_the_backend_calls_it(cpu_kernel, monkeypatch):
     monkeypatch.setattr(compiled, "load", lambda: cpu_kernel._replace(forward_entry=lambda *arguments: 1))
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(MemoryError):
         cpu.BACKEND.load().forward(q, q, q, Call(1.0, 4, 4))
 
 
-def test_one_that_is_there_and_does_not_load_is_a_warning(unbuilt, loads, caplog):
+def test_a_compiled_kernel_that_does_not_load_is_a_warning(unbuilt, loads, caplog):
     assert loads() is None and caplog.messages == []
     stand_in(building.CPU_KERNEL)
     assert loads() is None
@@ -295,7 +297,7 @@ def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
     _environment.cache_clear()
 
 
-def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
+def test_attnreg_routers_python_leaves_the_compiled_kernel_out(installed, loads, monkeypatch, caplog):
     assert loads() is not None
     monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
     assert loads() is None and caplog.messages == []
@@ -303,7 +305,7 @@ def test_the_variable_leaves_it_out(installed, loads, monkeypatch, caplog):
         building.loaded_cpu_kernel()
 
 
-def test_a_table_measured_without_it_is_not_one_measured_with_it(installed):
+def test_a_table_measured_without_the_compiled_kernel_is_not_used_with_it(installed):
     def here():
         return Environment(
             device="a CPU", torch=torch.__version__, backends={"cpu": cpu.BACKEND.version()}, threads="2"

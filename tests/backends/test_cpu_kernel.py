@@ -362,7 +362,7 @@ print(all(map(torch.equal, before, solve(small))))
 """
 
 
-def test_a_thread_without_memory_is_an_error_and_not_the_end(built_cpu_kernel):
+def test_a_thread_without_memory_is_an_error_and_does_not_end_the_process(built_cpu_kernel):
     refused = "no memory for the blocks that attention works on"
     assert run(SHORT_OF_MEMORY, built_cpu_kernel) == [refused, refused, "True"]
 

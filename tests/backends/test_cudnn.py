@@ -70,7 +70,7 @@ def test_every_case_that_it_takes_is_right_packed_ones_by_a_shared_plan_too(kern
         assert_accurate(kernels, case)
 
 
-def test_these_cases_include_those_that_cudnn_gets_wrong():
+def test_the_cases_above_include_those_that_cudnn_gets_wrong():
     """Or the tests above would pass without the workarounds."""
     assert any(case.varlen and 0 in case.lens_k and max(case.lens_q) for case in CASES)
     assert any(case.varlen and case.max_q == 1 and 0 in case.lens_q for case in CASES)
@@ -245,7 +245,7 @@ def test_only_a_backward_is_not_deterministic():
         ("1.32.0", object(), "torch finds no CUDA GPU here"),
     ],
 )
-def test_why_it_cannot_load_here(monkeypatch, installed, found, reason):
+def test_why_it_cannot_load_is_one_sentence(monkeypatch, installed, found, reason):
     monkeypatch.setattr(cudnn, "installed", Mock(side_effect=[installed]))
     monkeypatch.setattr(cudnn, "find_spec", lambda name: found)
     assert cudnn.BACKEND.unavailable() == reason

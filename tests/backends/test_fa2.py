@@ -428,7 +428,7 @@ def test_the_version_is_torchs_and_then_the_packages(package):
         (True, True, None),
     ],
 )
-def test_where_it_cannot_load(monkeypatch, gpu_there, built, reason):
+def test_why_it_cannot_load_is_one_sentence(monkeypatch, gpu_there, built, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_there)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     assert fa2.BACKEND.unavailable() == reason

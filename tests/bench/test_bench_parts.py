@@ -45,11 +45,11 @@ def row_of(case, group, front, directly, direction=FORWARD):
         (20.0, None, "attnreg, forward, grad: 20.0 µs, aim 30: reached"),
     ],
 )
-def test_an_aim_is_a_number_and_a_share_of_torchs(taken, torchs, line):
+def test_an_aim_is_stated_in_microseconds_and_as_a_share_of_torchs_time(taken, torchs, line):
     assert overhead.aim("attnreg", "forward, grad", taken, torchs) == line
 
 
-def test_autograd_in_the_callers_thread_is_so_for_as_long_as_a_side_is_measured():
+def test_autograd_runs_in_the_callers_thread_only_while_that_side_is_measured():
     enabled = torch._C._is_multithreading_enabled
     assert enabled()
     with sides.in_the_callers_thread(contextlib.nullcontext):
@@ -84,7 +84,7 @@ def test_held_out_shapes_vary_in_everything_early():
     assert shapes.held_out("cuda") == found
 
 
-def test_the_setting_of_the_pull_request():
+def test_bench_varlen_has_the_shapes_of_pytorchs_pull_request():
     found = shapes.pull_request("cuda")
     assert [(s.dim, s.causal) for s in found] == [*itertools.product((64, 128), (False, True))]
     for shape in found:
@@ -100,7 +100,7 @@ def test_flops_are_four_for_each_pair_and_dimension():
     assert packed([3, 5], 2, 2, 8, causal=True).flops(FORWARD) == shape.flops(FORWARD) / 2
 
 
-def test_settings_are_set_aside_and_afterwards_in_force_again_or_still_unreadable(monkeypatch):
+def test_settings_have_no_effect_during_a_measurement_and_are_as_before_after_it(monkeypatch):
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
     before = policy.sources()
     assert before.environment.backend == ("math",)
@@ -117,7 +117,7 @@ def test_settings_are_set_aside_and_afterwards_in_force_again_or_still_unreadabl
 
 
 @pytest.mark.parametrize("compared", [("cpu", "math"), ("math",)])
-def test_a_strategy_is_what_its_name_says_and_chooses_among_what_is_compared(routers, compared):
+def test_a_strategy_runs_what_its_name_says_out_of_the_compared_backends(routers, compared):
     batch = Batch(dense(2, 16, 2, 2, 16, True, "float32"), CPU)
     found = {}
     with sides.untouched():
@@ -130,7 +130,7 @@ def test_a_strategy_is_what_its_name_says_and_chooses_among_what_is_compared(rou
 
 
 @pytest.mark.parametrize("wanted", ["python", "compiled"])
-def test_what_fronts_take_is_measured_of_each_backend_with_each_kind_of_router_there(
+def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_router(
     wanted, compiled_routers, monkeypatch
 ):
     aten.restore()
@@ -238,7 +238,7 @@ def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
 # What a call costs the host
 
 
-def test_overhead_on_a_cpu_has_its_questions_and_both_fronts(monkeypatch, routers):
+def test_overhead_on_a_cpu_measures_every_call_in_every_state_and_both_fronts(monkeypatch, routers):
     monkeypatch.setattr("attnreg.bench.overhead_cpu.QUICK_CALLS", 2)
     monkeypatch.setattr(overhead, "QUICK_CPU_SECONDS", 1e-6)
     job = Job(CPU, ("cpu",), rounds=1, quick=True)
@@ -280,7 +280,7 @@ def test_no_round_leaves_attnreg_active_for_the_one_with_nothing_registered(rout
     assert aten.installed() and not policy._active
 
 
-def test_overhead_on_a_gpu_has_both_fronts_with_and_without_autograds_thread(routers):
+def test_overhead_on_a_gpu_measures_both_fronts_with_and_without_autograds_thread(routers):
     job = Job(torch.device("cuda"), ("cpu",), rounds=1)
     both = {
         "torch", "attnreg", "attnreg, cpu", "attnreg, cpu, use_backend()", "called directly, cpu",

@@ -108,7 +108,7 @@ def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
     data = call("explain", *CALL, "--backend", "PICKY", "--json")
     found = json.loads(data.stdout)
     assert (data.exit_code, found["runs"], found["backend"]) == (1, False, None)
-    assert found["forward"]["refusal"] == "--backend picky is obeyed or refused"
+    assert found["forward"]["refusal"] == "--backend picky allows no other backend"
     obeyed = call("explain", *CALL, "--backend", "math", "--json")
     assert obeyed.exit_code == 0
     assert json.loads(obeyed.stdout)["source"] == "--backend math"

@@ -66,7 +66,7 @@ def test_every_field_is_checked():
 
 
 @pytest.mark.parametrize("name", ["mine", "FA4", "my kernel", "flash-attn 2.8", "Ünïcode"])
-def test_any_other_name_is_a_name(name):
+def test_any_other_text_is_a_valid_backend_name(name):
     assert Backend(**LEAST | {"name": name}).name == name
 
 

@@ -18,8 +18,8 @@ PLAIN = {
 }  # fmt: skip
 
 
-def against(limits, **asked):
-    return Capabilities(**LEAST | limits).unsupported(AttentionSpec(**PLAIN | asked))
+def against(limits, **call):
+    return Capabilities(**LEAST | limits).unsupported(AttentionSpec(**PLAIN | call))
 
 
 def on(arch):
@@ -28,7 +28,7 @@ def on(arch):
 
 HOPPER = {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0))}
 
-# What is declared, what is asked, the one reason, and a declaration that takes it.
+# What is declared, the call, the one reason, and a declaration that takes it.
 REASONS = [
     ({}, on("cuda"), "device must be cpu, got cuda", {"devices": ("cpu", "cuda")}),
     ({"devices": ("cuda", "xpu")}, {}, "device must be cuda or xpu, got cpu", {"devices": ("cpu",)}),
@@ -75,10 +75,10 @@ REASONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("limits", "asked", "reason", "wider"), REASONS, ids=[row[2] for row in REASONS])
-def test_a_limit_refuses_what_is_beyond_it_in_one_sentence_and_nothing_else(limits, asked, reason, wider):
-    assert against(limits, **asked) == (reason,)
-    assert against(limits | wider, **asked) == ()
+@pytest.mark.parametrize(("limits", "call", "reason", "wider"), REASONS, ids=[row[2] for row in REASONS])
+def test_a_limit_refuses_what_is_beyond_it_in_one_sentence_and_nothing_else(limits, call, reason, wider):
+    assert against(limits, **call) == (reason,)
+    assert against(limits | wider, **call) == ()
     assert reason[0].islower() and not reason.endswith(".") and not set("{}") & set(reason)
 
 
@@ -115,8 +115,8 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
 
 
 def test_a_device_that_is_not_served_is_the_only_reason():
-    asked = {"dtype": "float64", "heads_k": 1, "dropout": 0.5}
-    assert against({}, **on("sm_90"), **asked) == ("device must be cpu, got cuda",)
+    call = {"dtype": "float64", "heads_k": 1, "dropout": 0.5}
+    assert against({}, **on("sm_90"), **call) == ("device must be cpu, got cuda",)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_both_ends_of_a_range_of_compute_capabilities_are_in_it_and_an_unknown_o
     assert (against(HOPPER, **on(device)) == ()) is fits
 
 
-def test_nothing_that_a_call_can_ask_is_taken_unless_it_is_declared():
+def test_no_option_of_a_call_is_taken_unless_it_is_declared():
     switches = [field.name for field in dataclasses.fields(Capabilities) if field.type == "bool"]
     least = Capabilities(**LEAST)
     assert [name for name in switches if getattr(least, name)] == ["dense"]

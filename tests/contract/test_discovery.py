@@ -135,7 +135,7 @@ def test_a_broken_plugin_is_kept_with_its_cause_and_hides_no_other(plugin, sourc
     assert error.value.__cause__ is entry.cause
 
 
-def test_a_broken_plugin_is_logged_once_at_info_and_attention_runs_beside_it(plugin, caplog, routers, ran):
+def test_a_broken_plugin_is_logged_once_at_info_and_attention_runs_all_the_same(plugin, caplog, routers, ran):
     origin = plugin("broken", "raise SystemExit(3)")
     with caplog.at_level("INFO", "attnreg"):
         attnreg.list_backends()
@@ -217,14 +217,14 @@ def test_a_call_that_no_working_backend_can_run_names_the_broken_ones_with_their
 
 def test_the_backends_of_attnreg_are_found_and_listed_without_a_look_at_a_gpu(routers, monkeypatch):
     # So that workers which are forked afterwards can use CUDA.
-    asked = []
+    called = []
     for name in ("is_available", "device_count", "get_device_capability", "_lazy_init"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: called.append(name))
     attnreg.install()
     assert {"math", "FA2", "FA3", "FA4", "cuDNN"} < set(attnreg.list_backends())
-    assert asked == []
+    assert called == []
     assert _registry.find("FA2").unavailable()
-    assert asked == ["is_available"]
+    assert called == ["is_available"]
 
 
 def test_on_a_gpu_that_is_newer_than_all_kernels_they_say_so_and_math_runs():

@@ -182,14 +182,14 @@ def test_what_cannot_run_a_call_anyway_has_no_further_reason(shipped, fake):
 
 def test_the_version_is_read_only_where_a_row_needs_it(shipped, fake):
     shipped(ROW | {"versions": "<2", "where": "{ max_q = 8 }"}, ROW | {"where": "{ max_q = 9 }"})
-    asked = []
+    reads = []
 
     def version():
-        asked.append(1)
+        reads.append(1)
         return "1.5 (something else 3.0)"
 
     mine = entry(fake, version=version)
-    found = [(len(mine.reasons(spec(max_q=max_q), "forward")), len(asked)) for max_q in (7, 9, 8)]
+    found = [(len(mine.reasons(spec(max_q=max_q), "forward")), len(reads)) for max_q in (7, 9, 8)]
     assert found == [(0, 0), (1, 0), (1, 1)]
 
 

@@ -128,9 +128,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "message"), REFUSED)
-def test_what_no_call_can_ask_is_refused_with_what_was_got_and_expected(asked, message):
-    assert refusal(lambda: AttentionSpec(**DENSE | asked), kind=InvalidInputError) == message
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_values_that_no_call_can_have_are_refused_with_what_was_got_and_expected(fields, message):
+    assert refusal(lambda: AttentionSpec(**DENSE | fields), kind=InvalidInputError) == message
 
 
 def test_zero_is_a_size_like_any_other_and_so_are_both_ends_of_a_probability():
@@ -157,15 +157,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "said"), OPTIONS)
-def test_the_input_line_has_the_shapes_the_dtype_and_the_options(asked, said):
+@pytest.mark.parametrize(("fields", "said"), OPTIONS)
+def test_the_input_line_has_the_shapes_the_dtype_and_the_options(fields, said):
     assert str(AttentionSpec(**DENSE)) == SHAPES
-    assert str(AttentionSpec(**DENSE, **asked)) == f"{SHAPES} · {said}"
+    assert str(AttentionSpec(**DENSE, **fields)) == f"{SHAPES} · {said}"
 
 
 def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out():
-    asked = {key: value for options, _ in OPTIONS for key, value in options.items()}
-    assert str(AttentionSpec(**DENSE, **asked, varlen=True, tokens_q=20, tokens_k=40)) == " · ".join(
+    fields = {key: value for options, _ in OPTIONS for key, value in options.items()}
+    assert str(AttentionSpec(**DENSE, **fields, varlen=True, tokens_q=20, tokens_k=40)) == " · ".join(
         [
             "query (20, 4, 64) · key (40, 2, 64) · value (40, 2, 48) · float32",
             "varlen, 2 sequences up to 16 x 32",
@@ -174,9 +174,9 @@ def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out
     )
 
 
-def test_specs_that_ask_the_same_are_equal_and_hash_alike():
-    asked = {"dtype": "fp32", "window": [4, 0]}, {"dtype": torch.float32, "window": (4, 0)}
-    first, second = (AttentionSpec(**DENSE | options) for options in asked)
+def test_specs_with_equal_fields_are_equal_and_hash_alike():
+    fields = {"dtype": "fp32", "window": [4, 0]}, {"dtype": torch.float32, "window": (4, 0)}
+    first, second = (AttentionSpec(**DENSE | options) for options in fields)
     assert first == second
     assert len({first, second, AttentionSpec(**DENSE, dropout=0.5)}) == 2
 

@@ -34,7 +34,7 @@ def attend():
     return F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
 
 
-def test_where_nothing_is_compiled_python_serves_without_a_warning(unbuilt, caplog, ran):
+def test_where_nothing_is_compiled_calls_run_in_python_without_a_warning(unbuilt, caplog, ran):
     with attnreg.register_backend("cpu"):
         attend()
         assert captured.call_cache_in_use is False
@@ -43,7 +43,7 @@ def test_where_nothing_is_compiled_python_serves_without_a_warning(unbuilt, capl
     assert caplog.messages == []
 
 
-def test_a_file_that_does_not_load_is_one_warning_and_python_serves(unbuilt, caplog, ran):
+def test_a_library_that_does_not_load_is_one_warning_and_calls_run_in_python(unbuilt, caplog, ran):
     unbuilt.write_bytes(whole())
     with attnreg.register_backend("cpu"):
         attend()
@@ -64,7 +64,9 @@ def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers, caplog):
         building.loaded()
 
 
-def test_asked_for_and_not_compiled_is_an_error_that_says_what_to_do(unbuilt, monkeypatch):
+def test_attnreg_routers_compiled_without_a_compiled_library_is_an_error_that_says_what_to_do(
+    unbuilt, monkeypatch
+):
     monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
     with pytest.raises(ConfigError, match=r"ATTNREG_ROUTERS=compiled: .*isn't compiled .*`attnreg build`"):
         attnreg.register_backend("cpu")
@@ -72,12 +74,12 @@ def test_asked_for_and_not_compiled_is_an_error_that_says_what_to_do(unbuilt, mo
     assert _registry.registrations() == ()
 
 
-@pytest.mark.parametrize(("asked", "used"), [("", True), ("compiled", True), ("Python", False)])
-def test_what_is_compiled_is_used_unless_the_variable_says_otherwise(
-    unbuilt, built_routers, monkeypatch, ran, planned, asked, used
+@pytest.mark.parametrize(("value", "used"), [("", True), ("compiled", True), ("Python", False)])
+def test_a_compiled_library_is_used_unless_attnreg_routers_is_python(
+    unbuilt, built_routers, monkeypatch, ran, planned, value, used
 ):
     monkeypatch.setattr(building, "built", lambda: built_routers)
-    monkeypatch.setenv("ATTNREG_ROUTERS", asked)
+    monkeypatch.setenv("ATTNREG_ROUTERS", value)
     with attnreg.register_backend("cpu"):
         assert captured.call_cache_in_use is used
         assert (call_cache.load() is not None) is used
@@ -85,7 +87,9 @@ def test_what_is_compiled_is_used_unless_the_variable_says_otherwise(
     assert ran() == {"cpu": (3, 0)}
 
 
-def test_before_routers_are_in_tables_are_looked_up_as_if_they_were(unbuilt, built_routers, monkeypatch):
+def test_before_routers_are_installed_tables_are_looked_up_as_if_they_were(
+    unbuilt, built_routers, monkeypatch
+):
     """A table has the times of both, and what a process finds compiled its first call will use."""
     assert not policy.current().tables.compiled
     monkeypatch.setattr(building, "built", lambda: built_routers)
@@ -102,7 +106,7 @@ def test_before_routers_are_in_tables_are_looked_up_as_if_they_were(unbuilt, bui
         assert not policy.current().tables.compiled
 
 
-def test_the_variable_alone_has_nothing_served(monkeypatch):
+def test_attnreg_routers_alone_asks_for_no_backend(monkeypatch):
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     attnreg.reload()
     assert not policy.is_active()

@@ -78,12 +78,12 @@ print(captured.call_cache_in_use)
 """
 
 
-def test_a_forked_process_goes_on_with_it_and_both_count_their_own(built_routers):
+def test_a_forked_process_keeps_the_call_cache_and_each_process_counts_its_own_calls(built_routers):
     result = forked(BEGIN + FORKED, str(built_routers))
     assert (result.stdout, result.returncode) == ("both\n", 0), result.stderr
 
 
-def test_calls_at_the_very_end_of_the_process_are_answered(built_routers):
+def test_calls_at_the_very_end_of_the_process_still_run(built_routers):
     result = forked(BEGIN + LAST + AT_THE_END, str(built_routers))
     assert result.stdout.splitlines() == ["True", "tensor(24.) tensor(True)"], result.stderr
     assert (result.returncode, result.stderr) == (0, "")

@@ -120,7 +120,7 @@ def test_a_fallback_is_counted_each_time_and_logged_once_at_warning_if_it_was_as
             F.scaled_dot_product_attention(*torch.randn(3, 1, 2, length, 8))
     assert attnreg.stats().fallbacks == (Fallback("mine", "dtype must be float16, got float32", 8),)
     assert lines(caplog) == [
-        ("WARNING", "mine can't run this call and cpu does: dtype must be float16, got float32")
+        ("WARNING", "mine can't run this call, cpu runs it: dtype must be float16, got float32")
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_fallback_logged_at_info_is_logged_at_warning_once_the_backend_is_pref
     assert attnreg.stats().fallbacks == (Fallback("first", "dtype must be float16, got float32", 6),)
     assert [level for level, _ in lines(caplog)] == ["INFO", "WARNING"]
     for _, line in lines(caplog):
-        assert line.startswith("first can't run this call and ")
+        assert line.startswith("first can't run this call, ")
         assert line.endswith(" does: dtype must be float16, got float32")
 
 
@@ -153,7 +153,7 @@ def test_a_check_that_fails_is_a_reason_logged_once_and_with_strict_an_error(rou
         assert attnreg.stats() == Stats(
             {"cpu": {"forward": 3, "backward": 0}}, (Fallback("mine", reason, 3),)
         )
-        assert lines(caplog) == [("WARNING", f"mine can't run this call and cpu does: {reason}")]
+        assert lines(caplog) == [("WARNING", f"mine can't run this call, cpu runs it: {reason}")]
         attnreg.configure({"strict": True})
         with pytest.raises(attnreg.UnsupportedInputError) as error:
             sdpa()
@@ -211,7 +211,9 @@ def test_a_logging_handler_that_fails_does_not_stop_attention(failing_handler, r
     assert [row.count for row in attnreg.stats().fallbacks] == [1]
 
 
-def test_nor_does_it_where_nothing_is_compiled(failing_handler, packed, monkeypatch):
+def test_a_logging_handler_that_fails_does_not_stop_attention_without_the_compiled_part(
+    failing_handler, packed, monkeypatch
+):
     for name, value in (("_module", None), ("_wanted", lambda: "")):
         monkeypatch.setattr(call_cache, name, value)
     monkeypatch.setattr(building, "built", lambda: None)
@@ -221,7 +223,7 @@ def test_nor_does_it_where_nothing_is_compiled(failing_handler, packed, monkeypa
     assert attnreg.stats().calls == {"math": {"forward": 2, "backward": 2}}
 
 
-def test_nor_does_it_replace_the_error_of_a_kernel(failing_handler, routers, fake):
+def test_a_logging_handler_that_fails_does_not_replace_the_error_of_a_kernel(failing_handler, routers, fake):
     def fails(*arguments):
         raise torch.OutOfMemoryError("full")
 
@@ -247,7 +249,7 @@ def test_a_thousand_reasons_have_rows_of_their_own_and_all_further_ones_share_on
     )
 
 
-def test_so_have_a_thousand_classes_of_errors(caplog):
+def test_a_thousand_classes_of_errors_have_rows_of_their_own_and_all_further_ones_share_one(caplog):
     counter = counters.call_counter("a", "forward")
     for _ in range(2):
         for n in range(1003):  # as a package may make them

@@ -94,7 +94,7 @@ def test_the_next_backend_runs_a_declined_call_of_sdpa_and_repeated_ones(declini
     assert what_ran.get("choosy", (0, 0)) == ran_there
     assert what_ran["cpu"] == (3 - ran_there[0], 3 - ran_there[1])
     assert [choosy.called.count(direction) for direction in declining] == [1] * len(declining)
-    message = f"choosy can't run this call and cpu does: {REASON}"
+    message = f"choosy can't run this call, cpu runs it: {REASON}"
     assert [record.message for record in caplog.records] == [message]
 
 
@@ -140,7 +140,7 @@ def test_where_the_next_backend_declines_too_the_one_after_it_runs_the_call(ran,
         assert_sdpa_right(inputs)
     assert reasons() == [("first", REASON, 1), ("second", REASON, 1)]
     assert ran() == {"first": (0, 1), "cpu": (1, 0)}
-    messages = [f"{name} can't run this call and cpu does: {REASON}" for name in ("first", "second")]
+    messages = [f"{name} can't run this call, cpu runs it: {REASON}" for name in ("first", "second")]
     assert [record.message for record in caplog.records] == messages
 
 

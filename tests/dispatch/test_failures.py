@@ -277,7 +277,7 @@ def test_a_kernel_that_cannot_be_set_up_gives_way_to_the_next_backend(attend, di
     assert sum(map(sum, what_ran.values())) == 10
     assert failures == (Failure("failing", direction, "BackendUnavailableError", ONE_LINE, 1),)
     (fallback,) = lines(caplog)
-    assert fallback.startswith("failing can't run this call and ")
+    assert fallback.startswith("failing can't run this call, ")
     assert fallback.endswith(SAID)
 
 
@@ -362,7 +362,7 @@ def test_a_launcher_that_cannot_be_set_up_gives_way_to_the_next_backend(
         "cpu": (4, 0) if direction == "forward" else (0, 4),
     }
     (fallback,) = lines(caplog)
-    assert fallback == f"mine can't run this call and cpu does: {SAID}"
+    assert fallback == f"mine can't run this call, cpu runs it: {SAID}"
 
 
 @pytest.mark.parametrize("kind", ["function", "addresses"])
@@ -422,7 +422,7 @@ def test_a_rank_that_sets_a_backend_aside_is_named(monkeypatch, caplog):
         (reason,) = attnreg.explain(*inputs).rejected["failing"]
     where = "on rank 1 (ranks that choose differently don't agree bitwise)"
     assert reason == f"set aside for calls like this: {where}: {ONE_LINE}"
-    assert lines(caplog) == [f"failing can't run this call and cpu does: {reason}"]
+    assert lines(caplog) == [f"failing can't run this call, cpu runs it: {reason}"]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "backend="])

@@ -35,12 +35,12 @@ OTHER = {
 }
 
 
-def test_every_field_of_a_call_is_here():
+def test_every_field_of_a_call_is_tested_and_listed_in_keyed_by():
     assert OTHER.keys() == set(Call._fields) == KEYED_BY.keys()
 
 
 @pytest.mark.parametrize("field", Call._fields)
-def test_each_field_of_a_call_changes_the_key_as_it_says(field):
+def test_each_field_of_a_call_changes_the_key_as_keyed_by_declares(field):
     differs, same = OTHER[field]
     assert (CALL._replace(**{field: differs}).key() != CALL.key()) == (KEYED_BY[field] != "nothing")
     assert CALL._replace(**{field: same}).key() == CALL.key()

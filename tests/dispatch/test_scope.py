@@ -108,7 +108,7 @@ def test_no_slice_of_an_ordinary_tensor_is_taken_for_a_token():
     assert scope.read_token(torch.empty(1000)[4 * 200 :][:1]) is None
 
 
-def test_who_watches_is_called_before_a_choice_of_backends_can_hold(monkeypatch):
+def test_a_function_for_the_first_choice_is_called_before_that_choice_can_hold(monkeypatch):
     monkeypatch.setattr(scope, "_choices", [])
     monkeypatch.setattr(scope, "_by_content", {})
     monkeypatch.setattr(scope, "_waiting", [])
@@ -284,17 +284,17 @@ def test_what_is_compiled_passes_the_choice_of_a_repeated_call_on(installed, ran
         assert ran() == {name: (1, 1)}
 
 
-def test_what_remembers_a_choice_is_told_even_where_entering_or_leaving_is_interrupted(monkeypatch):
+def test_a_cache_of_the_current_choice_is_reset_even_where_entering_or_leaving_is_interrupted(monkeypatch):
     class Interrupted:
         def set(self, _):
             raise KeyboardInterrupt
 
         reset = set
 
-    told = []
+    calls = []
     monkeypatch.setattr(scope, "variable", Interrupted())
-    monkeypatch.setattr(scope, "_remembering", [lambda: told.append(True)])
+    monkeypatch.setattr(scope, "_remembering", [lambda: calls.append(True)])
     for change in (scope.enter, scope.leave):
         with pytest.raises(KeyboardInterrupt):
             change(None)
-    assert told == [True, True]
+    assert calls == [True, True]

@@ -71,7 +71,7 @@ def hold(named, cases, refused=None):
 
 
 @pytest.mark.parametrize("window", [OPEN, CAUSAL], ids=["open", "causal"])
-def test_dense_lengths(named, window):
+def test_dense_calls_of_many_lengths_are_right(named, window):
     # Of these cuDNN leaves out a single query with a single key, and masks over more queries than keys.
     left_out = sum(q == k == 1 or (window == CAUSAL and q > k) for q, k in SHAPES)
     hold(named, [dense(*shape, window=window) for shape in SHAPES], {"cuDNN": left_out})
@@ -82,58 +82,60 @@ def test_dense_lengths(named, window):
     "options", [{}, {"heads": (8, 2), "dims": (128, 128)}, {"dtype": "float16"}], ids=str
 )
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2)], ids=str)
-def test_packed_lengths_with_exact_and_shared_plans(named, plans_of_either_kind, window, options):
+def test_packed_calls_of_many_lengths_are_right_by_exact_and_shared_plans(
+    named, plans_of_either_kind, window, options
+):
     """The LSE of an exact plan lies in another order, and its rows begin anywhere, 512 to 516 apart."""
     assert sum(rows for rows, _ in RAGGED) == 419
     hold(named, [ragged(*RAGGED, (more, 93), window=window, **options) for more in (93, 94, 95, 97)])
 
 
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (8, 2), (4, 0)], ids=str)
-def test_packed_lengths(named, window):
+def test_packed_calls_of_many_lengths_are_right(named, window):
     hold(named, [ragged(*SHAPES, window=window), ragged(*RAGGED, window=window)])
 
 
-def test_empty_sequences_and_rows_without_a_key(named):
+def test_empty_sequences_and_rows_without_a_key_are_right(named):
     hold(
         named, from_matrix("varlen empty", "varlen all empty", "varlen no ", "varlen at most", "varlen tail")
     )
     hold(named, from_matrix("no queries", "no keys", "no batch"))
 
 
-def test_odd_lengths(named):
+def test_odd_lengths_are_right(named):
     hold(named, from_matrix("length 15", "length 33", "length 65", "length 127", "length 143", "length 257"))
     hold(named, [dense(length, length) for length in (191, 193, 255)])
 
 
-def test_strided_and_unaligned_inputs(named):
+def test_strided_and_unaligned_inputs_are_right(named):
     lengths = [(n, n) for n, _ in RAGGED]  # views of one tensor are as long
     hold(named, [ragged(*lengths, layout=layout, heads=(4, 4)) for layout in LAYOUTS])
     hold(named, [dense(113, 113, layout=layout, heads=(4, 4)) for layout in LAYOUTS])
 
 
-def test_large_values_and_float16(named):
+def test_large_values_and_float16_are_right(named):
     hold(named, [dense(113, 203, magnitude=5.0), dense(113, 203, dtype="float16")])
 
 
-def test_a_count_of_keys_with_offsets(named):
+def test_seqused_k_with_offsets_is_right(named):
     hold(named, from_matrix("varlen seqused_k"), {"FA2": 1})
 
 
 @pytest.mark.slow_for("FA4")
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_query_heads_that_share_a_key_head(named, ratio):
+def test_query_heads_that_share_a_key_head_are_right(named, ratio):
     heads = RATIOS[ratio]
     hold(named, [ragged(*RAGGED, heads=heads, window=CAUSAL), dense(113, 203, heads=heads, window=CAUSAL)])
 
 
 @pytest.mark.only_for("FA4")
-def test_four_query_heads_to_a_key_head(named):
+def test_four_query_heads_to_a_key_head_are_right(named):
     hold(named, [ragged(*RAGGED, heads=RATIOS[4], window=CAUSAL)])
 
 
 @pytest.mark.slow_for("FA4", "cuDNN")
 @pytest.mark.parametrize("dim", range(32, 257, 8))
-def test_head_dims_in_steps_of_8(named, dim):
+def test_head_dims_in_steps_of_8_are_right_or_refused(named, dim):
     options = {"dims": (dim, dim), "window": CAUSAL}
     cases = [
         ragged(*RAGGED, **options),
@@ -144,19 +146,19 @@ def test_head_dims_in_steps_of_8(named, dim):
 
 
 @pytest.mark.only_for("FA4", "cuDNN")
-def test_a_head_dim_of_128(named):
+def test_a_head_dim_of_128_is_right(named):
     hold(named, [ragged(*RAGGED, dims=(128, 128), window=CAUSAL)])
 
 
 @pytest.mark.only_for("cuDNN")
 @pytest.mark.parametrize("dim", [40, 96, 192, 256])
-def test_further_head_dims(named, dim):
+def test_further_head_dims_are_right(named, dim):
     hold(named, [ragged(*RAGGED, dims=(dim, dim), window=CAUSAL)])
 
 
 @pytest.mark.slow_for("FA4", "cuDNN")
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_windows(named, window):
+def test_windows_are_right_or_refused(named, window):
     # cuDNN takes no mask over more queries than keys. Of a window that is open to one side FA2's kernels make
     # another one there.
     refused = {"cuDNN": 1, "FA2": int(window == (100, -1))}
@@ -165,19 +167,19 @@ def test_windows(named, window):
 
 
 @pytest.mark.slow_for("FA4", "cuDNN")
-def test_every_case_of_the_matrix(named):
+def test_every_case_of_the_matrix_is_right_or_refused(named):
     outcomes = run(named, QUICK)
     assert sum(gpu.admitted(outcome.reasons) for outcome in outcomes) == gpu.ADMITTED[named]
 
 
 @pytest.mark.slow
-def test_the_cases_that_take_gigabytes(named):
+def test_the_cases_that_take_gigabytes_are_right_or_refused(named):
     outcomes = run(named, [case for case in CASES if case.heavy])
     assert sum(gpu.admitted(outcome.reasons) for outcome in outcomes) == gpu.HEAVY_ADMITTED[named]
 
 
 @pytest.mark.slow_for("FA4", "cuDNN")
-def test_drawn_cases_and_every_front(named):
+def test_drawn_cases_are_right_through_every_front(named):
     kit = Conformance(named, "cuda")
     further = [check for check in kit.checks if check.front or check.case.name.startswith("drawn")]
     outcomes = list(map(kit.run, further))

@@ -62,5 +62,5 @@ def test_an_error_of_cuda_ends_the_run_and_is_quoted(log_report, device, text, e
     ],
     ids=["another failure", "passed", "not on a GPU"],
 )
-def test_nothing_else_does(log_report, device, report):
+def test_other_outcomes_do_not_end_the_run(log_report, device, report):
     log_report(report)

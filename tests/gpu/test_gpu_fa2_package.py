@@ -62,7 +62,7 @@ def test_alibi_is_right_in_both_directions(fa2, lengths, window, dim, heads):
     hold(fa2, cases)
 
 
-def test_every_case_of_the_matrix_with_alibi(fa2):
+def test_every_case_of_the_matrix_is_right_with_alibi(fa2):
     hold(fa2, [case for case in QUICK if case.alibi and case.dtype in ("bfloat16", "float16")])
 
 

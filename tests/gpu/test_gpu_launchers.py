@@ -91,7 +91,7 @@ def test_any_forward_launcher_pairs_with_any_backward_launcher(named, other):
         assert used in (wanted, wanted[:1])
 
 
-def test_layers_whose_tensors_lie_differently_are_told_apart(named, ran):
+def test_layers_whose_tensors_have_other_strides_have_entries_of_their_own(named, ran):
     """Calls of one shape, with query, key and value in three tensors or as views of one, in turn."""
     offsets = gpu.offsets_of((40, 300, 7))
     with attnreg.register_backend(named):
@@ -154,7 +154,9 @@ def test_the_call_cache_runs_launchers_of_packed_calls(named, compiled_cache, mo
     assert (kind is OpLauncher) == (named == "FA2")
 
 
-def test_every_other_call_is_told_apart_from_a_kept_one(named, compiled_cache, is_kept, planned, ran):
+def test_a_call_that_differs_from_a_kept_one_does_not_run_its_launcher(
+    named, compiled_cache, is_kept, planned, ran
+):
     given = gpu.packed((40, 300, 7), heads=(4, 2))
     right, right_lse = gpu.expected(given)
     attend = functools.partial(attnreg.varlen_attn, enable_gqa=True)

@@ -105,7 +105,7 @@ def test_exact_and_shared_plans_are_both_right_each_time(named, plans_of_either_
     test_varlen_attn_is_right_each_time_and_soon_kept(named, {"window_size": CAUSAL}, is_kept, ran)
 
 
-def test_what_is_kept_does_not_outlive_what_was_asked_for(is_kept, ran):
+def test_a_kept_call_follows_each_change_of_the_chosen_backend(is_kept, ran):
     given = gpu.packed((40, 300, 7))
     right = gpu.expected(given)[0]
 
@@ -232,7 +232,9 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(
 
 
 @pytest.mark.only_for("FA4")
-def test_they_do_so_while_a_graph_is_captured_and_on_another_stream(named, monkeypatch):
+def test_repeated_calls_of_flash_attn_4_leave_its_python_out_in_a_capture_and_on_another_stream(
+    named, monkeypatch
+):
     monkeypatch.setattr(replay, "FEW", sys.maxsize)
     kernels = _registry.find(named).kernels()
     call = Call(64**-0.5, 136, 136, CAUSAL)

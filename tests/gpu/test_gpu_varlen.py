@@ -166,7 +166,7 @@ def test_a_sequence_without_keys_gives_zero_and_one_without_queries_nothing(name
 
 
 @pytest.mark.parametrize("lengths_k", [(5, 0, 7), (5, 3, 7)], ids=["without keys", "with keys"])
-def test_single_queries_beside_an_empty_sequence_share_key_heads(named, lengths_k):
+def test_single_queries_that_share_key_heads_are_right_next_to_an_empty_sequence(named, lengths_k):
     given = gpu.packed((1, 0, 1), lengths_k, heads=(8, 2))
     got = gpu.run(gpu.on(named, enable_gqa=True), given)
     gpu.assert_near(got, gpu.expected(given)[0])

@@ -49,7 +49,7 @@ def results(request):
     return Sample(request.param, given), found
 
 
-def test_what_is_right_passes(results):
+def test_right_results_pass_the_comparison_with_float64(results):
     sample, found = results
     error, wrong = sample.verdict(found)
     assert 0.0 < error <= 1.0 and wrong == ""
@@ -57,7 +57,7 @@ def test_what_is_right_passes(results):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", ["not finite", "another sequence's", "scaled"])
-def test_what_is_wrong_does_not(results, name, fault):
+def test_wrong_results_fail_the_comparison_with_float64(results, name, fault):
     sample, found = results
     right = found[name]
     # Where little is left of the terms that a gradient is the sum of, its own size is too little to see.

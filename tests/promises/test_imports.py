@@ -113,7 +113,7 @@ def test_importing_attnreg_loads_nothing_but_itself_and_opens_no_file():
     assert cost_of("import attnreg; attnreg.__version__; dir(attnreg)") == [["attnreg"], []]
 
 
-def test_the_look_at_what_an_import_costs_would_see_it():
+def test_the_check_of_what_an_import_loads_sees_files_packages_and_processes():
     loaded, touched = cost_of(
         "import attnreg.cli, os, subprocess; attnreg.Settings; attnreg.list_backends(); "
         f"open({os.devnull!r}).close(); os.listdir({os.sep!r}); subprocess.run(['true'])"
@@ -229,7 +229,7 @@ def test_a_backend_knows_its_own_folder_and_no_other_backend():
         assert others <= {own}, module
 
 
-def test_nobody_knows_a_backend_by_name():
+def test_no_other_room_imports_a_backend():
     known = {name for module in MODULES if room(module) != "backends" for name in inner(module)}
     assert {name for name in known if name.startswith("backends.")} == set()
 
@@ -289,7 +289,7 @@ def test_a_backend_imports_a_kernel_package_inside_a_function_only():
         ("import torch, attnreg", set()),
     ],
 )
-def test_the_reader_of_imports_sees_them_all(source, seen, monkeypatch, tmp_path):
+def test_the_import_graph_has_every_form_of_import(source, seen, monkeypatch, tmp_path):
     file = tmp_path / "sample.py"
     file.write_text(source)
     monkeypatch.setitem(MODULES, "sample", file)

@@ -43,7 +43,7 @@ def test_no_file_is_longer_than_its_limit(pattern):
     assert short_enough == [], "these keep the limit: take them out of LONGER"
 
 
-def test_every_exception_is_a_file():
+def test_every_file_with_a_limit_of_its_own_exists():
     assert [file for file in LONGER if not (ROOT / file).is_file()] == []
 
 

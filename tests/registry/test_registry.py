@@ -62,7 +62,7 @@ def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, 
         assert sdpa() == "mine"
 
 
-SOME = "expected some of cpu, xpu, which mine serves"
+SOME = "expected some of those that mine supports: cpu, xpu"
 
 
 @pytest.mark.parametrize(

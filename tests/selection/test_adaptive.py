@@ -53,7 +53,7 @@ def test_what_was_seen_is_explained_and_explaining_takes_no_turn(taking, runs):
     assert explained.forward.predicted.of("fast").gpu_us == pytest.approx(1e6)
 
 
-def test_forward_and_backward_are_chosen_apart(taking, ran):
+def test_forward_and_backward_are_chosen_separately(taking, ran):
     taking(one=(1.0, 4.0), two=(2.0, 3.0))
     attnreg.configure(ADAPTIVE)
     for _ in range(MOST_TURNS):
@@ -264,7 +264,7 @@ def test_a_time_that_comes_in_after_its_backend_has_left_is_dropped():
     assert found.result().backends == {"b": Measured(failed="OutOfMemoryError")}
 
 
-def test_an_event_that_cannot_be_asked_is_no_error_of_a_call():
+def test_an_event_that_cannot_be_read_is_no_error_of_a_call():
     found, late = turns_of(a=[], b=[]), Event(reached=False)
     ends = {"a": Event(error="captures"), "b": Event(3.0)}
     found.pending = [(name, Event(), end, 1e-6, 1.0) for name, end in (*ends.items(), ("b", late))]
@@ -309,7 +309,7 @@ def test_a_backend_that_cannot_run_every_call_of_a_kind_has_turns_at_the_others(
     assert not caplog.records
 
 
-def test_turns_that_nobody_takes_end(not_nine, runs):
+def test_turns_end_after_sixty_calls_even_if_a_backend_could_not_take_all_of_its_turns(not_nine, runs):
     not_nine("three", one=2.0, two=1.2, three=1.0)
     attnreg.configure(ADAPTIVE)
     assert runs(3, lambda: attend(8)) == ["one", "two", "three"]
@@ -319,7 +319,7 @@ def test_turns_that_nobody_takes_end(not_nine, runs):
     assert runs(2, lambda: attend(9)) == ["two"] * 2
 
 
-def test_a_call_that_only_one_backend_can_run_ends_nothing(not_nine, runs):
+def test_a_call_that_only_one_backend_can_run_does_not_end_the_turns_of_its_kind(not_nine, runs):
     not_nine("two", one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     assert runs(3, lambda: attend(9)) == ["one"] * 3
@@ -364,7 +364,7 @@ def test_a_misspelt_policy_names_the_right_one(monkeypatch):
     assert "measured, order or adaptive; did you mean 'adaptive'?" in refusal(attnreg.reload)
 
 
-def test_the_variable_alone_is_enough(taking, runs, monkeypatch):
+def test_attnreg_policy_adaptive_needs_no_other_setting(taking, runs, monkeypatch):
     taking(one=2.0, two=1.0)
     monkeypatch.setenv("ATTNREG_POLICY", "adaptive")
     attnreg.reload()

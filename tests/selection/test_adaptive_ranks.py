@@ -49,7 +49,7 @@ def test_one_rank_measures_and_the_others_take_over_what_it_has_found(taking, ru
     taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     with ranks[1]:
-        assert runs(2) == ["one", "two"]  # the first that meets such a call
+        assert runs(2) == ["one", "two"]  # the first that makes such a call
     with ranks[0]:
         assert runs(15) == ["one"] * 15
     with ranks[1]:
@@ -71,7 +71,7 @@ def begun(taking, runs, ranks):
     return ranks
 
 
-def test_if_one_rank_waits_too_long_all_go_on_without(begun, runs, clock):
+def test_if_one_rank_waits_too_long_all_choose_without_the_policy_adaptive(begun, runs, clock):
     with begun[0]:
         clock.now += adaptive.PATIENCE_S + 1
         runs(1)
@@ -89,7 +89,7 @@ def test_what_cannot_be_read_in_the_store_fails_no_call(begun, runs, clock, monk
         assert runs(3) == ["one"] * 3
 
 
-def test_a_store_that_fails_is_asked_once_and_no_turns_are_taken(taking, runs, ranks, monkeypatch, caplog):
+def test_a_store_that_fails_is_used_once_and_no_turns_are_taken(taking, runs, ranks, monkeypatch, caplog):
     taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     asked = []
@@ -106,7 +106,9 @@ def test_a_store_that_fails_is_asked_once_and_no_turns_are_taken(taking, runs, r
     assert caplog.text.count("the store is gone") == 1
 
 
-def test_a_store_that_fails_before_the_result_is_known_leaves_all_without(begun, runs, clock, monkeypatch):
+def test_a_store_that_fails_before_the_result_is_known_leaves_all_ranks_without_a_result(
+    begun, runs, clock, monkeypatch
+):
     def fails(seconds, run):
         raise RuntimeError("the store is gone")
 
@@ -118,13 +120,15 @@ def test_a_store_that_fails_before_the_result_is_known_leaves_all_without(begun,
         assert runs(2) == ["one"] * 2
 
 
-def test_what_this_rank_has_known_before_is_for_all_or_for_none(taking, runs, ranks, kept, clock):
+def test_a_result_that_one_rank_has_from_before_holds_for_all_ranks_or_for_none(
+    taking, runs, ranks, kept, clock
+):
     taking(one=2.0, two=1.0)
     attnreg.configure(ADAPTIVE)
     runs(13)
     assert len(kept()) == 1
     with ranks[0]:
-        assert runs(2) == ["two"] * 2  # the first that meets such a call makes it known
+        assert runs(2) == ["two"] * 2  # the first that makes such a call tells the others
     with ranks[1]:
         assert runs(2) == ["two"] * 2
 

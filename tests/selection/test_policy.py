@@ -135,8 +135,8 @@ def test_strict_turns_a_preference_that_cannot_serve_into_an_error_that_names_bo
             sdpa()
         headline = str(error.value).splitlines()[0]
         assert headline == (
-            "no attention backend can run this forward on cpu: register_backend('narrow') can't serve "
-            "this call, and ATTNREG_STRICT makes that an error"
+            "no attention backend can run this forward on cpu: no backend of "
+            "register_backend('narrow') can run it, and ATTNREG_STRICT makes that an error"
         )
         assert error.value.rejected["narrow"] == ("dtype must be float16, got float32",)
         assert ran() == {}

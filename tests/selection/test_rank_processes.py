@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import Forked
-from support.tuned import asked, point, table
+from support.tuned import point, spec_with, table
 
 from attnreg import _registry
 from attnreg.backends.cpu import compiled
@@ -144,7 +144,7 @@ def settings(tmp_path, monkeypatch):
     """Write settings files: `alike` for both ranks, and a table for each rank that differs in a number."""
     # The tables are to be in force in processes without a compiled kernel, whatever is compiled here.
     monkeypatch.setattr(compiled, "load", lambda: None)
-    spec = asked(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
+    spec = spec_with(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
     for name, took in (("alike", 1.0), ("own0", 2.0), ("own1", 3.0)):
         measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
         here = environment(CPU, _registry.entries())

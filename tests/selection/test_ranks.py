@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.tuned import asked, point, table
+from support.tuned import point, spec_with, table
 
 import attnreg
 from attnreg import RanksDifferError, _registry
@@ -65,7 +65,7 @@ def chosen_by(*points, name="t.json", preferences=(), disabled=(), lock=None, **
 
 def locked(*backends, path="lock.json"):
     """Return a lockfile with a forward for each of these backends, of another length each."""
-    spec = asked()
+    spec = spec_with()
     rows = (
         Row(dataclasses.replace(spec, max_q=spec.max_q + number), "forward", backend, "a test")
         for number, backend in enumerate(backends)
@@ -125,7 +125,9 @@ def test_a_backend_that_does_not_load_on_one_rank_is_a_difference_without_a_tabl
         agree(chosen_by(), entries=fewer)
 
 
-def test_so_is_what_one_ranks_operator_asks_for_but_not_what_its_program_does(first_rank, rank, fake):
+def test_a_backend_that_one_ranks_environment_asks_for_is_a_difference_and_what_its_program_registers_is_none(
+    first_rank, rank, fake
+):
     mine = Preference("register_backend('math')", ("math",), required=False)
     first_rank(chosen_by())
     agree(chosen_by(preferences=(mine,)))
@@ -226,5 +228,5 @@ def test_a_single_process_asks_no_store(monkeypatch):
 def test_simulated_devices_and_explain_ask_no_store(rank):
     store = rank(0)
     agree(chosen_by(), Device.parse("sm_90"))
-    attnreg.explain(asked())
+    attnreg.explain(spec_with())
     assert store == {}

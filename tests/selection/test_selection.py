@@ -189,16 +189,16 @@ def test_an_exclusive_preference_is_refused_rather_than_replaced(decide):
     only = prefers("b", exclusive=True)
     decision = decide(CAUSAL, policy(only, prefers("a")), a={}, b={"causal": False})
     assert (decision.backend, decision.source) == (None, "")
-    assert decision.refusal == "asks for b is obeyed or refused"
+    assert decision.refusal == "asks for b allows no other backend"
     assert (decision.rejected, decision.passed_over) == ({"b": (NOT_CAUSAL,)}, ("b",))
     left = decide(SPEC, policy(prefers("gone", exclusive=True)), a={})  # the registry
-    assert (left.backend, left.refusal) == (None, "asks for gone is obeyed or refused")
+    assert (left.backend, left.refusal) == (None, "asks for gone allows no other backend")
 
 
 # Strict
 
 
-STRICT_ERROR = "asks for a can't serve this call, and ATTNREG_STRICT makes that an error"
+STRICT_ERROR = "no backend of asks for a can run it, and ATTNREG_STRICT makes that an error"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_backward_tied_to_its_forwards_dropout_runs_there_or_nowhere(known):
     decision = select(training, "backward", entries, tied)
     assert (decision.backend, decision.source) == ("b", "the forward's dropout mask")
     refused = select(training, "backward", known(a={}, b={"backward": False}), tied)
-    assert (refused.backend, refused.refusal) == (None, "the forward's dropout mask is obeyed or refused")
+    assert (refused.backend, refused.refusal) == (None, "the forward's dropout mask allows no other backend")
 
 
 # Text
@@ -271,7 +271,7 @@ def test_the_error_of_a_refused_call_has_a_headline_the_input_and_an_aligned_row
     with pytest.raises(UnsupportedInputError) as error:
         refuse(CAUSAL, decision)
     assert str(error.value) == (
-        "no attention backend can run this forward on cpu: asks for b is obeyed or refused\n"
+        "no attention backend can run this forward on cpu: asks for b allows no other backend\n"
         "  query (2, 16, 4, 64) · key (2, 16, 4, 64) · value (2, 16, 4, 64) · float32 · causal\n"
         "  b      is_causal must be False, got True\n"
         "  cuDNN  dtype must be float16, got float32\n"

@@ -79,10 +79,10 @@ def test_an_empty_file_gives_the_defaults(write, text):
     }  # fmt: skip
 
 
-KEYS = "unknown key, expected strict or disabled or log_level or policy or tuned or devices"
+KEYS = "unknown key, expected one of strict, disabled, log_level, policy, tuned, devices"
 KINDS = "expected 'cpu', 'cuda', another device type of torch or 'sm_NN'"
 LEVELS = "expected 'debug', 'info', 'warning' or 'error'"
-ONCE = "expected each name once: [0] is the same, whatever the case"
+ONCE = "expected each name once: [0] is the same name, as case doesn't matter"
 ORDER = "order: missing, expected a list of at least one name"
 REFERENCE = "another backend, or strict = true: the reference runs what no other can"
 

@@ -7,7 +7,7 @@ import torch
 
 
 def visible(len_q, len_k, left=None, right=None, top_left=False):
-    """Return the mask of a window, of which None leaves a side open; aligned bottom-right unless told."""
+    """Return the mask of a window, aligned bottom-right unless `top_left`; None leaves a side open."""
     distance = torch.arange(len_k) - torch.arange(len_q)[:, None] - (0 if top_left else len_k - len_q)
     mask = torch.ones(len_q, len_k, dtype=torch.bool)
     if left is not None:

@@ -19,7 +19,7 @@ SPEC = AttentionSpec(
 )  # fmt: skip
 
 
-def asked(length=None, **changes):
+def spec_with(length=None, **changes):
     """Return the spec with changes; with a length for both query and key."""
     lengths = {} if length is None else {"max_q": length, "max_k": length}
     return dataclasses.replace(SPEC, **({"tokens_q": -1, "tokens_k": -1} | lengths | changes))

@@ -80,7 +80,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("limits", NARROW.values(), ids=NARROW)
-def test_what_is_declared_is_asked_for_however_narrow_it_is(fake, limits):
+def test_what_is_declared_is_checked_however_narrow_it_is(fake, limits):
     backend = fake("mine", **limits).backend
     kit = Conformance(backend, "cpu")
     taken = [
@@ -163,7 +163,7 @@ def test_a_front_leaves_the_registry_and_torch_as_they_were(fake):
 
 
 def test_a_call_that_another_backend_serves_is_a_failure(fake, monkeypatch):
-    """SDPA's own kernel answers where the routers don't reach the backend."""
+    """SDPA's own kernel runs where the routers don't reach the backend."""
     monkeypatch.setattr(aten, "ensure", lambda: None)
     if aten.installed():
         aten.restore()
@@ -223,7 +223,7 @@ def test_launchers_are_held_to_the_rule_as_well(case):
     [{"seqused_k": (7, 1)}, {"tail": 3}, {"lens_k": (12, 0)}, {"lens_q": (30, 3)}, {"num_splits": 2}],
     ids=str,
 )
-def test_no_launcher_is_asked_for_where_the_call_cache_asks_for_none(changes):
+def test_specialize_is_called_only_where_the_call_cache_calls_it(changes):
     specialize = Specializing(2.0, 2.0)
     assert wrong(specialize, dataclasses.replace(PACKED, **changes)) == set()
     assert specialize.directions == []

@@ -40,7 +40,7 @@ def kept(lock):
         locks.release(held)
 
 
-def test_as_many_as_there_are_may_come_first_but_none_for_too_long(tmp_path, clock):
+def test_waiting_for_a_lock_has_no_limit_on_how_many_hold_it_first_but_on_how_long_each_does(tmp_path, clock):
     file, lock = tmp_path / "file", tmp_path / ".file.lock"
     processes = iter(range(100, 130))
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from support.command_line import invoke, words
-from support.tuned import asked, off_by, raising, watched
+from support.tuned import off_by, raising, spec_with, watched
 
 import attnreg
 from attnreg import _registry
@@ -21,7 +21,7 @@ from attnreg.tuning.checks import DeviceLostError
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import load
 
-SMALL = asked(32)
+SMALL = spec_with(32)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def measured_fronts(monkeypatch):
     return asked_of
 
 
-def test_tune_asks_what_fronts_take_of_those_backends_only_of_which_the_table_does_not_say(
+def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_them_for(
     session, entry, monkeypatch, measured_fronts, python_routers
 ):
     made = session(entry("a"), entry("b"))
@@ -130,7 +130,7 @@ def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backe
     made = load(tmp_path / "table.json")
     assert len(made.points) == 2
     assert set(made.environment.backends) == {"slow", "fast", "off"}  # the versions of these alone
-    spec = asked(32, needs_backward=True)
+    spec = spec_with(32, needs_backward=True)
     assert attnreg.explain(spec).backend == "slow"
     attnreg.configure({"tuned": tmp_path / "table.json"})
     found = attnreg.explain(spec)
@@ -168,7 +168,11 @@ def test_tune_leaves_the_old_table_until_it_has_something_new(tune, backends, en
 
 def test_tune_takes_a_recorded_workload_that_is_measured_by_what_it_costs(tune, backends, tmp_path):
     file = tmp_path / "trace.jsonl"
-    counts = {(asked(16), "forward"): 1, (asked(48), "forward"): 900, (asked(48), "backward"): 900}
+    counts = {
+        (spec_with(16), "forward"): 1,
+        (spec_with(48), "forward"): 900,
+        (spec_with(48), "backward"): 900,
+    }
     traces.merge(file, counts)
     data = json.loads(tune("--from", str(file), "--backend", "slow", "--json").stdout)
     found = [(point["max_q"], point["direction"]) for point in data["points"]]

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from support.tuned import asked, point, took
+from support.tuned import point, spec_with, took
 
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
@@ -30,8 +30,8 @@ def costs(points, spec, direction="forward"):
 
 
 def test_at_a_measured_point_the_times_are_those_measured():
-    points = [point(asked(n), fast=took(n / 7, n / 9), slow=n / 3.0) for n in (64, 128, 256, 512, 1024)]
-    found = said(points, asked(256))
+    points = [point(spec_with(n), fast=took(n / 7, n / 9), slow=n / 3.0) for n in (64, 128, 256, 512, 1024)]
+    found = said(points, spec_with(256))
     times = [(one.backend, one.gpu_us, one.host_us) for one in found.candidates]
     assert times == [("fast", 256 / 7, 256 / 9), ("slow", 256 / 3.0, 0.0)]
     assert [(source.size, source.distance) for source in found.points] == [("B 2, 256 x 256, H 4", 0.0)]
@@ -40,32 +40,34 @@ def test_at_a_measured_point_the_times_are_those_measured():
 
 def test_in_eager_the_larger_of_host_and_gpu_time_counts_and_in_a_graph_the_gpu_time():
     points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0))]
-    assert costs(points, asked()) == {"b": 25.0, "a": 60.0}
-    assert list(costs(points, asked(capturing=True)).items()) == [("a", 10.0), ("b", 25.0)]
+    assert costs(points, spec_with()) == {"b": 25.0, "a": 60.0}
+    assert list(costs(points, spec_with(capturing=True)).items()) == [("a", 10.0), ("b", 25.0)]
 
 
 def test_what_a_new_shape_costs_first_is_shared_by_its_calls_but_not_in_a_graph():
     points = [point(a=took(10.0, 0.0, 0.5))]
-    assert costs(points, asked())["a"] == pytest.approx(10.0 + 0.5e6 / CALLS_PER_SHAPE)
-    assert costs(points, asked(capturing=True)) == {"a": 10.0}
+    assert costs(points, spec_with())["a"] == pytest.approx(10.0 + 0.5e6 / CALLS_PER_SHAPE)
+    assert costs(points, spec_with(capturing=True)) == {"a": 10.0}
 
 
 # Between points
 
 
 def test_between_points_a_time_rises_from_one_to_the_next_and_the_nearest_count_most():
-    points = [point(asked(n), a=took) for n, took in ((128, 8.0), (256, 14.0), (512, 40.0), (1024, 150.0))]
-    found = [costs(points, asked(n))["a"] for n in range(128, 1025, 16)]
+    points = [
+        point(spec_with(n), a=took) for n, took in ((128, 8.0), (256, 14.0), (512, 40.0), (1024, 150.0))
+    ]
+    found = [costs(points, spec_with(n))["a"] for n in range(128, 1025, 16)]
     assert found == sorted(found)
     assert (found[0], found[-1]) == (8.0, 150.0)
-    points = [point(asked(128), a=10.0, b=20.0), point(asked(1024), a=800.0, b=400.0)]
-    assert (fastest(points, asked(160)), fastest(points, asked(900))) == ("a", "b")
+    points = [point(spec_with(128), a=10.0, b=20.0), point(spec_with(1024), a=800.0, b=400.0)]
+    assert (fastest(points, spec_with(160)), fastest(points, spec_with(900))) == ("a", "b")
 
 
 def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
     draw = random.Random(0)
     sizes = {(draw.randrange(1, 64), draw.randrange(1, 9000), draw.randrange(1, 9000)) for _ in range(600)}
-    points = [point(asked(batch=b, max_q=q, max_k=k), a=1.0) for b, q, k in sizes]
+    points = [point(spec_with(batch=b, max_q=q, max_k=k), a=1.0) for b, q, k in sizes]
     index = Kinds(points).index_for(points[0].kind)
     for _ in range(50):
         at = tuple(draw.uniform(low, high) for low, high in zip(index.low, index.high, strict=True))
@@ -77,13 +79,13 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
 
 
 def test_backends_are_compared_by_the_points_that_know_them_all_where_most_do():
-    whole = [point(asked(n), a=float(n), b=2.0 * n) for n in (64, 128, 512, 1024)]
-    found = said(whole + [point(asked(n), b=1.0) for n in (250, 260)], asked(256))
+    whole = [point(spec_with(n), a=float(n), b=2.0 * n) for n in (64, 128, 512, 1024)]
+    found = said(whole + [point(spec_with(n), b=1.0) for n in (250, 260)], spec_with(256))
     assert [one.backend for one in found.candidates] == ["a", "b"]
     assert all(source.point in whole for source in found.points)
     # Far from those, the points at hand count; and where most lack one, that rule would leave too little.
     for at_hand, length in (((16000, 17000), 16500), ((250, 255, 260, 270), 256)):
-        assert fastest(whole + [point(asked(n), b=1.0) for n in at_hand], asked(length)) == "b"
+        assert fastest(whole + [point(spec_with(n), b=1.0) for n in at_hand], spec_with(length)) == "b"
 
 
 def fronts_of(direction, varlen=False, compiled=False, **times):
@@ -91,7 +93,7 @@ def fronts_of(direction, varlen=False, compiled=False, **times):
 
 
 def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_measured():
-    points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0)), point(asked(), "backward", a=1.0, b=2.0)]
+    points = [point(a=took(10.0, 60.0), b=took(25.0, 15.0)), point(spec_with(), "backward", a=1.0, b=2.0)]
     fronts = [
         *fronts_of("forward", a=20.0, b=30.0),
         *fronts_of("forward", varlen=True, b=900.0),
@@ -100,7 +102,7 @@ def test_in_eager_a_call_takes_what_it_takes_through_its_front_where_that_was_me
     kinds = Kinds(points, fronts)
 
     def costs(direction="forward", **changes):
-        found = predict(kinds, asked(**changes), direction, "t")
+        found = predict(kinds, spec_with(**changes), direction, "t")
         return {one.backend: one.cost_us for one in found.candidates}
 
     assert USUAL_HOST > 1
@@ -115,7 +117,7 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
     alone = [one._replace(host_us=50.0 - one.host_us, recorded=False) for one in fronts]
 
     def first(fronts, needs_backward):
-        spec = dataclasses.replace(asked(), needs_backward=needs_backward)
+        spec = dataclasses.replace(spec_with(), needs_backward=needs_backward)
         found = predict(Kinds(points, fronts), spec, "forward", "t").candidates[0]
         return found.backend, pytest.approx(found.host_us)
 
@@ -129,7 +131,7 @@ def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():
     def first(*hosts):
         points = [point(a=took(1.0, 1.0), b=took(1.0, 1.0))]
         fronts = fronts_of("forward", a=hosts[0], b=hosts[1])
-        found = predict(Kinds(points, fronts), asked(), "forward", "t")
+        found = predict(Kinds(points, fronts), spec_with(), "forward", "t")
         return reordered(["a", "b"], {"a", "b"}, found)[0]
 
     assert first(21.9, 20.0) == "a"
@@ -137,7 +139,7 @@ def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():
     # Of times on the device two percent are enough, and if the call is captured these alone count.
     points = [point(a=took(105.0, 100.0), b=took(100.0, 100.0))]
     for capturing in (False, True):
-        found = predict(Kinds(points), dataclasses.replace(asked(), capturing=capturing), "forward", "t")
+        found = predict(Kinds(points), dataclasses.replace(spec_with(), capturing=capturing), "forward", "t")
         assert reordered(["a", "b"], {"a", "b"}, found)[0] == "b"
 
 
@@ -147,7 +149,7 @@ def test_host_times_of_fronts_count_only_if_every_candidate_has_one_best_with_co
     fast = fronts_of("forward", compiled=True, a=19.0, b=10.0)
 
     def first(fronts, compiled):
-        found = predict(Kinds(points, fronts), asked(), "forward", "t", compiled)
+        found = predict(Kinds(points, fronts), spec_with(), "forward", "t", compiled)
         return found.candidates[0].backend, pytest.approx(found.candidates[0].host_us)
 
     assert first(python + fast, False) == ("a", 20.0 * USUAL_HOST)
@@ -160,17 +162,17 @@ def test_host_times_of_fronts_count_only_if_every_candidate_has_one_best_with_co
 
 
 def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
-    points = [point(asked(n), a=n / 10.0, b=n / 5.0) for n in (256, 1024)]
+    points = [point(spec_with(n), a=n / 10.0, b=n / 5.0) for n in (256, 1024)]
     outside = "outside the measured range, its edge decides: "
-    found = said(points, asked(4096))
+    found = said(points, spec_with(4096))
     assert found.candidates[0].backend == "a"
     assert found.candidates[0].cost_us > 102.4
     assert found.notes == (f"{outside}max_q 4096 is above 1024", f"{outside}max_k 4096 is above 1024")
     assert found.points[0].size == "B 2, 1024 x 1024, H 4"
     assert found.points[0].distance == pytest.approx(8**0.5)
     below = ("batch x heads 4 is below 8", "max_q 64 is below 256", "max_k 64 is below 256")
-    assert said(points, asked(64, batch=1)).notes == tuple(outside + what for what in below)
-    shared = said(points, asked(256, heads_k=1))
+    assert said(points, spec_with(64, batch=1)).notes == tuple(outside + what for what in below)
+    shared = said(points, spec_with(256, heads_k=1))
     assert shared.notes == (f"{outside}heads for each key head 4 is above 1",)
 
 
@@ -187,26 +189,26 @@ def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
     ids=str,
 )  # fmt: skip
 def test_a_table_has_no_opinion_on_another_mask_layout_precision_option_or_larger_head_dim(changes):
-    assert said([point(a=1.0)], asked(**changes)) is None
+    assert said([point(a=1.0)], spec_with(**changes)) is None
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}], ids=str)
 def test_the_other_half_precision_and_larger_head_dims_stand_in(changes):
-    found = said([point(a=100.0, b=200.0)], asked(**changes))
+    found = said([point(a=100.0, b=200.0)], spec_with(**changes))
     assert [one.backend for one in found.candidates] == ["a", "b"]
     assert found.notes[0].startswith("nothing of this kind was measured; these are of bfloat16, head dim 64")
 
 
 def test_of_several_kinds_that_stand_in_the_nearest_does():
-    points = [point(asked(head_dim=d, head_dim_v=d), a=float(d)) for d in (64, 96, 128)]
-    points.append(point(asked(head_dim=96, head_dim_v=80), a=1.0))
-    assert "head dim 96/80," in said(points, asked(head_dim=80, head_dim_v=80)).notes[0]
+    points = [point(spec_with(head_dim=d, head_dim_v=d), a=float(d)) for d in (64, 96, 128)]
+    points.append(point(spec_with(head_dim=96, head_dim_v=80), a=1.0))
+    assert "head dim 96/80," in said(points, spec_with(head_dim=80, head_dim_v=80)).notes[0]
 
 
 def test_the_ratio_of_heads_is_one_more_direction_in_which_a_point_may_be_near():
-    by_ratio = [point(asked(heads_q=16, heads_k=n), a=took, b=10.0) for n, took in ((16, 30.0), (2, 3.0))]
-    assert [fastest(by_ratio, asked(heads_q=16, heads_k=n)) for n in (4, 8)] == ["a", "b"]
-    near_8 = said(by_ratio, asked(heads_q=16, heads_k=4))
+    by_ratio = [point(spec_with(heads_q=16, heads_k=n), a=took, b=10.0) for n, took in ((16, 30.0), (2, 3.0))]
+    assert [fastest(by_ratio, spec_with(heads_q=16, heads_k=n)) for n in (4, 8)] == ["a", "b"]
+    near_8 = said(by_ratio, spec_with(heads_q=16, heads_k=4))
     assert near_8.notes == ()
     assert [(source.size, source.distance) for source in near_8.points] == [
         ("B 2, 256 x 256, H 16, 8:1 heads", 0.5),
@@ -215,14 +217,14 @@ def test_the_ratio_of_heads_is_one_more_direction_in_which_a_point_may_be_near()
 
 
 def test_the_host_takes_what_it_mostly_takes_but_at_a_measured_point_what_it_took_there():
-    points = [point(asked(n), a=took(1.0, host)) for n, host in ((64, 20.0), (256, 22.0), (1024, 300.0))]
-    assert (costs(points, asked(512)), costs(points, asked(1024))) == ({"a": 22.0}, {"a": 300.0})
+    points = [point(spec_with(n), a=took(1.0, host)) for n, host in ((64, 20.0), (256, 22.0), (1024, 300.0))]
+    assert (costs(points, spec_with(512)), costs(points, spec_with(1024))) == ({"a": 22.0}, {"a": 300.0})
 
 
 def test_a_deterministic_backward_is_a_kind_of_its_own_and_a_deterministic_forward_is_not():
-    points = [point(a=1.0), point(asked(), "backward", a=1.0)]
-    assert said(points, asked(deterministic=True)) is not None
-    assert said(points, asked(deterministic=True), "backward") is None
+    points = [point(a=1.0), point(spec_with(), "backward", a=1.0)]
+    assert said(points, spec_with(deterministic=True)) is not None
+    assert said(points, spec_with(deterministic=True), "backward") is None
 
 
 # Work and place
@@ -230,7 +232,7 @@ def test_a_deterministic_backward_is_a_kind_of_its_own_and_a_deterministic_forwa
 
 def test_work_grows_with_every_size_and_masks_take_some_away():
     def amount(*length, **changes):
-        spec = asked(*length, **changes)
+        spec = spec_with(*length, **changes)
         return work(kind_of(spec, "forward"), size_of(spec))
 
     for changes in ({"batch": 4}, {"max_q": 512}, {"max_k": 512}, {"heads_q": 8, "heads_k": 8}):
@@ -244,7 +246,7 @@ def test_work_grows_with_every_size_and_masks_take_some_away():
     ids=str,
 )
 def test_odd_sizes_have_a_place_and_some_work(changes):
-    spec = asked(**changes)
+    spec = spec_with(**changes)
     kind = kind_of(spec, "forward")
     assert all(map(math.isfinite, coordinates(kind, size_of(spec))))
     assert work(kind, size_of(spec)) > 0
@@ -254,22 +256,25 @@ def test_odd_sizes_have_a_place_and_some_work(changes):
 
 
 def test_a_backend_that_is_wrong_at_one_size_is_not_chosen_at_any_of_that_kind():
-    points = [point(asked(64), a=1.0, b=Measured(wrong="dq is off")), point(asked(1024), a=90.0, b=3.0)]
-    found = said(points, asked(1024))
+    points = [
+        point(spec_with(64), a=1.0, b=Measured(wrong="dq is off")),
+        point(spec_with(1024), a=90.0, b=3.0),
+    ]
+    found = said(points, spec_with(1024))
     assert [(one.backend, one.cost_us) for one in found.candidates] == [("a", 90.0), ("b", None)]
     assert found.candidates[1].trouble == "wrong: dq is off at B 2, 64 x 64, H 4"
 
 
 def test_one_that_is_wrong_with_shared_heads_is_not_chosen_with_ratios_that_were_not_measured():
     off = Measured(wrong="off")
-    ratios = {n: asked(heads_q=16, heads_k=16 // n) for n in (1, 2, 4, 8, 16)}
+    ratios = {n: spec_with(heads_q=16, heads_k=16 // n) for n in (1, 2, 4, 8, 16)}
     points = [point(ratios[1], a=1.0, b=9.0), *(point(ratios[n], a=off, b=9.0) for n in (4, 8))]
     chosen = {n: fastest(points, spec) for n, spec in ratios.items()}
     assert chosen == {1: "a", 2: "b", 4: "b", 8: "b", 16: "b"}
 
 
 def test_of_points_that_differ_in_no_coordinate_the_call_itself_counts():
-    near, far = asked(window=(8, 0)), asked(window=(64, 0))
+    near, far = spec_with(window=(8, 0)), spec_with(window=(64, 0))
     points = [point(near, a=1.0, b=2.0), point(far, a=9.0, b=3.0)]
     for ordered_points in (points, points[::-1]):
         assert costs(ordered_points, far) == {"b": 3.0, "a": 9.0}
@@ -278,9 +283,9 @@ def test_of_points_that_differ_in_no_coordinate_the_call_itself_counts():
 
 def test_a_backend_that_failed_where_the_call_is_nearest_is_not_chosen_there_but_elsewhere():
     failed = Measured(failed="OutOfMemoryError: no")
-    points = [point(asked(64), a=9.0, b=1.0), point(asked(4096), a=90.0, b=failed)]
-    assert said(points, asked(4000)).of("B").trouble == "failed: OutOfMemoryError: no"
-    assert fastest(points, asked(80)) == "b"
+    points = [point(spec_with(64), a=9.0, b=1.0), point(spec_with(4096), a=90.0, b=failed)]
+    assert said(points, spec_with(4000)).of("B").trouble == "failed: OutOfMemoryError: no"
+    assert fastest(points, spec_with(80)) == "b"
 
 
 # The order that comes of it
@@ -310,4 +315,4 @@ ORDERS = {
 def test_the_order_is_that_of_times_where_they_differ_by_more_than_chance(default, times, order):
     able = [name for name in default.split() if "(" not in name]
     names = [name.strip("()") for name in default.split()]
-    assert reordered(names, able, said([point(**times)], asked())) == order.split()
+    assert reordered(names, able, said([point(**times)], spec_with())) == order.split()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.tuned import CPU, SPEC, altered, asked, off_by, raising, watched
+from support.tuned import CPU, SPEC, altered, off_by, raising, spec_with, watched
 
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
@@ -21,7 +21,7 @@ from attnreg.tuning.session import kept
 from attnreg.tuning.table import Environment, Table, load
 from attnreg.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
 
-SMALL = asked(32)
+SMALL = spec_with(32)
 BOTH = dataclasses.replace(SMALL, needs_backward=True)
 HERE = Environment(device="a test")
 
@@ -55,7 +55,7 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
     assert times.wrong.startswith("its forward is: out of bfloat16") if forward else times.gpu_us
 
 
-LONG = dataclasses.replace(asked(500, batch=1), needs_backward=True)
+LONG = dataclasses.replace(spec_with(500, batch=1), needs_backward=True)
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
@@ -160,7 +160,7 @@ def test_a_gpu_that_is_lost_stops_everything(monkeypatch):
 
 
 def test_inputs_are_as_the_spec_says_and_more_than_the_cache_holds():
-    spec = asked(varlen=True, batch=3, max_q=64, max_k=96, tokens_q=120, tokens_k=200, heads_k=2)
+    spec = spec_with(varlen=True, batch=3, max_q=64, max_k=96, tokens_q=120, tokens_k=200, heads_k=2)
     found = copies(spec, CPU)
     assert 1 < len(found) <= 16
     q, k, v, grad, call = found[1]
@@ -181,17 +181,17 @@ def test_lengths_are_ragged_and_fill_the_tokens(batch, tokens, longest):
 
 
 def test_a_small_case_is_of_the_kind_of_its_spec():
-    spec = asked(max_q=1, max_k=32768, heads_q=32, heads_k=8)
+    spec = spec_with(max_q=1, max_k=32768, heads_q=32, heads_k=8)
     case = small_cases(spec)[0]
     assert (case.max_q, case.max_k, case.heads, case.dims) == (1, 192, (8, 2), (64, 64))
-    assert len(set(small_cases(asked(4096, varlen=True))[0].lens_q)) == 3
+    assert len(set(small_cases(spec_with(4096, varlen=True))[0].lens_q)) == 3
 
 
 @pytest.mark.parametrize(
     "changes", [{"dropout": 0.1}, {"bias": True}, {"page_size": 16}, {"batch": 0}], ids=str
 )
 def test_what_no_tensors_can_be_made_for_says_so(changes):
-    assert unmeasurable(asked(**changes))
+    assert unmeasurable(spec_with(**changes))
     assert not unmeasurable(SPEC)
 
 
@@ -229,7 +229,7 @@ def test_coarse_sizes_come_first_and_no_kind_is_left_out():
 
 def test_a_session_saves_after_every_call_and_has_nothing_left(session, entry):
     made = session(entry("a", 1.0), entry("b", 2.0))
-    specs = [asked(16), BOTH]
+    specs = [spec_with(16), BOTH]
     sizes = [len(load(made.out).points) for _ in made.run(specs, 1e9)]
     assert sizes == [1, 3]
     assert not any(made.todo(spec) for spec in specs)
@@ -261,7 +261,7 @@ def test_what_failed_is_tried_once_more_by_every_run(session, entry):
     assert found.backends["tired"].gpu_us == pytest.approx(2000.0)
 
 
-def test_what_fronts_take_is_saved_with_the_points(session, entry):
+def test_host_times_of_fronts_are_saved_with_the_points(session, entry):
     made = session(entry("a"))
     made.add_fronts([Front("a", True, "forward", 20.0)])
     list(made.run([BOTH], 1e9))
@@ -282,27 +282,27 @@ def test_a_table_of_another_environment_is_not_continued(session, entry):
 def test_sessions_that_run_at_the_same_time_keep_each_others_points(session, entry):
     first, second = session(entry("one")), session(entry("one"), entry("two"))
     for length in (16, 32):
-        list(first.run([asked(length)], 1e9))
-        list(second.run([asked(length + 1), asked(16)], 1e9))
+        list(first.run([spec_with(length)], 1e9))
+        list(second.run([spec_with(length + 1), spec_with(16)], 1e9))
     assert {point.size.max_q for point in load(first.out).points} == {16, 17, 32, 33}
     assert {name for point in load(first.out).points for name in point.backends} == {"one", "two"}
 
 
 def test_sessions_that_measure_a_table_anew_keep_each_others_points_and_no_old_ones(session, entry):
-    list(session(entry("one")).run([asked(64)], 1e9))
+    list(session(entry("one")).run([spec_with(64)], 1e9))
     old = load(session().out)
     for length in (16, 32):
-        list(session(entry("one"), replaced=old).run([asked(length)], 1e9))
+        list(session(entry("one"), replaced=old).run([spec_with(length)], 1e9))
     assert {point.size.max_q for point in load(session().out).points} == {16, 32}
 
 
 def test_a_table_that_cannot_be_written_any_more_is_an_error_with_its_path(session, entry, monkeypatch):
     made = session(entry("one"))
-    list(made.run([asked(16)], 1e9))
+    list(made.run([spec_with(16)], 1e9))
     before = made.out.read_text()
     monkeypatch.setattr("os.fdopen", lambda *_, **__: full_disk())
     with pytest.raises(ConfigError, match=f"{made.out}: can't be written: No space left on device"):
-        list(made.run([asked(32)], 1e9))
+        list(made.run([spec_with(32)], 1e9))
     assert made.out.read_text() == before
 
 
@@ -312,7 +312,7 @@ def full_disk():
 
 def test_a_budget_stops_before_it_is_spent(session, entry, clock):
     made = session(entry("a", 10.0))
-    specs = [asked(n) for n in range(16, 80, 4)]
+    specs = [spec_with(n) for n in range(16, 80, 4)]
     done = list(made.run(specs, 0.5))
     assert 0 < len(done) < len(specs)
     assert clock.seconds <= 0.5
@@ -321,7 +321,7 @@ def test_a_budget_stops_before_it_is_spent(session, entry, clock):
 
 def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry, clock):
     made = session(*(entry(name, 400.0) for name in "abcdefgh"))
-    assert list(made.run([SMALL, asked(48)], 3.0)) == []
+    assert list(made.run([SMALL, spec_with(48)], 3.0)) == []
     assert clock.seconds < 5.0
     assert (made.fresh, made.points) == ([], {})
 
@@ -353,7 +353,7 @@ def test_what_cannot_be_measured_is_skipped_with_the_reason_and_the_rest_measure
         return real(spec, *arguments)
 
     monkeypatch.setattr(measuring, "copies", full)
-    specs = [asked(16, dropout=0.5), asked(16), SMALL]
+    specs = [spec_with(16, dropout=0.5), spec_with(16), SMALL]
     assert list(made.run(specs, 1e9)) == specs
     assert [spec for spec, _ in made.skipped] == specs[:2]
     assert made.skipped[0][1] == "dropout can't be measured: the default order decides"
@@ -361,7 +361,7 @@ def test_what_cannot_be_measured_is_skipped_with_the_reason_and_the_rest_measure
     assert [point.size for point in made.fresh] == [size_of(SMALL)]
 
 
-def test_an_error_of_its_own_ends_a_run(session, entry, monkeypatch):
+def test_an_error_in_tunes_own_code_ends_the_run(session, entry, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a mistake")
 

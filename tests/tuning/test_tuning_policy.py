@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.command_line import invoke, words
 from support.known import know
-from support.tuned import asked, point, table, took
+from support.tuned import point, spec_with, table, took
 
 import attnreg
 from attnreg import _registry
@@ -42,7 +42,7 @@ def here(tmp_path, known):
     """Save a table of this machine and return the settings file that names it."""
 
     def make(*points, device=CPU, changes=None, settings="", name="here", file="attnreg.toml", **times):
-        spec = dataclasses.replace(asked(), device=device)
+        spec = dataclasses.replace(spec_with(), device=device)
         found = points or (point(spec, **times), point(spec, "backward", **times))
         measured = dataclasses.replace(environment(device, known), **(changes or {}))
         dataclasses.replace(table(*found), environment=measured).save(tmp_path / f"{name}.json")
@@ -72,7 +72,7 @@ def shipped(tmp_path, monkeypatch):
 
 
 def decided(**changes):
-    found = attnreg.explain(asked(**changes))
+    found = attnreg.explain(spec_with(**changes))
     return found.backend, found.source
 
 
@@ -82,7 +82,7 @@ TABLE = "measured table here.json (attnreg.toml:1)"
 
 
 def test_what_really_runs_is_what_the_table_says_of_each_direction(here, routers, ran):
-    spec = asked()
+    spec = spec_with()
     attnreg.configure(
         here(
             point(spec, cpu=90.0, first=30.0, second=10.0),  # "cpu" is torch's own kernel here
@@ -138,7 +138,7 @@ def test_policy_order_leaves_the_table_out_wherever_it_is_said(here, routers, mo
 def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known, routers, second, backend):
     attnreg.configure(here(first=30.0, second=second, third=12.0))
     entries = planning.entries_with_native(Native("third"), known)
-    decision = planning.decide(asked(), "forward", entries, state().policy, "third")
+    decision = planning.decide(spec_with(), "forward", entries, state().policy, "third")
     assert (decision.backend, decision.source) == (backend, TABLE)
 
 
@@ -163,7 +163,7 @@ def test_a_table_of_another_environment_is_refused_whole_and_that_is_said(
     attnreg.configure(here(first=30.0, second=10.0, changes=changes))
     reason = f"{TABLE} is refused: {difference}"
     for _ in range(2):
-        found = attnreg.explain(asked())
+        found = attnreg.explain(spec_with())
         assert (found.backend, found.source) == ("first", "default order for cpu")
         assert found.forward.predicted is None
         assert reason in found.notes
@@ -175,7 +175,7 @@ def test_the_warning_says_what_decides_in_its_place(here, other, routers, caplog
     caplog.set_level(logging.WARNING, "attnreg")
     other(first=30.0, second=10.0, changes={"cuda": "1.0"})
     attnreg.configure(here(first=30.0, second=10.0))
-    assert attnreg.explain(asked()).backend == "second"
+    assert attnreg.explain(spec_with()).backend == "second"
     (message,) = [record.message for record in caplog.records]
     assert "other.json (other.toml:1) is refused: measured with CUDA 1.0, here it is none: " in message
     assert message.endswith(f"; {TABLE} decides until `attnreg tune` has run here")
@@ -183,38 +183,38 @@ def test_the_warning_says_what_decides_in_its_place(here, other, routers, caplog
 
 def test_a_table_for_another_kind_of_device_says_nothing_and_that_is_no_fault(here, other, caplog):
     attnreg.configure(here(first=30.0))
-    found = attnreg.explain(asked(device=Device("xpu")))
+    found = attnreg.explain(spec_with(device=Device("xpu")))
     assert (found.forward.predicted, found.notes) == (None, ())
     attnreg.configure(here(device=GPU, first=30.0, second=10.0))
-    found = attnreg.explain(asked())
+    found = attnreg.explain(spec_with())
     assert (found.backend, caplog.records) == ("first", [])
     assert found.notes == (f"{TABLE} was measured on a GPU: it doesn't apply to cpu",)
     # Nor is it mentioned where a weaker one, of a CPU, is in force.
     other(device=GPU, first=30.0, second=10.0)
     attnreg.configure(here(first=30.0, second=10.0))
-    found = attnreg.explain(asked())
+    found = attnreg.explain(spec_with())
     assert found.backend == "second"
     assert not any("of a GPU" in note for note in found.notes)
 
 
 def test_explain_notes_that_a_table_lacks_a_kind(here):
     attnreg.configure(here(first=30.0, second=10.0))
-    found = attnreg.explain(asked(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
+    found = attnreg.explain(spec_with(head_dim=24, head_dim_v=24, window=(5, 0), needs_backward=True))
     assert (found.backend, found.source) == ("first", "default order for cpu")
     assert found.forward.predicted is None
     notes = [note for note in found.notes if "has nothing of this kind" in note]
     assert [note.rpartition(", ")[2] for note in notes] == ["forward", "backward"]
     assert notes[0].startswith(f"{TABLE} has nothing of this kind: ")
     assert "head dim 24, 1:1 heads, window" in notes[0]
-    assert not any("nothing of this kind" in note for note in attnreg.explain(asked()).notes)
+    assert not any("nothing of this kind" in note for note in attnreg.explain(spec_with()).notes)
 
 
 def test_a_table_for_a_simulated_device_is_taken_at_its_word(here):
     attnreg.configure(here(device=GPU, first=30.0, second=10.0))
-    found = attnreg.explain(asked(device=Device.parse("sm_90")))
+    found = attnreg.explain(spec_with(device=Device.parse("sm_90")))
     assert (found.backend, found.source) == ("second", TABLE)
-    assert any("takes for granted that the device is NVIDIA Test 9000" in note for note in found.notes)
-    other = attnreg.explain(asked(device=Device.parse("sm_100")))
+    assert any("assumes that the device is NVIDIA Test 9000" in note for note in found.notes)
+    other = attnreg.explain(spec_with(device=Device.parse("sm_100")))
     assert other.backend == "first"
     assert any("measured with compute capability 9.0, here it is 10.0" in note for note in other.notes)
 
@@ -230,26 +230,26 @@ def test_a_table_that_cannot_be_read_is_an_error_that_changes_nothing(here, tmp_
 
 
 def test_the_table_that_ships_for_a_gpu_is_used_there_by_default(shipped, known):
-    spec = dataclasses.replace(asked(), device=GPU)
+    spec = dataclasses.replace(spec_with(), device=GPU)
     found = table(point(spec, first=9.0, second=4.0))
     found = dataclasses.replace(found, environment=environment(GPU, known))
     found.save(shipped / "nvidia-test-9000.json")
     decision = planning.decide(spec, "forward", known, state().policy)
     assert (decision.backend, decision.source) == ("second", "measured table nvidia-test-9000.json")
     assert not state().active  # without settings it serves no call
-    assert attnreg.explain(asked()).source == "default order for cpu"
+    assert attnreg.explain(spec_with()).source == "default order for cpu"
 
 
 def ship(shipped, known, name, **changes):
     """Have a table ship, in which the fake `second` is the fastest, measured in another environment."""
     measured = dataclasses.replace(environment(GPU, known), **changes)
-    found = table(point(dataclasses.replace(asked(), device=GPU), first=9.0, second=4.0))
+    found = table(point(dataclasses.replace(spec_with(), device=GPU), first=9.0, second=4.0))
     dataclasses.replace(found, environment=measured).save(shipped / file_name(name))
 
 
 def decided_on_the_gpu(known):
     policy = state().policy
-    decision = planning.decide(dataclasses.replace(asked(), device=GPU), "forward", known, policy)
+    decision = planning.decide(dataclasses.replace(spec_with(), device=GPU), "forward", known, policy)
     return decision.backend, decision.source, policy.tables.report(GPU)
 
 
@@ -291,7 +291,7 @@ def test_a_named_table_that_is_a_prior_is_said_once_and_leads_those_that_ship(he
 
 def test_a_shipped_table_that_is_broken_is_no_error_of_a_call(shipped, known, caplog):
     (shipped / "nvidia-test-9000.json").write_text("{}")
-    decision = planning.decide(asked(device=GPU), "forward", known, state().policy)
+    decision = planning.decide(spec_with(device=GPU), "forward", known, state().policy)
     assert decision.backend == "first"
     assert "format: got None" in caplog.text
 
@@ -305,7 +305,7 @@ def test_the_file_of_a_device_is_named_after_it():
 
 
 def test_explain_shows_times_points_and_choice_for_each_direction(here):
-    spec = asked(needs_backward=True)
+    spec = spec_with(needs_backward=True)
     attnreg.configure(
         here(
             point(spec, first=took(30.0, 12.0, 0.25), second=10.0, third=Measured(failed="RuntimeError: no")),
@@ -315,14 +315,14 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     found = attnreg.explain(spec)
     lines = str(found).splitlines()
     assert lines[0] == f"forward on cpu: second, by {TABLE}"
-    start = lines.index(f"  predicted by {TABLE}, in eager")
+    start = lines.index(f"  predicted by {TABLE}, in eager mode")
     assert "  third   could run it, but failed: RuntimeError: no" in lines
     assert lines[start + 1 : start + 6] == [
         "    second  10.0 µs (first call 0 s)",
         "    first   32.5 µs (first call 0.25 s)",
         "    third   failed: RuntimeError: no",
         "    math    not measured",
-        "    from B 2, 256 x 256, H 4, measured itself",
+        "    from B 2, 256 x 256, H 4, this very call",
     ]
     assert f"backward on cpu: first, by {TABLE}" in lines
     data = json.loads(json.dumps(found.to_dict()))
@@ -331,7 +331,7 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
 
 
 def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, known, fake):
-    spec = asked()
+    spec = spec_with()
     narrow = fake("second", priority=2, devices=("cpu",), dtypes=("float32",)).backend
     known["second"] = Entry("second", "a test", narrow)
     _registry.changed()
@@ -343,32 +343,32 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"batch": 4, "heads_q": 2, "heads_k": 2}, "from B 2, 256 x 256, H 4, 0.00 powers of two away"),
-        ({"max_q": 512, "max_k": 512}, "from B 2, 256 x 256, H 4, 1.41 powers of two away"),
+        ({"batch": 4, "heads_q": 2, "heads_k": 2}, "from B 2, 256 x 256, H 4, at distance 0.00"),
+        ({"max_q": 512, "max_k": 512}, "from B 2, 256 x 256, H 4, at distance 1.41"),
         ({"max_q": 512}, "outside the measured range, its edge decides: max_q 512 is above 256"),
     ],
     ids=["another call at the same place", "a distance", "outside"],
 )
 def test_explain_says_from_how_far_away_a_prediction_comes(here, changes, line):
     attnreg.configure(here(first=30.0, second=10.0))
-    assert f"    {line}" in str(attnreg.explain(asked(**changes))).splitlines()
+    assert f"    {line}" in str(attnreg.explain(spec_with(**changes))).splitlines()
 
 
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):
     attnreg.configure(here(first=took(5.0, 50.0), second=took(10.0, 10.0)))
     assert decided()[0] == "second"
     assert decided(capturing=True)[0] == "first"
-    assert "in a CUDA graph" in str(attnreg.explain(asked(capturing=True)))
+    assert "in a CUDA graph" in str(attnreg.explain(spec_with(capturing=True)))
 
 
 def test_a_call_that_nothing_can_run_is_refused_without_times(here, known):
     attnreg.configure(here(first=30.0))
-    found = attnreg.explain(asked(), backend=None)
+    found = attnreg.explain(spec_with(), backend=None)
     assert "predicted by" in str(found)
     known["none"] = Entry("none", "a test", cause=ImportError("no"))
     with pytest.raises(attnreg.BackendUnavailableError):
         attnreg.use_backend("none")
-    assert "predicted by" not in str(attnreg.explain(asked(), backend="none"))
+    assert "predicted by" not in str(attnreg.explain(spec_with(), backend="none"))
 
 
 def test_info_shows_the_table_in_force_or_why_there_is_none(here):

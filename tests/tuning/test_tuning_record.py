@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.processes import Forked, forked, python
 from support.sdpa import attend
-from support.tuned import asked
+from support.tuned import spec_with
 
 import attnreg
 from attnreg.dispatch import trace
@@ -212,8 +212,10 @@ def test_calls_beyond_the_most_that_a_file_holds_are_left_out_and_that_is_logged
 
 def test_every_spec_comes_back_from_its_line():
     for spec in (
-        asked(),
-        asked(window=(4, 0), varlen=True, tokens_q=300, dropout=0.1, page_size=16, num_splits=2, bias=True),
+        spec_with(),
+        spec_with(
+            window=(4, 0), varlen=True, tokens_q=300, dropout=0.1, page_size=16, num_splits=2, bias=True
+        ),
     ):
         assert spec_from(json.loads(json.dumps(spec_to(spec))), spec.device) == spec
 
@@ -238,7 +240,7 @@ except ConfigError as error:
 
 def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
     file = tmp_path / "trace.jsonl"
-    traces.merge(file, {(asked(batch=n), "forward"): n for n in range(1, 101)})
+    traces.merge(file, {(spec_with(batch=n), "forward"): n for n in range(1, 101)})
     before = file.read_text()
     done = python("-c", AT_MOST_4_KB, str(file))
     assert done.stdout == f"{file}: can't be written: File too large\n", done.stderr
@@ -266,14 +268,14 @@ def fail_with(message):
 
 def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path):
     file = tmp_path / "trace.jsonl"
-    traces.merge(file, {(asked(), "forward"): 1})
+    traces.merge(file, {(spec_with(), "forward"): 1})
     held = locks.lock_file(tmp_path / ".trace.jsonl.lock")
     # What reads the file, as `import torch` does, needs no lock: it is replaced whole.
     traces.check_writable(file)
     with pytest.raises(ConfigError, match=rf"can't be written: process {os.getpid()} has kept .* locked"):
-        traces.merge(file, {(asked(), "forward"): 1}, seconds=0.02)
+        traces.merge(file, {(spec_with(), "forward"): 1}, seconds=0.02)
     locks.release(held)
-    traces.merge(file, {(asked(), "forward"): 1})
+    traces.merge(file, {(spec_with(), "forward"): 1})
     (one,) = traces.read(file)
     assert one.forward == 2
 
@@ -301,7 +303,7 @@ def test_threads_that_add_to_one_file_lose_nothing(tmp_path, hasty):
 
     def add(batch):
         for _ in range(10):
-            traces.merge(file, {(asked(batch=batch), "forward"): 1, (asked(), "backward"): 1})
+            traces.merge(file, {(spec_with(batch=batch), "forward"): 1, (spec_with(), "backward"): 1})
 
     threads = [threading.Thread(target=add, args=(batch,)) for batch in (3, 4, 5)]
     for thread in threads:
@@ -309,7 +311,7 @@ def test_threads_that_add_to_one_file_lose_nothing(tmp_path, hasty):
     for thread in threads:
         thread.join()
     added = {one.spec.batch: (one.forward, one.backward) for one in traces.read(file)}
-    assert added == {asked().batch: (0, 30)} | dict.fromkeys((3, 4, 5), (10, 0))
+    assert added == {spec_with().batch: (0, 30)} | dict.fromkeys((3, 4, 5), (10, 0))
     assert list(tmp_path.iterdir()) == [file]
 
 

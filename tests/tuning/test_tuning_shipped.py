@@ -57,7 +57,7 @@ def chosen(direction="forward", **changes):
     ],
     ids=["long", "its backward", "tiny", "tiny backward", "decode"],
 )
-def test_the_h200s_choices(direction, changes, backend):
+def test_the_h200s_table_chooses_the_backend_that_was_fastest(direction, changes, backend):
     assert chosen(direction, **changes).backend == backend
 
 
@@ -71,7 +71,7 @@ def as_installed(monkeypatch):
 def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so(as_installed):
     found = attnreg.explain(call())
     assert (found.backend, found.source) == ("FA4", "measured table nvidia-h200.json")
-    assert any("takes for granted that the device is NVIDIA H200" in note for note in found.notes)
+    assert any("assumes that the device is NVIDIA H200" in note for note in found.notes)
 
 
 def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order(as_installed):

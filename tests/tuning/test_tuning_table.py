@@ -8,7 +8,7 @@ import re
 
 import pytest
 from support.refusals import refusal
-from support.tuned import asked, point, table, took
+from support.tuned import point, spec_with, table, took
 
 from attnreg.contract.spec import Device
 from attnreg.tuning.environments import matched, matched_simulated
@@ -33,7 +33,7 @@ WHOLE = table(
         cuDNN=Measured(wrong="out is off"),
         FA4=Measured(failed="RuntimeError: no"),
     ),
-    point(asked(window=(8, 0), varlen=True, tokens_q=300, tokens_k=310), "backward", FA2=31.0),
+    point(spec_with(window=(8, 0), varlen=True, tokens_q=300, tokens_k=310), "backward", FA2=31.0),
     fronts=(Front("FA2", True, "forward", 35.4), Front("cuDNN", False, "backward", 120.0)),
     **dataclasses.asdict(HERE),
 )
@@ -215,7 +215,7 @@ def test_a_difference_that_cannot_matter_is_noted(changes, notes):
 
 def test_of_a_simulated_device_only_the_capability_is_compared():
     assert matched_simulated(HERE, Device.parse("sm_90")).notes == (
-        "takes for granted that the device is NVIDIA H200, with the same versions",
+        "assumes that the device is NVIDIA H200, with the same versions",
     )
     assert matched_simulated(HERE, Device.parse("sm_100")).refused == (
         "measured with compute capability 9.0, here it is 10.0",

@@ -41,7 +41,7 @@ def test_a_backend_of_the_call_refuses_what_it_cannot_run(front, packed, fake, r
         attnreg.varlen_attn(*given, True)
         assert list(ran()) != ["mine"]
     first, call, *rows = str(error.value).splitlines()
-    assert first == "no attention backend can run this forward on cpu: backend='mine' is obeyed or refused"
+    assert first == "no attention backend can run this forward on cpu: backend='mine' allows no other backend"
     assert call.strip() == (
         "query (7, 4, 16) · key (7, 4, 16) · value (7, 4, 16) · float32 · varlen, 2 sequences up to 4 x 4 "
         "· causal"

@@ -31,10 +31,10 @@ def cast(dtype):
 
 
 RANK = "3 dimensions (tokens, heads, head_dim)"
-ROWS = "as cu_seq_q has 3 offsets"
-TOKENS = "expected at most 7, the tokens there are"
+ROWS = "as cu_seq_q has length 3"
+TOKENS = "expected at most 7, the number of tokens"
 HERE = "expected cpu, where the query is"
-WINDOW = "(left, right), each an integer from -1 on"
+WINDOW = "(left, right), integers of -1 or more"
 # What is wrong, and what is said about it.
 BAD = [
     ({"query": Q[0]}, f"query: got shape (4, 16), expected {RANK}"),
@@ -43,11 +43,23 @@ BAD = [
     ({"key": K[None]}, f"key: got shape (1, 7, 4, 16), expected {RANK}"),
     ({"value": K[None]}, f"value: got shape (1, 7, 4, 16), expected {RANK}"),
     ({"key": K[..., :8]}, "head_dim: got 16 for query and 8 for key, expected equal ones"),
-    ({"value": K[:5]}, "key and value: got shapes (7, 4, 16) and (5, 4, 16), expected equal lengths"),
-    ({"value": K[:, :2]}, "key and value: got shapes (7, 4, 16) and (7, 2, 16), expected equal lengths"),
-    (keys(K[:, :2]), "heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)"),
-    (keys(K[:, :3], enable_gqa=True), "heads: got 4 for query and 3 for key, expected a multiple"),
-    (keys(K[:, :0], enable_gqa=True), "heads: got 4 for query and 0 for key, expected a multiple"),
+    (
+        {"value": K[:5]},
+        "key and value: got shapes (7, 4, 16) and (5, 4, 16), expected equal ones except for head_dim",
+    ),
+    (
+        {"value": K[:, :2]},
+        "key and value: got shapes (7, 4, 16) and (7, 2, 16), expected equal ones except for head_dim",
+    ),
+    (keys(K[:, :2]), "heads: got 4 for query and 2 for key, expected equal numbers (or enable_gqa=True)"),
+    (
+        keys(K[:, :3], enable_gqa=True),
+        "heads: got 4 for query and 3 for key, expected a multiple of the key's",
+    ),
+    (
+        keys(K[:, :0], enable_gqa=True),
+        "heads: got 4 for query and 0 for key, expected a multiple of the key's",
+    ),
     (
         {"key": K.half()},
         "dtype: got query torch.float32, key torch.float16, value torch.float32, expected one dtype",
@@ -66,8 +78,8 @@ BAD = [
     ({"cu_seq_k": CU[0]}, "cu_seq_k: got shape (), expected 1 dimension"),
     ({"cu_seq_q": CU[:0]}, "cu_seq_q: got no element, expected batch + 1 offsets, the first of them 0"),
     ({"cu_seq_k": None}, "cu_seq_k: got None, expected a tensor (None goes with a block_table)"),
-    ({"cu_seq_k": offsets(7)}, f"cu_seq_k: got 2 rows, expected 3, {ROWS}"),
-    ({"seqused_k": integers(3, 4, 5)}, f"seqused_k: got 3 rows, expected 2, {ROWS}"),
+    ({"cu_seq_k": offsets(7)}, f"cu_seq_k: got length 2, expected 3, {ROWS}"),
+    ({"seqused_k": integers(3, 4, 5)}, f"seqused_k: got length 3, expected 2, {ROWS}"),
     ({"max_q": -1}, "max_q: got -1, expected 0 or more"),
     ({"max_k": -1}, "max_k: got -1, expected 0 or more"),
     ({"max_q": 3}, "max_q: got 3, expected at least 4, the longest sequence"),
@@ -96,10 +108,13 @@ BAD = [
     ({"scale": "x"}, "scale: got 'x', expected a finite number"),
     ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),
     ({"scale": torch.ones(2)}, "scale: got tensor([1., 1.]), expected a finite number"),
-    (PAGED | {"key": K}, "key: got shape (7, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)"),
+    (
+        PAGED | {"key": K},
+        "key: got shape (7, 4, 16), expected 4 dimensions (pages, page size, heads, head_dim)",
+    ),
     (PAGED | {"block_table": TABLE[0]}, "block_table: got shape (2,), expected 2 dimensions"),
     (PAGED | {"block_table": TABLE.long()}, "block_table: got torch.int64, expected torch.int32"),
-    (PAGED | {"block_table": TABLE.view(4, 1)}, f"block_table: got 4 rows, expected 2, {ROWS}"),
+    (PAGED | {"block_table": TABLE.view(4, 1)}, f"block_table: got length 4, expected 2, {ROWS}"),
     (PAGED | {"block_table": meta(TABLE)}, f"block_table: got a tensor on meta, {HERE}"),
 ]
 
@@ -125,11 +140,11 @@ def test_bad_input_is_an_error_and_changes_nothing(front, ran, wrong, message, g
 
 # Values that only a CPU can check for nothing: a kernel would read past the end, or another sequence.
 BAD_VALUES = [
-    ({"seqused_k": integers(-1, 2)}, "seqused_k: got -1 at index 0, expected 0 to 3, the keys there are"),
-    ({"seqused_k": integers(3, 5)}, "seqused_k: got 5 at index 1, expected 0 to 4, the keys there are"),
+    ({"seqused_k": integers(-1, 2)}, "seqused_k: got -1 at index 0, expected 0 to 3, the number of keys"),
+    ({"seqused_k": integers(3, 5)}, "seqused_k: got 5 at index 1, expected 0 to 4, the number of keys"),
     (
         PAGED | {"seqused_k": integers(5, 9)},
-        "seqused_k: got 9 at index 1, expected 0 to 8, the keys there are",
+        "seqused_k: got 9 at index 1, expected 0 to 8, the number of keys",
     ),
     (PAGED | {"max_k": 6}, "max_k: got 6, expected at least 7, the longest sequence"),
     (

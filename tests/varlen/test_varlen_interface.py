@@ -37,7 +37,7 @@ def test_the_signature_takes_what_every_torch_takes():
     assert torch_varlen.AuxRequest._fields == attnreg.AuxRequest._fields
 
 
-def test_torchs_own_aux_request_is_as_good(packed):
+def test_torchs_own_aux_request_is_taken_as_well(packed):
     given = packed((3, 4))
     theirs = attnreg.varlen_attn(*given, return_aux=torch_varlen.AuxRequest(lse=True))
     assert all(map(torch.equal, theirs, attnreg.varlen_attn(*given, return_aux=LSE)))
@@ -67,7 +67,7 @@ def test_varlen_attn_out_writes_into_the_given_tensor(front, packed):
 # ---- the ways to autograd
 
 
-def test_a_call_takes_the_way_to_autograd_that_these_tests_name(front, packed, fake):
+def test_each_front_of_these_tests_adds_its_own_kind_of_autograd_node(front, packed, fake):
     with attnreg.register_backend(fake("mine").backend):
         out = attnreg.varlen_attn(*packed((3, 4)))
     nodes = {

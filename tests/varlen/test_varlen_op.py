@@ -132,7 +132,9 @@ def test_the_op_takes_fewer_key_heads_only_where_that_is_allowed(packed, ran, ki
         given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
     with pytest.raises(InvalidInputError) as error:
         OP(*given)
-    assert str(error.value) == ("heads: got 4 for query and 2 for key, expected as many (or enable_gqa=True)")
+    assert str(error.value) == (
+        "heads: got 4 for query and 2 for key, expected equal numbers (or enable_gqa=True)"
+    )
     assert ran() == {}
 
 
@@ -232,7 +234,7 @@ def operations(lengths_q, lengths_k, dim_v=16):
 
 
 @pytest.mark.parametrize("heads_k", [4, 2])
-def test_operations_are_counted_by_the_lengths(front, packed, heads_k):
+def test_flops_are_counted_by_the_lengths(front, packed, heads_k):
     given = packed(LENGTHS_Q, LENGTHS_K, heads_k=heads_k)
     found = counted(lambda: attnreg.varlen_attn(*given, enable_gqa=True))
     assert found == operations(LENGTHS_Q, LENGTHS_K)

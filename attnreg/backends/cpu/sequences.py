@@ -150,7 +150,7 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
         if used is not None:
             if not 0 <= used[index] <= keys:
                 raise InvalidInputError(
-                    f"seqused_k: got {used[index]} at index {index}, expected 0 to {keys}, the keys there are"
+                    f"seqused_k: got {used[index]} at index {index}, expected 0 to {keys}, the number of keys"
                 )
             keys = used[index]
         if seen := visible(rows, keys, window):

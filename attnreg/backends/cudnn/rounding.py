@@ -75,7 +75,7 @@ class FirstTokens:
     def remember(self, problem: Problem) -> None:
         """Remember that an exact execution plan of this problem is about to be built.
 
-        It may fail: where cuDNN has no kernel for a kind, it is asked once, not for each number of tokens.
+        It may fail: where cuDNN has no kernel for a kind, it is tried once, not for each number of tokens.
         """
         kind = _kind(problem)
         while kind not in self._tokens and len(self._tokens) >= MOST_KINDS:

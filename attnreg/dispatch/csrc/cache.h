@@ -172,7 +172,7 @@ inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entr
       std::swap(cache.entries, dropped);
     }
     auto& place = cache.entries[key];
-    if (place) {  // Python was asked once more, and is the more rarely from then on
+    if (place) {  // Python was called once more, and is called ever more rarely from then on
       entry->uses = place->uses.load(std::memory_order_relaxed);
     }
     std::swap(place, entry);

@@ -128,7 +128,7 @@ PyMethodDef functions[] = {
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
-    {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is asked again."},
+    {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},

@@ -269,7 +269,7 @@ def test_no_two_threads_are_inside_the_package_at_once_forward_or_backward(packa
     assert run_in_threads(kernels, package) == 1
 
 
-def test_without_the_lock_two_threads_would_be(package, kernels, monkeypatch):
+def test_without_the_lock_two_threads_are_inside_the_package_at_once(package, kernels, monkeypatch):
     monkeypatch.setattr(adapter, "_compile_lock", contextlib.nullcontext())
     assert run_in_threads(kernels, package) == 2
 

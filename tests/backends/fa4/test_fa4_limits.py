@@ -58,7 +58,7 @@ def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_i
     assert reasons("forward", capturing=True, dtype="float16") == ()  # of another machine that isn't known
 
 
-def test_a_kind_that_slips_through_is_an_error_in_a_cuda_graph_and_not_compiled(
+def test_a_kind_that_the_limits_let_pass_is_an_error_in_a_cuda_graph_and_not_compiled(
     package, kernels, monkeypatch
 ):
     query, key, value, grad = dense()
