@@ -64,6 +64,8 @@ class Call(NamedTuple):
             forward's alone. A kernel that never splits may leave more than one to those that do.
         deterministic: whether the gradients have to be bitwise repeatable. Torch's
             deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
+        softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
+            them or hidden; 0 for none.
     """
 
     scale: float
@@ -80,6 +82,7 @@ class Call(NamedTuple):
     rng_state: Tensor | None = None
     num_splits: int | None = None
     deterministic: bool = False
+    softcap: float = 0.0
 
     @property
     def causal(self) -> bool:
@@ -103,7 +106,8 @@ class Call(NamedTuple):
 KEYED_BY = {
     "scale": "sign",
     "rng_state": "nothing",
-    **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits", "deterministic"), "value"),
+    **dict.fromkeys(("max_q", "max_k", "window", "dropout"), "value"),
+    **dict.fromkeys(("num_splits", "deterministic", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
     **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
 }

@@ -94,6 +94,7 @@ FIELDS = {
     "rng_state": None,
     "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),
+    "softcap": lambda given: attend(given, softcap=1.0),
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),

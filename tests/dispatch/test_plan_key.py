@@ -32,6 +32,7 @@ OTHER = {
     "rng_state": (None, torch.zeros(2, dtype=torch.uint64)),
     "num_splits": (2, None),
     "deterministic": (True, False),
+    "softcap": (20.0, 0.0),
 }
 
 
