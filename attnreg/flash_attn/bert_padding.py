@@ -11,7 +11,7 @@ from attnreg.errors import InvalidInputError
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of `input`, (rows, ...), at `indices`, int64 (n,)."""
-    return input[indices]
+    return input.index_select(0, indices)  # its backward is faster than that of indexing, which sorts
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -43,9 +43,10 @@ def unpad_input(
     indices = kept.flatten().nonzero().flatten()
     longest = int(lengths.max()) if len(lengths) else 0
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return hidden_states.flatten(0, 1)[indices], indices, offsets, longest, used
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest, used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return rows (T, ...) as a padded batch (B, S, ...), with zeros where `indices` names no row."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.view(batch, seqlen, *hidden_states.shape[1:])

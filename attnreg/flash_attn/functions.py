@@ -1,21 +1,11 @@
-"""flash-attn's functions without a cache, as calls of `varlen_attn`.
-
-A dense batch is a packed one of equal lengths. Its offsets are cached, so that the layers of a model share
-them, and with them all that backends derive from offsets.
-"""
+"""flash-attn's functions without a cache; `attention` has what they share."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from attnreg.dispatch.calls import wants_deterministic
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.layout import needs_graph_memory, stream_of
-from attnreg.varlen.front import AuxRequest, varlen_attn
+from attnreg.flash_attn.attention import Options, attend_dense, attend_packed, check_weights, returned
 
 # The output; with `return_attn_probs` also the LSE and, as no weights are returned, an empty tensor.
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -40,26 +30,28 @@ def flash_attn_func(
     Args:
         q: (B, S_q, H, D).
         k, v: (B, S_k, H_k, D) and (B, S_k, H_k, D_v). H is a multiple of H_k.
-        dropout_p: has to be 0.
+        dropout_p: the probability of dropping an attention weight. The seed comes of torch's generator of the
+            device.
         softmax_scale: factor on the scores; 1 / sqrt(D) unless given.
         causal, window_size: the mask, aligned bottom-right. Query i sees key j if
             `i + S_k - S_q - left <= j <= i + S_k - S_q + right`; -1 is no bound, `causal` is right = 0.
         softcap: bound on the scores, `softcap * tanh(score / softcap)`; 0 for none.
-        alibi_slopes: has to be None.
-        deterministic: True needs torch's deterministic mode, which kernels obey.
-        return_attn_probs: whether the LSE is returned, too.
+        alibi_slopes: float32 (H,) or (B, H); `-slope * |i + S_k - S_q - j|` is added to each score.
+        deterministic: whether the gradients have to be bitwise repeatable.
+        return_attn_probs: whether the LSE is returned, too; not with dropout.
 
     Returns:
         The output (B, S_q, H, D_v); with `return_attn_probs` also the LSE, float32 (B, H, S_q), natural log,
-        and an empty tensor in the place of the dropped weights.
+        and an empty tensor in the place of the dropped weights. A row that sees no key has an output of 0 and
+        an LSE of -inf. The LSE has no gradient.
 
     Raises:
         InvalidInputError: the arguments contradict each other; says what was got and expected.
         UnsupportedInputError: no backend can run the call; with every reason.
     """
-    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    found = attend_dense(q, k, v, return_attn_probs, **options)
-    return _returned(found, return_attn_probs)
+    check_weights(dropout_p, return_attn_probs)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return returned(attend_dense(q, k, v, options), return_attn_probs)  # type: ignore[no-any-return]
 
 
 def flash_attn_qkvpacked_func(
@@ -75,8 +67,10 @@ def flash_attn_qkvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_func` of query, key and value in one tensor, `qkv` (B, S, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, 3, 5)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_func(q, k, v, *rest, return_attn_probs)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -93,8 +87,10 @@ def flash_attn_kvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_func` of key and value in one tensor, `kv` (B, S_k, 2, H_k, D)."""
     k, v = _parts("kv", kv, 2, 5)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_func(q, k, v, *rest, return_attn_probs)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -130,13 +126,11 @@ def flash_attn_varlen_func(
         The output (T_q, H, D_v); with `return_attn_probs` also the LSE, float32 (H, T_q), and an empty
         tensor.
     """
-    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    check_weights(dropout_p, return_attn_probs)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    aux = AuxRequest(lse=return_attn_probs)
-    found = varlen_attn(
-        q, k, v, *lengths, return_aux=aux, enable_gqa=True, block_table=block_table, **options
-    )
-    return _returned(found, return_attn_probs)
+    results = attend_packed(q, k, v, lengths, options, block_table=block_table)
+    return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -154,9 +148,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_varlen_func` of query, key and value in one tensor, `qkv` (T, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, 3, 4)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(q, k, v, *lengths, *rest, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -177,76 +173,11 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_varlen_func` of key and value in one tensor, `kv` (T_k, 2, H_k, D)."""
     k, v = _parts("kv", kv, 2, 4)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, k, v, *lengths, *rest, return_attn_probs)
-
-
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool = False, **options: Any) -> Any:
-    """Return the output (B, S_q, H, D_v) of a dense batch, `with_lse` with the LSE (B, H, S_q).
-
-    `options` are those of `varlen_attn`.
-    """
-    for name, tensor in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InvalidInputError(
-                f"{name}: got {got}, expected 4 dimensions (batch, length, heads, head_dim)"
-            )
-    if not len(q) == len(k) == len(v):
-        got = f"{len(q)} for q, {len(k)} for k and {len(v)} for v"
-        raise InvalidInputError(f"batch: got {got}, expected equal ones")
-    (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    packed = (x.flatten(0, 1) for x in (q, k, v))
-    offsets_q = regular_offsets(batch, length_q, q)
-    offsets_k = offsets_q if length_k == length_q else regular_offsets(batch, length_k, k)
-    lengths, aux = (offsets_q, offsets_k, length_q, length_k), AuxRequest(lse=with_lse)
-    found = varlen_attn(*packed, *lengths, return_aux=aux, enable_gqa=True, **options)
-    out, lse = found if with_lse else (found, None)
-    out = out.unflatten(0, (batch, length_q))
-    if lse is None:
-        return out
-    return out, lse.unflatten(1, (batch, length_q)).transpose(0, 1).contiguous()
-
-
-def regular_offsets(batch: int, length: int, like: Tensor) -> Tensor:
-    """Return the offsets, int32 (B + 1,) on the device of `like`, of a batch of equally long sequences.
-
-    They aren't cached where a CUDA graph is captured: its replays would read memory that the cache may give
-    up. Another stream doesn't wait for those that were made on this one.
-    """
-    if torch.compiler.is_compiling() or needs_graph_memory(like):
-        return torch.arange(batch + 1, dtype=torch.int32, device=like.device) * length
-    return _cached_offsets(batch, length, like.device, stream_of(like) if like.is_cuda else 0)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_offsets(batch: int, length: int, device: torch.device, stream: int) -> Tensor:
-    with torch.inference_mode(False):  # autograd can't save an inference tensor for a backward
-        return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
-def options_of(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-) -> dict[str, Any]:
-    """Return the options of `varlen_attn` that mean the same."""
-    if dropout_p:
-        raise InvalidInputError(f"dropout_p: got {dropout_p}, expected 0: attnreg.flash_attn has no dropout")
-    if alibi_slopes is not None:
-        raise InvalidInputError("alibi_slopes: got a tensor, expected None: attnreg.flash_attn has no ALiBi")
-    if deterministic and not wants_deterministic():
-        raise InvalidInputError(
-            "deterministic: got True, expected False, or torch.use_deterministic_algorithms(True) before the "
-            "call, which every backend obeys"
-        )
-    options = {"scale": softmax_scale, "is_causal": causal, "window_size": window_size}
-    return options | ({"softcap": softcap} if softcap else {})
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def _parts(name: str, packed: Tensor, count: int, dims: int) -> tuple[Tensor, ...]:
@@ -255,10 +186,3 @@ def _parts(name: str, packed: Tensor, count: int, dims: int) -> tuple[Tensor, ..
         layout = "(batch, length, " if dims == 5 else "(tokens, "
         raise InvalidInputError(f"{name}: got {got}, expected {layout}{count}, heads, head_dim)")
     return packed.unbind(-3)
-
-
-def _returned(found: Any, return_attn_probs: bool) -> Returned:
-    if not return_attn_probs:
-        return found  # type: ignore[no-any-return]
-    out, lse = found
-    return out, lse, out.new_empty(0)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.functions import Window, options_of, regular_offsets
-from attnreg.varlen.front import AuxRequest, varlen_attn
+from attnreg.flash_attn.attention import Options, attend_packed, regular_offsets, unpacked
+from attnreg.flash_attn.functions import Window
 
 
 @torch.no_grad()
@@ -58,55 +58,38 @@ def flash_attn_with_kvcache(
     Returns:
         The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
     """
-    options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False)
+    _check(q, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     batch, length_q = q.shape[:2]
-    _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
-    used = _lengths(cache_seqlens, batch, k_cache, block_table, q.device)
-    # Where a token of a sequence is in the cache: page and row; without pages a cached sequence is one page.
-    pages = block_table
-    if pages is None:
-        pages = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        pages = pages.to(torch.int32)[:, None]
+    used = _lengths(cache_seqlens, batch, k_cache, block_table, 0 if k is None else k.shape[1])
     if rotary_cos is not None and rotary_sin is not None:
+        tables = rotary_cos, rotary_sin, rotary_interleaved
         is_masked = causal or tuple(window_size) != (-1, -1)
-        q = _rotated(
-            q, rotary_cos, rotary_sin, _positions(used, length_q if is_masked else 1), rotary_interleaved
-        )
-        if k is not None:
-            positions = _positions(used, k.shape[1])
-            k = _rotated(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+        q = _rotated(q, _positions(used, length_q if is_masked else 1), *tables)
+        k = None if k is None else _rotated(k, _positions(used, k.shape[1]), *tables)
+    pages = _pages(block_table, cache_batch_idx, batch, used)
     if k is not None and v is not None:
-        at = _positions(used, k.shape[1]).long()
-        size = k_cache.shape[1]
-        where = pages.gather(1, at // size).long(), at % size
-        k_cache.index_put_(where, k.to(k_cache.dtype))
-        v_cache.index_put_(where, v.to(v_cache.dtype))
+        _append(k, v, k_cache, v_cache, pages, used)
         used = used + k.shape[1]
-    options |= {"seqused_k": used, "num_splits": num_splits or None}
-    offsets_k: Tensor | None = None
+    offsets_q, offsets_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
     if block_table is None and cache_batch_idx is None and cache_leftpad is None:
         # More backends take counts of keys than pages.
-        offsets_k, longest = regular_offsets(batch, k_cache.shape[1], k_cache), k_cache.shape[1]
-        k_cache, v_cache = (x[:batch].flatten(0, 1) for x in (k_cache, v_cache))
+        offsets_k, table = regular_offsets(batch, longest, k_cache), None
+        keys, values = (x[:batch].flatten(0, 1) for x in (k_cache, v_cache))
     else:
+        keys, values, table = k_cache, v_cache, pages.contiguous()
+        longest *= pages.shape[1]
         if cache_leftpad is not None:
-            k_cache, v_cache, pages = _one_token_pages(k_cache, v_cache, pages, cache_leftpad)
-            options["seqused_k"] = used - cache_leftpad.to(torch.int32)
-        longest = pages.shape[1] * k_cache.shape[1]
-        options["block_table"] = pages.contiguous()
-    offsets_q, aux = regular_offsets(batch, length_q, q), AuxRequest(lse=return_softmax_lse)
+            keys, values, table = _one_token_pages(keys, values, pages, cache_leftpad)
+            used = used - cache_leftpad.to(torch.int32)
     lengths = offsets_q, offsets_k, length_q, longest
-    found = varlen_attn(
-        q.flatten(0, 1), k_cache, v_cache, *lengths, return_aux=aux, enable_gqa=True, **options
-    )
-    out, lse = found if return_softmax_lse else (found, None)
-    out = out.unflatten(0, (batch, length_q))
-    if lse is None:
-        return out
-    return out, lse.unflatten(1, (batch, length_q)).transpose(0, 1).contiguous()
+    packed = attend_packed(q.flatten(0, 1), keys, values, lengths, options, used, table, num_splits or None)
+    out, lse = unpacked(*packed, batch)
+    return (out, lse) if return_softmax_lse else out
 
 
 def _check(
+    q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     rotary_cos: Tensor | None,
@@ -115,6 +98,10 @@ def _check(
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
 ) -> None:
+    if q.dim() != 4:
+        raise InvalidInputError(
+            f"q: got {tuple(q.shape)}, expected 4 dimensions (batch, length, heads, head_dim)"
+        )
     if (k is None) != (v is None):
         raise InvalidInputError("k and v: got one of the two, expected both or none")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -128,14 +115,41 @@ def _check(
 
 
 def _lengths(
-    given: int | Tensor | None, batch: int, k_cache: Tensor, block_table: Tensor | None, device: torch.device
+    given: int | Tensor | None, batch: int, k_cache: Tensor, block_table: Tensor | None, new: int
 ) -> Tensor:
-    """Return how many tokens each sequence has in the cache, int32 (B,)."""
+    """Return how many tokens each sequence has in the cache, int32 (B,), which has to have room for new ones.
+
+    Whether it has isn't known of lengths on a GPU: to read them would wait for it.
+    """
+    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if isinstance(given, Tensor):
-        return given.to(torch.int32)
-    pages = 1 if block_table is None else block_table.shape[1]
-    full = pages * k_cache.shape[1]
-    return torch.full((batch,), full if given is None else given, dtype=torch.int32, device=device)
+        most = int(given.max()) if given.is_cpu and given.numel() and not torch.compiler.is_compiling() else 0
+        used = given.to(torch.int32)
+    else:
+        most = room if given is None else given
+        used = torch.full((batch,), most, dtype=torch.int32, device=k_cache.device)
+    if most + new > room:
+        raise InvalidInputError(
+            f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of the cache"
+        )
+    return used
+
+
+def _pages(block_table: Tensor | None, places: Tensor | None, batch: int, used: Tensor) -> Tensor:
+    """Return the pages of each sequence, int32 (B, pages); without pages a cached sequence is one page."""
+    if block_table is not None:
+        return block_table
+    if places is not None:
+        return places.to(torch.int32)[:, None]
+    return torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, used: Tensor) -> None:
+    """Write new keys and values behind the `used` ones, in place."""
+    at, size = _positions(used, k.shape[1]).long(), k_cache.shape[1]
+    where = pages.gather(1, at // size).long(), at % size
+    k_cache.index_put_(where, k.to(k_cache.dtype))
+    v_cache.index_put_(where, v.to(v_cache.dtype))
 
 
 def _positions(first: Tensor, count: int) -> Tensor:
@@ -143,7 +157,7 @@ def _positions(first: Tensor, count: int) -> Tensor:
     return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return (B, S, H, D) with its first dims rotated by (B, S) or (B, 1) positions, in float32."""
     size = 2 * cos.shape[-1]
     cos, sin = (table.float()[positions.long()][:, :, None] for table in (cos, sin))

@@ -131,7 +131,7 @@ def varlen_attn(
     query, key, value = autocast(query, key, value)
     out: Tensor
     lse: Tensor
-    if compiling or not _is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
+    if compiling or not is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
         op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
@@ -147,7 +147,7 @@ def varlen_attn(
     return _returned(out, lse, return_aux)
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
     if torch._C._len_torch_dispatch_stack() or _is_transformed():
         return False

@@ -6,6 +6,7 @@ from support import truth
 
 from attnreg import InvalidInputError
 from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.measure.reference import attend
 
 BATCH, ROOM, HEADS, KEY_HEADS, DIM = 3, 12, 4, 2, 16
 LENGTHS = torch.tensor([5, 0, 9], dtype=torch.int32)
@@ -120,6 +121,33 @@ def test_all_sequences_may_have_one_length(given):
     keys, values = ([row[:given] for row in x] for x in (k_cache, v_cache))
     truth.assert_near(out, attended(q.detach(), keys, values)[0], torch.float32)
     assert not out.requires_grad
+
+
+def test_a_window_a_softcap_and_slopes_hold_over_the_cache():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
+    lengths, slopes = torch.tensor([5, 12, 9], dtype=torch.int32), torch.rand(BATCH, HEADS)
+    options = {"window_size": (3, 0), "softcap": 0.7, "alibi_slopes": slopes, "softmax_scale": 0.5}
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, num_splits=1, return_softmax_lse=True, **options
+    )
+    for i, n in enumerate(lengths.tolist()):
+        inputs = (x[None].double() for x in (q[i], k_cache[i, :n], v_cache[i, :n]))
+        expected, expected_lse = attend(*inputs, 0.5, (3, 0), softcap=0.7, alibi_slopes=slopes[i])
+        truth.assert_near(out[i], expected[0], torch.float32)
+        truth.assert_near(lse[i], expected_lse[0], torch.float32)
+
+
+@pytest.mark.parametrize("given", [11, torch.tensor([3, 11, 0], dtype=torch.int32)])
+def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
+    k, v = torch.randn(2, BATCH, 2, KEY_HEADS, DIM).unbind()
+    before = k_cache.clone()
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=given)
+    assert str(error.value) == (
+        "cache_seqlens: got 11 and 2 new tokens, expected at most 12, the room of the cache"
+    )
+    assert torch.equal(k_cache, before)
 
 
 TENSOR = torch.zeros(3, 1, KEY_HEADS, DIM)

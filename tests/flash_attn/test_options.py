@@ -1,0 +1,230 @@
+"""ALiBi, dropout, softcap and deterministic gradients of flash-attn's functions, and how dense calls run."""
+
+import pytest
+import torch
+from support import known, truth
+from support.packed_calls import offsets
+
+import attnreg
+from attnreg import InvalidInputError, UnsupportedInputError, flash_attn
+from attnreg.measure.reference import attend
+
+BATCH, HEADS, KEY_HEADS, DIM = 2, 4, 2, 8
+SLOPES = {
+    "of heads": torch.tensor([0.5, 0.25, 0.125, 2.0]),
+    "of sequences": torch.tensor([[0.5, 0.25, 0.125, 2.0], [1.0, 0.0, 0.3, 0.7]]),
+}
+
+
+def batch(length_q=7, length_k=11, dtype=torch.float32, dim_v=DIM):
+    shapes = (length_q, HEADS, DIM), (length_k, KEY_HEADS, DIM), (length_k, KEY_HEADS, dim_v)
+    return [torch.randn(BATCH, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def assert_right(out, lse, inputs, **meant):
+    """Compare output, LSE and gradients of a dense batch with the float64 reference."""
+    copies = [x.detach().double().requires_grad_() for x in inputs]
+    expected, expected_lse = attend(*copies, DIM**-0.5, **meant)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    right = torch.autograd.grad(expected, copies, grad.double())
+    for one, other in zip((out, *found), (expected, *right), strict=True):
+        truth.assert_near(one, other, inputs[0].dtype)
+    if lse is not None:
+        truth.assert_near(lse, expected_lse, torch.float32)
+
+
+def packed(x):
+    """Return a dense batch as a packed one, a tensor of its own."""
+    return x.detach().flatten(0, 1).requires_grad_()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("slopes", SLOPES)
+@pytest.mark.parametrize("lengths", [(7, 11), (9, 4)])
+def test_alibi_slopes_lower_scores_by_the_distance_forward_and_backward(lengths, slopes, causal):
+    inputs, given = batch(*lengths), {"causal": causal, "alibi_slopes": SLOPES[slopes]}
+    out, lse, _ = flash_attn.flash_attn_func(*inputs, **given, return_attn_probs=True)
+    meant = {"window": (-1, 0) if causal else (-1, -1), "alibi_slopes": SLOPES[slopes]}
+    assert_right(out, lse, inputs, **meant)
+    rows = [packed(x) for x in inputs]
+    cu_seqlens = [offsets(*(n,) * BATCH) for n in lengths]
+    whole, whole_lse, _ = flash_attn.flash_attn_varlen_func(
+        *rows, *cu_seqlens, *lengths, **given, return_attn_probs=True
+    )
+    truth.assert_near(whole.view_as(out), out.detach().double(), torch.float32)
+    truth.assert_near(whole_lse.view(HEADS, BATCH, -1).transpose(0, 1), lse.double(), torch.float32)
+    grad = torch.randn_like(out)
+    of_rows = torch.autograd.grad(whole, rows, grad.flatten(0, 1))
+    for one, other in zip(of_rows, torch.autograd.grad(out, inputs, grad), strict=True):
+        truth.assert_near(one, other.flatten(0, 1).double(), torch.float32)
+
+
+def test_a_softcap_bounds_scores_forward_and_backward_and_one_below_zero_is_none():
+    inputs = batch()
+    with attnreg.use_backend("math"):
+        out, lse, _ = flash_attn.flash_attn_func(*inputs, softcap=0.8, return_attn_probs=True)
+        assert_right(out, lse, inputs, softcap=0.8)
+        assert torch.equal(
+            flash_attn.flash_attn_func(*inputs, softcap=-1.0), flash_attn.flash_attn_func(*inputs)
+        )
+
+
+# Dropout
+
+
+def test_dropout_repeats_by_torchs_generator_and_its_gradient_is_that_of_the_same_mask(ran):
+    q, k, _ = batch(7, DIM)
+    eye = torch.eye(DIM)[None, :, None].expand(BATCH, DIM, KEY_HEADS, DIM)
+    drop = {"dropout_p": 0.3, "causal": True}
+    with attnreg.use_backend("math"):
+        torch.manual_seed(3)
+        shown = flash_attn.flash_attn_func(q, k, eye, **drop)  # column j is the weight of key j
+        visible = flash_attn.flash_attn_func(q, k, eye, causal=True) != 0
+    kept = (shown != 0).transpose(1, 2).double() / 0.7
+    assert 0.5 < kept[visible.transpose(1, 2)].count_nonzero() / visible.sum() < 0.9
+    inputs = [q, k, torch.randn(BATCH, DIM, KEY_HEADS, DIM, requires_grad=True)]
+    with attnreg.use_backend("math"):
+        torch.manual_seed(3)
+        out = flash_attn.flash_attn_func(*inputs, **drop)
+    assert_right(out, None, inputs, window=(-1, 0), kept=kept)
+    assert ran() == {"math": (3, 1)}
+    assert not torch.equal(out, flash_attn.flash_attn_func(*inputs, **drop))
+
+
+def test_packed_sequences_with_dropout_have_the_gradient_of_their_own_mask(fake, ran):
+    first, second = fake("first", dropout=True), fake("second", dropout=True)
+    rows = [packed(x) for x in batch(5, 5)]
+    lengths = offsets(5, 5), offsets(5, 5), 5, 5
+    with attnreg.register_backend(first.backend):
+        out = flash_attn.flash_attn_varlen_func(*rows, *lengths, dropout_p=0.5)
+        with attnreg.register_backend(second.backend):  # preferred by now, but it didn't draw the mask
+            out.sum().backward()
+    assert ran() == {"first": (1, 1)}
+    drawn, used = first.forwards[0][3].rng_state, first.backwards[0][-1].rng_state
+    assert torch.equal(drawn.view(torch.int64), used.view(torch.int64))
+
+
+def test_the_dropped_weights_are_refused_and_the_lse_alone_is_not():
+    inputs = batch()
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn.flash_attn_func(*inputs, dropout_p=0.5, return_attn_probs=True)
+    assert str(error.value) == (
+        "return_attn_probs: got True with dropout_p 0.5, expected False (no backend returns the dropped "
+        "weights), or dropout_p 0 for the LSE alone"
+    )
+    assert flash_attn.flash_attn_func(*inputs, return_attn_probs=True)[1].shape == (BATCH, HEADS, 7)
+
+
+# Deterministic gradients
+
+
+def dense(inputs, **options):
+    return flash_attn.flash_attn_func(*inputs, **options)
+
+
+def varlen(inputs, **options):
+    rows = [x.flatten(0, 1) for x in inputs]
+    return flash_attn.flash_attn_varlen_func(*rows, *[offsets(5, 5)] * 2, 5, 5, **options)
+
+
+@pytest.mark.parametrize("function", [dense, varlen])
+def test_a_deterministic_gradient_is_of_a_backend_that_has_one_and_torchs_mode_is_on_for_it_alone(
+    fake, ran, function
+):
+    modes = []
+
+    def backward(*arguments):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return able.backward(*arguments)
+
+    able = fake("able", load=lambda: attnreg.Kernels(able.forward, backward))
+    lacking, inputs = fake("lacking", deterministic=False), batch(5, 5)
+    with attnreg.register_backend(able.backend), attnreg.register_backend(lacking.backend):
+        for deterministic in (False, True):
+            function(inputs, deterministic=deterministic).sum().backward()
+            assert not torch.are_deterministic_algorithms_enabled()
+    assert ran() == {"lacking": (1, 1), "able": (1, 1)}
+    assert modes == [True] and able.backwards[0][-1].deterministic
+
+
+# How dense calls run
+
+
+def test_a_transposed_dense_batch_reaches_the_kernel_as_it_lies(fake):
+    backend, inputs = fake("mine"), [torch.randn(BATCH, HEADS, 6, DIM).transpose(1, 2) for _ in range(3)]
+    with attnreg.register_backend(backend.backend):
+        out = flash_attn.flash_attn_func(*inputs)
+    (*given, call) = backend.forwards[0]
+    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in inputs]
+    assert [x.stride() for x in given] == [x.stride() for x in inputs]
+    assert not call.varlen and out.shape == inputs[0].shape
+
+
+def test_a_scope_chooses_for_a_call_and_its_backward(ran):
+    inputs = batch()
+    with attnreg.use_backend("math"):
+        out = flash_attn.flash_attn_func(*inputs)
+    out.sum().backward()
+    flash_attn.flash_attn_func(*inputs)
+    assert ran() == {"math": (1, 1), "cpu": (1, 0)}
+
+
+def test_what_no_backend_can_run_is_refused_with_every_reason(fake, monkeypatch):
+    known.know(monkeypatch, fake("lone", alibi=False).backend)
+    with pytest.raises(UnsupportedInputError) as error:
+        flash_attn.flash_attn_func(*batch(), alibi_slopes=SLOPES["of heads"])
+    assert "alibi_slopes must be None, got a tensor" in str(error.value)
+
+
+def test_a_kernel_that_declines_a_call_leaves_it_to_the_next_backend(fake, ran):
+    def forward(*_):
+        raise UnsupportedInputError("not today")
+
+    declining = fake("declining", load=lambda: attnreg.Kernels(forward, declining.backward))
+    inputs = batch()
+    with attnreg.register_backend(declining.backend):
+        out, lse, _ = flash_attn.flash_attn_func(*inputs, return_attn_probs=True)
+    assert_right(out, lse, inputs)
+    assert ran()["cpu"] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("slopes", "got"),
+    [
+        (torch.ones(3), "shape (3,), torch.float32 on cpu"),
+        (torch.ones(HEADS, dtype=torch.float64), "shape (4,), torch.float64 on cpu"),
+    ],
+)
+def test_slopes_of_another_shape_or_dtype_are_refused(slopes, got):
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn.flash_attn_func(*batch(), alibi_slopes=slopes)
+    assert str(error.value) == (f"alibi_slopes: got {got}, expected (4,) or (2, 4), torch.float32 on cpu")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [({"causal": True, "window_size": (3, -1)}, True), ({"alibi_slopes": SLOPES["of heads"]}, False)],
+)
+def test_a_compiled_program_gets_the_same_results_in_one_graph_unless_an_option_breaks_it(options, whole):
+    def step(q, k, v):
+        return flash_attn.flash_attn_func(q * 1.0, k, v, **options) * 2.0
+
+    torch._dynamo.reset()
+    inputs = batch()
+    out = torch.compile(step, backend="aot_eager", fullgraph=whole)(*inputs)
+    expected = step(*inputs)
+    grad = torch.randn_like(out)
+    results = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
+    truth.assert_near(out, expected.detach().double(), torch.float32)
+    for one, other in zip(*results, strict=True):
+        truth.assert_near(one, other.double(), torch.float32)
+    torch._dynamo.reset()
+
+
+def test_autocast_casts_as_for_pytorchs_own_attention():
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn.flash_attn_func(*batch())
+    assert out.dtype == torch.bfloat16
