@@ -31,6 +31,10 @@ def activate() -> None:
 
         aten.ensure()
         policy.current()
+        if policy.sources().environment.as_flash_attn:
+            from attnreg.flash_attn import activation
+
+            activation.activate()
     except ConfigError as error:
         _warn(f"attnreg: {error}\nEvery attention call that this would have governed will raise it.")
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg

@@ -182,7 +182,10 @@ def without_implementation(now: Sources) -> Sources:
     """Return the sources without what doesn't say which backend runs: such variables, and empty settings."""
     program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
     return replace(
-        now, environment=now.environment._replace(routers="", build=""), program=program, file=file
+        now,
+        environment=now.environment._replace(routers="", build="", as_flash_attn=None),
+        program=program,
+        file=file,
     )
 
 

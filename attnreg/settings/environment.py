@@ -31,6 +31,7 @@ class Environment(NamedTuple):
     lock: Path | None = None
     routers: str = ""
     build: str = ""
+    as_flash_attn: bool | None = None
 
 
 class Variable(NamedTuple):
@@ -113,6 +114,10 @@ VARIABLES = {
         _one_of("background", "now", "off"),
         "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
         "priority does it), now (the call waits for it) or off",
+    ),
+    "ATTNREG_AS_FLASH_ATTN": Variable(
+        _boolean,
+        "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed (1 or 0)",
     ),
 }
 

@@ -1,0 +1,174 @@
+"""A module `flash_attn` for programs that import flash-attn and can't be edited.
+
+`activate` puts modules of that name into `sys.modules`, with the functions of this room, and metadata of a
+distribution flash-attn, since programs look for one of version 2.x. Its version has the local label
+"+attnreg": no release of flash-attn has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnreg.errors import RegistrationError
+from attnreg.flash_attn import bert_padding, functions, kvcache
+from attnreg.torchlib.locks import open_after_fork
+
+NAME, DISTRIBUTION = "flash_attn", "flash-attn"
+VERSION = "2.8.3+attnreg"
+
+METADATA = f"""\
+Metadata-Version: 2.1
+Name: {DISTRIBUTION}
+Version: {VERSION}
+Summary: attnreg.flash_attn under the name of flash-attn: no files of flash-attn are installed
+"""
+
+_FUNCTIONS = {
+    name: function
+    for room in (functions, kvcache)
+    for name, function in vars(room).items()
+    if name.startswith("flash_attn_")
+}
+_PADDING = {
+    name: getattr(bert_padding, name)
+    for name in ("index_first_axis", "index_put_first_axis", "pad_input", "unpad_input")
+}
+
+_lock = open_after_fork(threading.RLock())
+# The modules of that name that there were before; None while no stand-in is active.
+_replaced: dict[str, ModuleType] | None = None
+
+
+def activate(replace: bool = False) -> None:
+    """Have `import flash_attn` find attnreg's functions, in this process; no change if it does.
+
+    What a program has imported before stays what it is.
+
+    Args:
+        replace: whether to stand in for an installed flash-attn as well. Its metadata stay; attnreg's backend
+            FA2 goes on using its kernels.
+
+    Raises:
+        RegistrationError: flash-attn is installed and `replace` isn't given, or flash-attn-4 is, whose
+            modules lie below the same name.
+    """
+    global _replaced
+    with _lock:
+        if _replaced is not None:
+            return
+        installed = _installed(DISTRIBUTION)
+        _check_free(installed, replace)
+        if installed:
+            with contextlib.suppress(Exception):  # one that doesn't load has no kernels to go on using
+                importlib.import_module(f"{NAME}.flash_attn_interface")
+        _replaced = {name: sys.modules.pop(name) for name in _present()}
+        sys.modules.update(_modules())
+        if not installed:
+            sys.meta_path.append(_finder)
+
+
+def deactivate() -> None:
+    """Undo `activate`; no change if it wasn't called."""
+    global _replaced
+    with _lock:
+        if _replaced is None:
+            return
+        for name in _present():
+            del sys.modules[name]
+        sys.modules.update(_replaced)
+        _replaced = None
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+
+
+def _check_free(installed: str, replace: bool) -> None:
+    spec, fourth = find_spec(NAME), _installed("flash-attn-4")
+    # A folder without __init__.py is a package, too. One without `cute` is anything but flash-attn.
+    folders = [] if spec is None or spec.origin else [*(spec.submodule_search_locations or ())]
+    cute = next((path for path in (Path(folder, "cute") for folder in folders) if path.is_dir()), None)
+    if fourth or cute:
+        found = f"flash-attn-4 {fourth}" if fourth else f"the folder {cute}"
+        raise RegistrationError(
+            f"flash_attn: got {found}, which a module of that name would hide, expected none; import from "
+            "attnreg.flash_attn instead"
+        )
+    if spec is not None and spec.origin and not replace:
+        found = f"flash-attn {installed}" if installed else f"a module at {spec.origin}"
+        raise RegistrationError(
+            f"flash_attn: got {found}, expected none, or attnreg.flash_attn.activate(replace=True)"
+        )
+
+
+def _installed(distribution: str) -> str:
+    """Return the version of an installed distribution, or an empty string."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _present() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == NAME]
+
+
+def _modules() -> dict[str, ModuleType]:
+    """Return the package and its modules, made anew, by their full names."""
+    interface, padding = (f"{NAME}.{name}" for name in ("flash_attn_interface", "bert_padding"))
+    modules = {
+        NAME: _module(NAME, _FUNCTIONS | {"__version__": VERSION}, is_package=True),
+        interface: _module(interface, _FUNCTIONS),
+        padding: _module(padding, _PADDING),
+    }
+    vars(modules[NAME]).update(flash_attn_interface=modules[interface], bert_padding=modules[padding])
+    return modules
+
+
+def _module(name: str, contents: dict[str, Any], is_package: bool = False) -> ModuleType:
+    module = ModuleType(name, f"attnreg's stand-in for {name}; attnreg.flash_attn.deactivate() takes it out.")
+    module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=is_package)
+    module.__file__ = __file__
+    module.__package__ = NAME
+    if is_package:
+        module.__path__ = []  # what it doesn't have, such as `flash_attn.layers`, is a ModuleNotFoundError
+    vars(module).update(contents)
+    return module
+
+
+class _Metadata(importlib.metadata.Distribution):
+    """The distribution that checks of versions see."""
+
+    def read_text(self, filename: str) -> str | None:
+        return {"METADATA": METADATA, "top_level.txt": f"{NAME}\n"}.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Any:
+        return Path(__file__).parent / path
+
+
+_EVERYTHING = importlib.metadata.DistributionFinder.Context()
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """Finds `_Metadata`, and no module."""
+
+    def find_spec(self, *_: object) -> None:
+        return None
+
+    def find_distributions(
+        self,
+        context: importlib.metadata.DistributionFinder.Context = _EVERYTHING,
+    ) -> Iterator[importlib.metadata.Distribution]:
+        named = context.name is None or context.name.replace("_", "-").lower() == DISTRIBUTION
+        return iter([_Metadata()] if named and "path" not in vars(context) else [])
+
+
+_finder = _Finder()

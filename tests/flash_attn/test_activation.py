@@ -1,0 +1,164 @@
+"""Programs that import flash_attn and aren't edited."""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+
+import pytest
+from packaging.version import Version
+from support.processes import forked, python
+
+from attnreg.errors import RegistrationError
+from attnreg.flash_attn import activation, bert_padding, functions, kvcache
+
+# What a program does with flash-attn; it knows nothing of attnreg.
+PROGRAM = """
+import json, sys, torch
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+import flash_attn
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+q = torch.randn(2, 5, 4, 16, requires_grad=True)
+out = flash_attn_func(q, q, q, causal=True)
+out.sum().backward()
+rows, indices, offsets, longest, _ = unpad_input(q, torch.ones(2, 5))
+packed = flash_attn_varlen_func(rows, rows, rows, offsets, offsets, longest, longest, causal=True)
+print(json.dumps([
+    torch.allclose(pad_input(packed, indices, 2, 5), out), bool(q.grad.isfinite().all()),
+    flash_attn.__version__, version("flash_attn"), packages_distributions()["flash_attn"],
+    find_spec("flash_attn") is not None,
+]))
+"""
+SEEN = [True, True, "2.8.3+attnreg", "2.8.3+attnreg", ["flash-attn"], True]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """End without a stand-in."""
+    yield
+    activation.deactivate()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Install what is named into a folder of its own on the path."""
+
+    def install(distribution, version, files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        info = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+
+    yield install
+    activation.deactivate()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+REAL = {
+    "flash_attn/__init__.py": "__version__ = '2.8.3'\n",
+    "flash_attn/flash_attn_interface.py": "loaded = True\n",
+    "flash_attn/layers.py": "",
+}
+
+
+def test_a_program_that_imports_torch_and_flash_attn_runs_by_a_variable_alone():
+    run = python("-W", "error", "-c", PROGRAM, ATTNREG_AS_FLASH_ATTN="1")
+    assert (json.loads(run.stdout or "null"), run.stderr) == (SEEN, "")
+
+
+@pytest.mark.parametrize("value", ["0", "off", ""])
+def test_the_variable_may_say_no(value):
+    run = forked(PROGRAM, ATTNREG_AS_FLASH_ATTN=value)
+    assert "ModuleNotFoundError: No module named 'flash_attn'" in run.stderr
+
+
+def test_the_variable_alone_leaves_pytorchs_own_functions_to_torch():
+    program = (
+        "import torch, attnreg, torch.nn.functional as F\n"
+        "F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))\n"
+        "print(attnreg.stats().calls)"
+    )
+    assert forked(program, ATTNREG_AS_FLASH_ATTN="1").stdout == "{}\n"
+
+
+def test_what_stands_in_has_all_of_flash_attns_functions_and_is_gone_after():
+    activation.activate()
+    activation.activate()  # changes nothing
+    stand_in = importlib.import_module("flash_attn")
+    public = [name for name in vars(functions) | vars(kvcache) if name.startswith("flash_attn_")]
+    assert len(public) == 7
+    for name in public:
+        for module in (stand_in, stand_in.flash_attn_interface):
+            assert getattr(module, name).__module__.startswith("attnreg.flash_attn.")
+    assert stand_in.bert_padding.pad_input is bert_padding.pad_input
+    assert Version(stand_in.__version__) >= Version("2.8.3")
+    assert importlib.metadata.metadata("flash-attn")["Summary"].startswith("attnreg.flash_attn")
+    assert "flash-attn" not in {one.name for one in importlib.metadata.distributions(path=["."])}
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.layers'"):
+        importlib.import_module("flash_attn.layers")
+    activation.deactivate()
+    activation.deactivate()
+    with pytest.raises(ImportError, match=r"cannot import name|No module named"):
+        exec("from flash_attn import flash_attn_func")  # noqa: S102
+    sys.modules.pop("flash_attn", None)  # the folder of these tests
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash-attn")
+
+
+def test_an_installed_flash_attn_stays_unless_it_is_to_be_replaced_and_then_comes_back(installed):
+    installed("flash-attn", "2.8.3", REAL)
+    with pytest.raises(RegistrationError) as error:
+        activation.activate()
+    assert str(error.value) == (
+        "flash_attn: got flash-attn 2.8.3, expected none, or attnreg.flash_attn.activate(replace=True)"
+    )
+    activation.activate(replace=True)
+    assert importlib.import_module("flash_attn").flash_attn_func is functions.flash_attn_func
+    assert importlib.metadata.version("flash-attn") == "2.8.3"
+    activation.deactivate()
+    real = importlib.import_module("flash_attn")
+    assert real.__version__ == "2.8.3" and real.flash_attn_interface.loaded
+    assert importlib.import_module("flash_attn.layers").__file__
+
+
+@pytest.mark.parametrize(
+    ("distribution", "files", "found"),
+    [
+        ("flash-attn-4", {"flash_attn/cute/__init__.py": ""}, "flash-attn-4 4.0"),
+        ("flash-attn-4", REAL | {"flash_attn/cute/__init__.py": ""}, "flash-attn-4 4.0"),
+        ("another", {"flash_attn/cute/__init__.py": ""}, "the folder PLACE/flash_attn/cute"),
+    ],
+    ids=["alone", "beside flash-attn", "without its metadata"],
+)
+@pytest.mark.parametrize("replace", [False, True])
+def test_flash_attn_4_is_never_hidden(installed, tmp_path, distribution, files, found, replace):
+    installed(distribution, "4.0", files)
+    with pytest.raises(RegistrationError) as error:
+        activation.activate(replace)
+    assert str(error.value) == (
+        f"flash_attn: got {found.replace('PLACE', str(tmp_path))}, which a module of that name would hide, "
+        "expected none; import from attnreg.flash_attn instead"
+    )
+    assert importlib.import_module("flash_attn.cute").__file__
+
+
+def test_a_variable_that_finds_flash_attn_installed_says_so_and_torch_is_imported(installed, tmp_path):
+    installed("flash-attn", "2.8.3", REAL)
+    program = "import torch, flash_attn; print(flash_attn.__version__)"
+    run = python("-c", program, ATTNREG_AS_FLASH_ATTN="1", PYTHONPATH=str(tmp_path))
+    assert run.stdout == "2.8.3\n"
+    assert "attnreg is not active: RegistrationError: flash_attn: got flash-attn 2.8.3" in run.stderr
+
+
+def test_importing_attnreg_leaves_the_room_alone():
+    program = "import sys, torch, attnreg; attnreg.varlen_attn; print('attnreg.flash_attn' in sys.modules)"
+    assert forked(program).stdout == "False\n"
