@@ -34,7 +34,7 @@ from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.varlen.front import AuxRequest, is_plain, varlen_attn
-from attnreg.varlen.plans import autocast, window
+from attnreg.varlen.plans import autocast, check_tensors, window
 
 # Output and LSE.
 Results = tuple[Tensor, Tensor]
@@ -74,7 +74,11 @@ class Options(NamedTuple):
     ) -> Call:
         """Return the contract's `Call`; both offsets are None for a dense one."""
         cu_seqlens_q, cu_seqlens_k, max_q, max_k = lengths
-        max_q, max_k = operator.index(max_q), operator.index(max_k)
+        try:
+            max_q, max_k = operator.index(max_q), operator.index(max_k)
+        except TypeError:
+            got = f"{max_q!r} and {max_k!r}"
+            raise InvalidInputError(f"max_seqlen_q and max_seqlen_k: got {got}, expected integers") from None
         if self.softmax_scale is not None:
             check_scale(self.softmax_scale)
         bound = bounds(window(self.window_size, self.causal), False, max_q, max_k)
@@ -100,6 +104,10 @@ def attend_packed(
     """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences."""
     is_further = bool(options.dropout_p) or options.alibi_slopes is not None
     if is_further or (options.deterministic and not wants_deterministic()):
+        check_tensors(
+            query=q, key=k, value=v, cu_seq_q=lengths[0], cu_seq_k=lengths[1], seqused_k=seqused_k,
+            block_table=block_table,
+        )  # fmt: skip
         call = options.call(q, lengths, seqused_k, block_table, num_splits)
         attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend
         return attend(q, k, v, call)

@@ -202,6 +202,21 @@ def test_slopes_of_another_shape_or_dtype_are_refused(slopes, got):
     assert str(error.value) == (f"alibi_slopes: got {got}, expected (4,) or (2, 4), torch.float32 on cpu")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "problem"),
+    [
+        (([0, 5], [0, 5], 5, 5), "cu_seq_q: got [0, 5], expected a tensor"),
+        ((offsets(5), offsets(5), 5.0, 5), "max_seqlen_q and max_seqlen_k: got 5.0 and 5, expected integers"),
+        ((offsets(5), offsets(5), 4, 5), "max_q: got 4, expected at least 5, the longest sequence"),
+    ],
+)
+def test_wrong_lengths_are_refused_with_slopes_as_without(lengths, problem):
+    rows = [x[0] for x in batch(5, 5)]
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn.flash_attn_varlen_func(*rows, *lengths, alibi_slopes=SLOPES["of heads"])
+    assert str(error.value) == problem
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 @pytest.mark.parametrize(
