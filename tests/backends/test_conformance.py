@@ -33,8 +33,11 @@ SEVERAL = re.compile(r"\b(lengths?|heads|dims?|window) \S*\d")
 
 
 def is_slow(case):
-    if case.heavy or case.dtype not in ("float16", "float64"):
+    """In bfloat16 a length of 587 takes the ways of longer ones."""
+    if case.heavy or case.dtype == "float32":
         return case.heavy
+    if case.dtype == "bfloat16":
+        return case.max_q > 600
     return bool(SEVERAL.search(case.name)) and not CHOSEN.search(case.name)
 
 
