@@ -1,12 +1,12 @@
 """Every backend that runs on a CPU, held to the contract by the conformance kit."""
 
 import itertools
-import re
 from collections import Counter
 
 import pytest
 import torch
 from support import gpu
+from support.chosen_cases import is_chosen
 
 from attnreg import _registry
 from attnreg.backends import cpu as cpu_backend
@@ -23,22 +23,11 @@ BACKENDS = {"math": math_backend.BACKEND, "cpu": cpu_backend.BACKEND}
 KITS = {name: Conformance(backend, "cpu", full=True) for name, backend in BACKENDS.items()}
 
 
-# Of lengths, heads, head dims and windows, those that float16 and float64 are checked with: these dtypes take
-# the ways of bfloat16 and float32, in which all are.
-CHOSEN = re.compile(
-    r"length (1|33|129|203|257)\b|lengths (7 and 8|64 and 1|113 and 211)\b|heads (1:1|6:3|8:1)"
-    r"|dims? (5|40|64|96|192|203|256)\b|window \((-1, 0|0, 0|4, 0|0, 1|8, 2|-1, 100)\)"
-)
-SEVERAL = re.compile(r"\b(lengths?|heads|dims?|window) \S*\d")
-
-
 def is_slow(case):
-    """In bfloat16 a length of 587 takes the ways of longer ones."""
+    """Float16 and float64 take the ways of bfloat16 and float32, and long ones in bfloat16 those of 587."""
     if case.heavy or case.dtype == "float32":
         return case.heavy
-    if case.dtype == "bfloat16":
-        return case.max_q > 600
-    return bool(SEVERAL.search(case.name)) and not CHOSEN.search(case.name)
+    return case.max_q > 600 if case.dtype == "bfloat16" else not is_chosen(case)
 
 
 CHECKS = [
