@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from support import gpu
+from support.chosen_cases import is_chosen
 
 from attnreg import _registry
 from attnreg.backends import cpu as cpu_backend
@@ -23,8 +24,10 @@ KITS = {name: Conformance(backend, "cpu", full=True) for name, backend in BACKEN
 
 
 def is_slow(case):
-    """Short cases in float16, and long ones in the other dtypes, take the ways of long ones in float16."""
-    return case.heavy or (case.dtype == "float16" and case.max_q > 500)
+    """Float16 and float64 take the ways of bfloat16 and float32, and long ones in bfloat16 those of 587."""
+    if case.heavy or case.dtype == "float32":
+        return case.heavy
+    return case.max_q > 600 if case.dtype == "bfloat16" else not is_chosen(case)
 
 
 CHECKS = [

@@ -180,7 +180,8 @@ def test_tune_takes_a_recorded_workload_that_is_measured_by_what_it_costs(tune, 
 
 
 def test_tune_stops_in_time_and_says_what_is_left(tune, backends, clock):
-    result = tune("--grid", "quick", "--budget", "0.4s", "--backend", "slow", "--json")
+    shapes = [option for length in (16, 24, 32, 40) for option in ("--q", f"2,{length},4,64")]
+    result = tune(*shapes, "--budget", "0.4s", "--backend", "slow", "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["end"]) == (0, "budget spent")
     assert 0 < data["left"] < data["calls"]
