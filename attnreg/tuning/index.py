@@ -116,7 +116,7 @@ class Kinds:
     """The families of a table, and which of them predicts a call.
 
     Attributes:
-        fronts: host times by backend, whether packed, direction, and whether routers are compiled.
+        fronts: host times by the `place` of a `Front`.
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:

@@ -2,20 +2,21 @@
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
 of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work; if the very
-call was measured, its own time counts. A host time is nearly the same for all sizes: it is that of a call
-through its front (SDPA or `varlen_attn`), where that was measured.
+call was measured, its own time counts. A host time depends on how many kernels a call launches: it is that of a
+call of the same `HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import dist, exp, log
 from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.tuning.index import EXACT, Index, Kinds, Place
-from attnreg.tuning.kinds import Kind, coordinates, family_of, kind_of, size_of, work
+from attnreg.tuning.kinds import MANY, Kind, coordinates, family_of, host_shape_of, kind_of, size_of, work
 from attnreg.tuning.points import Point
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
@@ -119,7 +120,8 @@ def predict(
     near = index.nearest(inside, (kind, size))
     amount = work(kind, size)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
-    hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward)
+    recorded = direction == "backward" or spec.needs_backward
+    hosts = _hosts(kinds, kind, names, compiled, recorded, host_shape_of(kind, size))
     found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
     found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
@@ -133,19 +135,18 @@ def predict(
 
 
 def _hosts(
-    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool
+    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shape: str
 ) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
     All or none, because calling a kernel's function directly takes less, and the compiled call
     cache less than Python.
     """
-    # Older tables have no times of calls that autograd doesn't record.
-    ways = (
-        (routers, way) for routers in (True, False) for way in (recorded, True) if compiled or not routers
-    )
-    for way in ways:
-        found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, *way)) for name in names}
+    # Older tables have neither times of calls that autograd doesn't record nor of other shapes.
+    ways = product((True, False) if compiled else (False,), (shape, MANY), (recorded, True))
+    for routers, like, way in ways:
+        place = kind.varlen, kind.direction, routers, way, like
+        found = {name: kinds.fronts.get((name, *place)) for name in names}
         if None not in found.values():
             return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
     return dict.fromkeys(names)

@@ -8,7 +8,7 @@ import pytest
 from support.tuned import asked, point, took
 
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
+from attnreg.tuning.kinds import FEW, LONG, MANY, ONE, coordinates, host_shape_of, kind_of, size_of, work
 from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, reordered
 from attnreg.tuning.points import Front, Measured
 
@@ -123,6 +123,42 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
     assert first(fronts + alone, False) == ("b", 20.0 * USUAL_HOST)
     # In older tables there are none.
     assert first(fronts, False) == first(fronts + alone[:1], False) == ("a", 20.0 * USUAL_HOST)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (MANY, {"batch": 2, "max_q": 256, "max_k": 256}),  # one tile of keys
+        (FEW, {"batch": 2, "max_q": 257, "max_k": 257}),
+        (MANY, {"batch": 7, "max_q": 257, "max_k": 257}),  # as many blocks as a GPU runs at once
+        (MANY, {"batch": 2, "max_q": 257, "max_k": 257, "varlen": True}),
+        (FEW, {"batch": 2, "max_q": 129, "max_k": 129, "head_dim": 128}),
+        (FEW, {"max_q": 4, "max_k": 9000}),
+        (ONE, {"max_q": 1, "max_k": 512}),
+        (LONG, {"max_q": 1, "max_k": 513}),
+        (LONG, {"batch": 33, "max_q": 1, "max_k": 513}),
+        (MANY, {"batch": 34, "max_q": 1, "max_k": 513}),
+        (LONG, {"batch": 34, "max_q": 1, "max_k": 513, "heads_k": 2}),  # its heads share blocks
+    ],
+)
+def test_a_call_launches_the_kernels_of_one_of_the_shapes_whose_host_times_are_measured(shape, changes):
+    spec = asked(**changes)
+    assert host_shape_of(kind_of(spec, "forward"), size_of(spec)) == shape
+
+
+def test_the_host_time_of_a_call_is_that_of_its_shape_or_else_of_many_queries():
+    decoding = asked(max_q=1, max_k=4096, needs_backward=False)
+    kinds = [point(spec, a=took(1.0, 60.0), b=took(1.0, 15.0)) for spec in (asked(), decoding)]
+    many = fronts_of("forward", a=20.0, b=30.0)
+    long = [one._replace(host_us=50.0 - one.host_us, recorded=False, shape=LONG) for one in many]
+
+    def first(fronts, spec):
+        found = predict(Kinds(kinds, fronts), spec, "forward", "t").candidates[0]
+        return found.backend, pytest.approx(found.host_us)
+
+    assert first(many + long, decoding) == ("b", 20.0 * USUAL_HOST)
+    assert first(many + long, asked()) == first(many, decoding) == ("a", 20.0 * USUAL_HOST)
+    assert first(many + long[:1], decoding) == ("a", 20.0 * USUAL_HOST)
 
 
 def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():
