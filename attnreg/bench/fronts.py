@@ -1,8 +1,8 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
-Calls so small that the host's work is all there is, in bfloat16. What it takes depends on which kernels a call
-launches, hardly on its size: there is a call for each front, and more for those that split their keys. Several
-calls make one graph, as a model's layers do; forwards are also timed without one.
+Calls so small that the host's work is all there is, in bfloat16. What it takes depends on which kernels a
+call launches, hardly on its size: there is a call for each front, and more for those that split their keys.
+Several calls make one graph, as a model's layers do; forwards are also timed without one.
 
 The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
 and with all backends alike, as the machine had slowed down. So a round goes through all backends and shapes.

@@ -248,7 +248,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
 
 
 def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
-    """Return a row for each backend, front, kind of router and shape, with the host time of each direction."""
+    """Return a row for each backend, front, kind of router and call, with the host time of each direction."""
     from attnreg.bench.fronts import MEASURED
 
     taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
