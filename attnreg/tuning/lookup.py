@@ -141,8 +141,13 @@ def predict(
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
     points = tuple(
-        Source(point, point.kind.ratio == kind.ratio, dist(place, at), point.place == (kind, size))
-        for _, (place, point, _) in near
+        Source(
+            point,
+            point.kind.ratio == kind.ratio,
+            dist(place, at) if outside else distance,
+            distance < EXACT and point.place == (kind, size),
+        )
+        for distance, (place, point, _) in near
     )
     return Prediction(table, _ranked(found), points, tuple(notes))
 
@@ -174,9 +179,10 @@ def _with(one: Prediction | None, other: Prediction | None) -> Prediction | None
             rest = next((other for other in others if other.backend == candidate.backend), first)
             host, gpu = candidate.host_us + rest.host_us, candidate.gpu_us + rest.gpu_us
             both = candidate.cost_us + (rest.cost_us or 0.0)
-            candidate = replace(candidate, both_us=both, by_host=gpu < host <= both)
+            times = candidate.cost_us, candidate.gpu_us, candidate.host_us, candidate.first_call_s
+            candidate = Candidate(candidate.backend, *times, both_us=both, by_host=gpu < host <= both)
         found.append(candidate)
-    return replace(one, candidates=_ranked(found))
+    return Prediction(one.table, _ranked(found), one.points, one.notes)
 
 
 def _ranked(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
