@@ -35,7 +35,7 @@ OTHERS = (
     (ONE, decode(4, 1, 384, 8, 2, 64)),
     (LONG, decode(4, 1, 2048, 8, 2, 64)),
 )
-LAYERS, ROUNDS = 24, 21
+LAYERS, ROUNDS = 24, 15
 # The directions, and whether autograd records the call; without a gradient there is the last one only.
 MEASURED: tuple[tuple[Direction, bool], ...] = (("forward", True), ("backward", True), ("forward", False))
 
