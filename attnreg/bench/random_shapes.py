@@ -113,15 +113,20 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         return None
     timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
     rounds = interleaved(timed, job.rounds)
-    taken = {
-        step: {name: statistics.median(one[step] for one in rounds[name]) * 1e6 for name in rounds}
+    by_round = {
+        step: {name: [one[step] * 1e6 for one in rounds[name]] for name in rounds}
         for step in rounds[CHOSEN][0]
+    }
+    taken = {
+        step: {name: statistics.median(found) for name, found in times.items()}
+        for step, times in by_round.items()
     }
     return {
         "case": str(shape),
         "shape": shape.to_dict(),
         "ran": {name: " + ".join(dict.fromkeys(one.ran.values())) for name, one in right.items()},
         "microseconds": taken,
+        "rounds": by_round,
         "bound": {
             step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
         },

@@ -24,10 +24,11 @@ DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
 # Between powers of two, and no multiples of a kernel's tile: without a mask, kernels take longer for those.
 BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 
-# What `--grid quick` measures on a GPU, in its order, each size with three head dims: query heads for each key
-# head, whether packed, the mask, (batch, max_q, max_k). Few ratios, as FA4 compiles for seconds for each, and
-# lengths that are no multiples of a kernel's tile, as those of most calls. In a simulation with an H200's points
-# that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well as all 904 points.
+# What `--grid quick` measures on a GPU, in its order, each size with three head dims: query heads for each
+# key head, whether packed, the mask, (batch, max_q, max_k). Few ratios, as FA4 compiles for seconds for each,
+# and lengths that are no multiples of a kernel's tile, as those of most calls. In a simulation with those of
+# an H200's 904 points that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well
+# as all points.
 QUICK = (
     (4, False, CAUSAL, ((8, 1000, 1000),)),
     (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
