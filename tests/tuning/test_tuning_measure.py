@@ -327,6 +327,17 @@ def test_a_budget_stops_before_it_is_spent(session, entry, clock):
     assert list(session(entry("a")).run(specs, 0.0)) == []
 
 
+def test_a_first_call_that_took_long_leaves_no_part_of_the_budget_unused(session, entry, clock, monkeypatch):
+    made, seconds = session(entry("a")), iter([20.0, *[1.0] * 50])
+
+    def measure(self, spec, todo, deadline):
+        clock.seconds += next(seconds)
+
+    monkeypatch.setattr(type(made), "_measure", measure)
+    assert len(list(made.run([asked(n) for n in range(16, 80)], 40.0))) == 21
+    assert clock.seconds == 40.0
+
+
 def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry, clock):
     made = session(*(entry(name, 400.0) for name in "abcdefgh"))
     assert list(made.run([SMALL, asked(48)], 3.0)) == []
