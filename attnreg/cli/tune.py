@@ -164,15 +164,16 @@ def measure_fronts(session: Session) -> None:
     """Measure the host time per call on a GPU, for each backend of which the table doesn't have it."""
     from attnreg import aten
     from attnreg.torchlib import captured
+    from attnreg.tuning.kinds import MANY
 
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    # Older tables have no times of forwards alone.
+    # Older tables have times of one shape only.
     known = {
         front.backend
         for front in session.fronts
-        if not front.recorded and (front.compiled or not captured.call_cache_in_use)
+        if front.shape != MANY and (front.compiled or not captured.call_cache_in_use)
     }
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
@@ -225,7 +226,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
         rows = (_row(point, names) for point in points)
         output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
     if session.fronts:
-        headers = ("backend", "front", "routers", "forward", "backward", "forward alone")
+        headers = ("backend", "front", "routers", "call", "forward", "backward", "forward alone")
         output.table("Host time per call, µs", host_rows(session.fronts), headers, right=3)
     if failures := {
         (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
@@ -247,7 +248,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
 
 
 def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
-    """Return a row for each backend, front and kind of router, with the host time of each direction."""
+    """Return a row for each backend, front, kind of router and call, with the host time of each direction."""
     from attnreg.bench.fronts import MEASURED
 
     taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
@@ -256,9 +257,10 @@ def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
             name,
             "varlen_attn" if varlen else "SDPA",
             "compiled" if compiled else "Python",
-            *(taken.get((name, varlen, one, compiled, recorded), "-") for one, recorded in MEASURED),
+            shape,
+            *(taken.get((name, varlen, one, compiled, recorded, shape), "-") for one, recorded in MEASURED),
         )
-        for name, varlen, compiled in dict.fromkeys((*place[:2], place[3]) for place in taken)
+        for name, varlen, compiled, shape in dict.fromkeys((*one[:2], one[3], one[5]) for one in taken)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count, repeat
 from math import dist
 from statistics import median
 from typing import NamedTuple
@@ -51,6 +52,7 @@ class Index:
 
     def __init__(self, family: Kind, places: list[Place]) -> None:
         self.family, self.places = family, places
+        self._ats = [place.at for place in places]
         self.low, self.high = (
             tuple(map(end, zip(*(place.at for place in places), strict=True))) for end in (min, max)
         )
@@ -96,7 +98,7 @@ class Index:
         as windows and packed totals are none: `itself` then comes first.
         """
         # A family has some dozens of points: a full scan takes a few microseconds.
-        by_distance = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
+        by_distance = sorted(zip(map(dist, self._ats, repeat(at)), count(), strict=False))
         if by_distance[0][0] >= EXACT:
             complete = [one for one in by_distance if one[1] in self._complete]
             if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
@@ -116,7 +118,7 @@ class Kinds:
     """The families of a table, and which of them predicts a call.
 
     Attributes:
-        fronts: host times by backend, whether packed, direction, and whether routers are compiled.
+        fronts: host times by the `place` of a `Front`.
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:

@@ -32,6 +32,12 @@ TILE, PARTIAL = 128, 1.0
 # Kernels have other code paths for one query than for two.
 SINGLE = 2.0
 
+# What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
+# fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
+# blocks, and one more kernel adds up the parts. With one query the others do so from some keys on, too.
+HOST_SHAPES = MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
+ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS = 64, 200, 2**14, 512
+
 
 class Kind(NamedTuple):
     """The properties that calls have to share for their times to depend on sizes alone.
@@ -105,6 +111,18 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
 def size_of(spec: AttentionSpec) -> Size:
     """Return the size of a call."""
     return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
+
+
+def host_shape_of(kind: Kind, size: Size) -> str:
+    """Return which of `HOST_SHAPES` a call is, as the backends' kernels were seen to split keys."""
+    # The queries of a group of heads are rows of one block where there is one query.
+    heads = size.heads_q // max(kind.ratio, 1) if size.max_q == 1 else size.heads_q
+    blocks = size.batch * heads * -(-size.max_q // ROWS)
+    if kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS:
+        return MANY
+    if size.max_q > 1:
+        return FEW
+    return ONE if size.max_k <= MANY_KEYS else LONG
 
 
 def family_of(kind: Kind) -> Kind:

@@ -53,14 +53,35 @@ def test_what_was_seen_is_explained_and_explaining_takes_no_turn(taking, runs):
     assert explained.forward.predicted.of("fast").gpu_us == pytest.approx(1e6)
 
 
-def test_forward_and_backward_are_chosen_separately(taking, ran):
-    taking(one=(1.0, 4.0), two=(2.0, 3.0))
+@pytest.mark.parametrize("forwards_before", [0, MOST_TURNS])
+def test_the_backend_that_takes_least_for_both_directions_runs_both(taking, ran, forwards_before):
+    taking(one=(1.0, 4.0), two=(1.9, 2.5))
     attnreg.configure(ADAPTIVE)
+    for _ in range(forwards_before):
+        attend()
     for _ in range(MOST_TURNS):
         attend(grad=True)
     ran()
     attend(grad=True)
-    assert ran() == {"one": (1, 0), "two": (0, 1)}
+    assert ran() == {"two": (1, 1)}
+    attend()
+    assert ran() == {"one": (1, 0)}
+
+
+def test_a_forward_waits_for_the_turns_of_its_backward_for_a_few_calls_only(taking, runs):
+    taking(one=2.0, two=1.0)
+    attnreg.configure(ADAPTIVE)
+    query = torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+
+    def without_backward():
+        attnreg.varlen_attn(query, query, query, offsets, offsets, 8, 8)
+
+    assert set(runs(MOST_CALLS, without_backward)[12:]) == {"two"}
+    (forward,) = learned().turns.values()
+    assert (forward.closed, forward.asked) == (True, MOST_CALLS)
+    assert runs(3, without_backward) == ["two"] * 3
+    assert forward.asked == MOST_CALLS
 
 
 def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin_anew(taking, runs):
