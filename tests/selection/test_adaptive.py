@@ -79,9 +79,9 @@ def test_a_forward_waits_for_the_turns_of_its_backward_for_a_few_calls_only(taki
 
     assert set(runs(MOST_CALLS, without_backward)[12:]) == {"two"}
     (forward,) = learned().turns.values()
-    assert (forward.closed, forward.asked) == (True, MOST_CALLS)
+    assert (forward.closed, forward.calls) == (True, MOST_CALLS)
     assert runs(3, without_backward) == ["two"] * 3
-    assert forward.asked == MOST_CALLS
+    assert forward.calls == MOST_CALLS
 
 
 def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin_anew(taking, runs):
