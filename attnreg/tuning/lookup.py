@@ -126,13 +126,13 @@ def predict(
     `compiled` says whether the compiled call cache is in use: the host takes less time with it.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
-    index = kinds.index_for(kind)
+    index = kinds.index_for(kind, size.max_q)
     if index is None or not size.batch or not size.heads_q:
         return None
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    amount = work(kind, size)
+    amount = work(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     recorded = direction == "backward" or spec.needs_backward
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shape_of(kind, size))
