@@ -38,6 +38,9 @@ SINGLE = 2.0
 HOST_SHAPES = MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
 ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS = 64, 200, 2**14, 512
 
+# The multiprocessors of an H100 and of an H200.
+PROCESSORS = 132
+
 
 class Kind(NamedTuple):
     """The properties that calls have to share for their times to depend on sizes alone.
@@ -151,8 +154,20 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
     )
 
 
-def work(kind: Kind, size: Size) -> float:
-    """Return roughly how many multiplications a call takes; above 0."""
+def work(kind: Kind, size: Size, processors: int = 1) -> float:
+    """Return roughly how many multiplications a call takes; above 0.
+
+    Of a few queries so many multiprocessors count as busy all the time: a block that reads all keys of a
+    sequence takes as long with few others as with many. Kernels that split the keys take less then.
+    """
+    if size.max_q <= SHORT:
+        blocks = size.batch * max(size.heads_q // max(kind.ratio, 1), 1)
+        return work_of_all(kind, size) * max(1.0, processors / max(blocks, 1))
+    return work_of_all(kind, size)
+
+
+def work_of_all(kind: Kind, size: Size) -> float:
+    """Return roughly how many multiplications a call takes in all; above 0."""
     batch = max(size.batch, 1)
     queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
     read = size.heads_q * queries + max(size.heads_q / kind.ratio, 1.0) * keys

@@ -1,8 +1,8 @@
 """What a table predicts for a call, from the nearest points of its family, and the order that follows. Pure.
 
 Where a gradient is wanted, backends are ranked by what forward and backward take together, for both
-directions: so one backend runs both. On an H100 a forward by cuDNN with a backward by FA4 took 1.02 times as
-long as both by FA4 where the device takes longer, though the times of the kernels promised less.
+directions: so one backend runs both. On an H100 two backends, each the fastest in its direction by the table,
+weren't faster together than one.
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
 of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work; if the very
@@ -126,13 +126,13 @@ def predict(
     `compiled` says whether the compiled call cache is in use: the host takes less time with it.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
-    index = kinds.index_for(kind)
+    index = kinds.index_for(kind, size.max_q)
     if index is None or not size.batch or not size.heads_q:
         return None
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    amount = work(kind, size)
+    amount = work(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     recorded = direction == "backward" or spec.needs_backward
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shape_of(kind, size))

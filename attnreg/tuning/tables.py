@@ -21,6 +21,7 @@ from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.environments import environment, matched, matched_simulated
 from attnreg.tuning.index import Kinds
+from attnreg.tuning.kinds import PROCESSORS
 from attnreg.tuning.lookup import Prediction, predict, predict_both
 from attnreg.tuning.table import Table, load
 
@@ -56,7 +57,7 @@ class Named:
     @functools.cached_property
     def kinds(self) -> Kinds:
         """Its points, indexed for predictions."""
-        return Kinds(self.table.points, self.table.fronts)
+        return Kinds(self.table.points, self.table.fronts, PROCESSORS if self.of_gpu else 1)
 
     @functools.cached_property
     def digest(self) -> str:
