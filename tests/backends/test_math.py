@@ -214,8 +214,8 @@ def test_unread_lengths_change_nothing(case, request):
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-# One length, one head dim and one number of heads of each kind of call: shapes are read in any case. One
-# window over few queries or keys: windows are read too.
+# One length, head dim and number of heads of each kind of call, and one window over few queries or keys:
+# shapes and windows are read in any case.
 KINDS = {
     re.sub(r"(length|dim|head)s? .*|window .*, ", r"\1", case.name): case
     for case in FLOAT64
