@@ -163,7 +163,7 @@ def _selection(
     as_json: options.AsJson = False,
 ) -> None:
     if seed is not None and not random:
-        raise InvalidInputError("--seed: got no --random, expected it: the other shapes are fixed")
+        raise InvalidInputError("--seed: got no --random, expected it as well: the other shapes are fixed")
     _run(**locals())
 
 

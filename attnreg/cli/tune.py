@@ -70,7 +70,9 @@ def tune(
             "--head-dim-v": head_dim_v, "--deterministic": deterministic,
         }  # fmt: skip
         if not q and (unused := [name for name, given in described.items() if given]):
-            raise InvalidInputError(f"{' and '.join(unused)}: got it without --q, the call that it describes")
+            raise InvalidInputError(
+                f"{' and '.join(unused)}: got no --q, expected the call that it describes"
+            )
         given = options.specs_of(
             q, kv, str(place), dtype, window, causal, head_dim_v,
             varlen=varlen, deterministic=deterministic, needs_backward=backward,

@@ -266,9 +266,8 @@ def _faster_than_native(
 def _warn_not_deterministic(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
     """Say why deterministic algorithms would have refused a backend, had they not been asked to warn only."""
     if reasons:
-        log.warning(
-            "%s runs a %s, as deterministic algorithms only warn: %s", name, direction, "; ".join(reasons)
-        )
+        said = "; ".join(reasons)
+        log.warning("%s runs a %s that isn't deterministic, as torch only warns: %s", name, direction, said)
 
 
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:

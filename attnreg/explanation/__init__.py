@@ -207,7 +207,7 @@ def _elsewhere(kernel: str, direction: Direction, entries: Mapping[str, Entry]) 
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what the explanation takes for granted of another machine."""
+    """Yield what the explanation assumes about another machine."""
     if spec.device.simulated:
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():

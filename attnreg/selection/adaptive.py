@@ -131,7 +131,7 @@ class Learned:
             if self._file is not None and self._file.is_file():
                 return load(self._file).points
         except (AttnregError, OSError) as error:
-            log.warning("what was measured earlier isn't used: %s", error)
+            log.warning('what policy = "adaptive" measured earlier isn\'t used: %s', error)
         return ()
 
     def _save(self) -> None:
@@ -145,7 +145,7 @@ class Learned:
                     self.known.setdefault(cell_of(*point.place), point)
                 Table(self.environment, tuple(self.known.values()), self._file.name).save(self._file)
         except OSError as error:
-            log.info("what was measured can't be kept: %s", error)
+            log.info('what policy = "adaptive" has measured can\'t be kept: %s', error)
             self._file = None
 
 

@@ -268,4 +268,5 @@ def _problem(detail: ErrorDetails, origin: Origin) -> str:
     # A frequent mistake: a line that is added after a [table] belongs to it.
     misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
     near = misplaced or did_you_mean(name, known)
-    return origin.problem(key, f"unknown key, expected one of {', '.join(known)}{near}")
+    keys = f"one of {', '.join(known)}" if len(known) > 1 else "".join(known)
+    return origin.problem(key, f"unknown key, expected {keys}{near}")

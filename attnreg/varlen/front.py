@@ -59,9 +59,9 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
-    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device. What
-    `torch.nn.attention.sdpa_kernel` allows isn't looked at, as torch's own does from 2.15 on: `backend` or
-    `attnreg.use_backend` chooses.
+    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
+    `torch.nn.attention.sdpa_kernel` has no effect, as it has on torch's own from 2.15 on: use `backend` or
+    `attnreg.use_backend`.
     Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
     so does a row that sees no key.
 

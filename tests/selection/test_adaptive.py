@@ -209,7 +209,7 @@ def test_a_broken_file_is_named_and_written_anew(taking, runs, kept, caplog):
     file.write_text("{", encoding="utf-8")
     with caplog.at_level(logging.WARNING, "attnreg"):
         assert set(runs(12)) == {"one", "two"}
-    assert f"what was measured earlier isn't used: {file}: got no JSON" in caplog.text
+    assert f'what policy = "adaptive" measured earlier isn\'t used: {file}: got no JSON' in caplog.text
     runs(1)
     assert len(load(file).points) == 1
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(taking, runs,
     attnreg.configure(ADAPTIVE)
     with caplog.at_level(logging.INFO, "attnreg"):
         assert runs(14)[12:] == ["two"] * 2
-    assert "what was measured can't be kept" in caplog.text
+    assert "has measured can't be kept" in caplog.text
 
 
 def by_table(monkeypatch, *candidates):

@@ -214,7 +214,7 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr
 
 
-WITHOUT_Q = "got it without --q, the call that it describes"
+WITHOUT_Q = "got no --q, expected the call that it describes"
 
 
 @pytest.mark.parametrize(

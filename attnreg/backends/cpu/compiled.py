@@ -254,4 +254,4 @@ def _raise_for(status: int) -> None:
     if status == 1:
         raise MemoryError("no memory for the blocks that attention works on")
     if status:
-        raise RuntimeError("torch refused its threads to attention on the CPU")
+        raise RuntimeError("torch couldn't start its threads for attention on the CPU")
