@@ -17,7 +17,15 @@ from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
+from attnreg.dispatch.calls import (
+    packed_bounds,
+    plan_for,
+    scale_of,
+    to_bshd,
+    wants_batch_invariant,
+    wants_deterministic,
+    wants_gradient,
+)
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan
@@ -161,7 +169,7 @@ def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> Se
 def _packed_call(
     given: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
 ) -> Call:
-    window = bounds((-1, -1), given.is_causal, given.max_q, given.max_k)
+    window = packed_bounds((-1, -1), given.is_causal, given.max_q, given.max_k)
     return Call(
         scale_of(given.query, given.scale),
         given.max_q,
@@ -170,6 +178,7 @@ def _packed_call(
         given.cum_seq_q,
         given.cum_seq_k,
         dropout=dropout,
+        batch_invariant=wants_batch_invariant(),
         **rest,
     )
 
