@@ -50,8 +50,8 @@ def _each(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[tuple[slice, ...],
             yield batch, batch, alone._replace(attn_bias=part.clone())
             continue
         rows, keys = slice(one.row, one.row + one.rows), slice(one.key, one.key + one.keys)
-        call = alone._replace(max_q=one.rows, max_k=one.keys, window=(one.left, one.right))
-        yield (*batch, rows), (*batch, keys), call
+        alone = alone._replace(max_q=one.rows, max_k=one.keys, window=(one.left, one.right))
+        yield (*batch, rows), (*batch, keys), alone
 
 
 def _alone(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
