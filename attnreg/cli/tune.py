@@ -132,6 +132,7 @@ def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
         log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device.type)
     for one in here:
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
+        spec = replace(spec, batch_invariant=False)  # times never decide about such calls
         # A backward has five matrix products where a forward has two.
         cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
         weights[spec] = weights.get(spec, 0.0) + cost

@@ -63,7 +63,8 @@ class Capabilities:
     The booleans say whether it accepts dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
     slopes; `seqused_k`; a given number of splits; a scale of 0 or below (`any_scale`); whether it is
-    `deterministic`; and whether it can be captured in a CUDA graph (`capture`).
+    `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
+    results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
@@ -90,6 +91,7 @@ class Capabilities:
     num_splits: bool = False
     any_scale: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     capture: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class Capabilities:
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
         q, k, splits = spec.heads_q, spec.heads_k, spec.num_splits
         not_deterministic = "not deterministic, and deterministic algorithms are on"
+        not_invariant = "not batch-invariant, and policy is batch_invariant"
+        no_mask = f"dropout_p must be 0 where policy is batch_invariant, got {spec.dropout}"
         for requested, supported, reason in (
             (spec.varlen, self.varlen, "input must be dense, got varlen"),
             (not spec.varlen, self.dense, "input must be varlen, got dense"),
@@ -146,6 +150,8 @@ class Capabilities:
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
             (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),
             (spec.deterministic, self.deterministic, not_deterministic),
+            (spec.batch_invariant, self.batch_invariant, not_invariant),
+            (spec.batch_invariant and spec.dropout > 0.0, False, no_mask),
             (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
         ):
             if requested and not supported:

@@ -18,6 +18,9 @@ Direction = Literal["forward", "backward"]
 
 UNBOUNDED = (-1, -1)
 
+# A length that every backend can run if it can run any.
+USUAL = 1024
+
 # The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
 # counts as 0 in `positive_scale`.
 LEAST_SCALE = 2.0**-126
@@ -122,6 +125,7 @@ class AttentionSpec:
     positive_scale: bool = True
     needs_backward: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     capturing: bool = False
 
     def __post_init__(self) -> None:
@@ -152,6 +156,16 @@ class AttentionSpec:
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction: `num_splits` is for forwards only."""
         return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
+
+    def of_any_batch(self) -> AttentionSpec:
+        """Return a usual call with the same dtype, head dims, mask and options.
+
+        Whether a gradient will be wanted, or a CUDA graph is captured, is left out, too.
+        """
+        return replace(
+            self, batch=1, max_q=USUAL, max_k=USUAL, tokens_q=USUAL, tokens_k=USUAL,
+            heads_q=self.heads_q // self.heads_k, heads_k=1, needs_backward=False, capturing=False,
+        )  # fmt: skip
 
     @property
     def causal(self) -> bool:
@@ -187,6 +201,7 @@ class AttentionSpec:
             "scale 0 or below": not self.positive_scale,
             "needs grad": self.needs_backward,
             "deterministic": self.deterministic,
+            "batch-invariant": self.batch_invariant,
             "in a CUDA graph": self.capturing,
         }
         return [text for text, on in shown.items() if on]

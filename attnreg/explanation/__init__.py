@@ -154,14 +154,16 @@ def explain(
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
-    now, spec = state(), described.spec
+    now = state()
+    spec = now.policy.applied_to(described.spec)
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
         return Explanation(spec, decided["forward"], decided.get("backward"), tuple(_front_notes()))
-    entries = entries_with_native(described.native, now.entries)
+    torchs = None if spec.batch_invariant else described.native
+    entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
-    native = described.native.name if described.native is not None else ""
+    native = torchs.name if torchs is not None else ""
     decided = {}
     for direction in directions:
         decision = decided[direction] = _decision(spec, direction, entries, policy, native)

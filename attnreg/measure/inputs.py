@@ -226,4 +226,5 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         dropout=case.dropout,
         num_splits=case.num_splits,
         deterministic=case.deterministic,
+        batch_invariant=case.batch_invariant,
     )

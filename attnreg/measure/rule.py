@@ -17,6 +17,7 @@ from attnreg.errors import UnsupportedInputError
 from attnreg.measure import promises
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Guarded, inputs
+from attnreg.measure.invariance import check_batch_invariant
 from attnreg.measure.reference import Results, attention, kept_weights
 
 FACTOR = 2.0
@@ -96,6 +97,8 @@ def measure(
         promises.check_dropout(kernels, case, guarded.inputs)
     if case.deterministic:
         promises.check_repeatable(kernels, guarded.inputs)
+    if case.batch_invariant:
+        check_batch_invariant(kernels, guarded.inputs, results)
     return errors_of(results, plain, truth, given.q.dtype)
 
 

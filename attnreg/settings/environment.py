@@ -94,9 +94,10 @@ VARIABLES = {
         _boolean, "whether it is an error if none of the preferred backends can run a call (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
-        _one_of("measured", "order", "adaptive"),
-        "what decides where no backend is preferred: measured (a table of times), order, or adaptive (the "
-        "times of the program's own first calls)",
+        _one_of("measured", "order", "adaptive", "batch_invariant"),
+        "what decides where no backend is preferred: measured (a table of times), order, adaptive (the "
+        "times of the program's own first calls), or batch_invariant (the order of those backends whose "
+        "results for a sequence don't depend on its batch)",
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"

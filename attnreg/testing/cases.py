@@ -33,6 +33,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "num_splits": lambda case: case.num_splits is not None,
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
     "deterministic": lambda case: case.deterministic,
+    "batch_invariant": lambda case: case.batch_invariant,
 }
 
 
@@ -133,6 +134,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         alibi=maybe("alibi", True, False),
         num_splits=maybe("num_splits", draw.randint(1, 4), None),
         deterministic=maybe("deterministic", True, False, 0.1),
+        batch_invariant=maybe("batch_invariant", True, False, 0.1),
     )
     if not varlen:
         case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))

@@ -16,7 +16,14 @@ from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_scale
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
-from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_deterministic
+from attnreg.dispatch.calls import (
+    keys_used,
+    packed_bounds,
+    plan_for,
+    scale_of,
+    wants_batch_invariant,
+    wants_deterministic,
+)
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
@@ -93,9 +100,9 @@ def call_of(
     if scale is not None and type(scale) is not float:
         check_scale(scale)  # the call's key compares it
     return Call(
-        scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
+        scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(),
+        wants_deterministic(), wants_batch_invariant(),
     )  # fmt: skip
 
 

@@ -73,7 +73,9 @@ def test_a_backend_refuses_no_more_than_it_is_known_to(name):
         for reason in backend.forward.unsupported(check.case.spec(CPU))
     )
     assert refused == REFUSED[name]
-    assert (backend.backward, backend.refuses) == (backend.forward, None)
+    specs = [check.case.spec(CPU) for check in KITS[name].checks]
+    assert backend.backward == backend.forward
+    assert backend.refuses is None or not any(map(backend.refuses, specs))
 
 
 H200 = Device("cuda", (9, 0), name="NVIDIA H200", simulated=True)

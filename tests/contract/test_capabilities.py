@@ -71,6 +71,8 @@ REASONS = [
     ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
     ({}, {"deterministic": True}, "not deterministic, and deterministic algorithms are on",
      {"deterministic": True}),
+    ({}, {"batch_invariant": True}, "not batch-invariant, and policy is batch_invariant",
+     {"batch_invariant": True}),
     ({}, {"capturing": True}, "can't be recorded in a CUDA graph", {"capture": True}),
 ]  # fmt: skip
 
@@ -92,7 +94,7 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "head_dim": Range(8, 32)},
         device=Device("cuda", (7, 5)), dtype="float64", head_dim_v=8, page_size=16, varlen=True, heads_k=1,
         window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, seqused_k=True, num_splits=2,
-        deterministic=True, capturing=True,
+        deterministic=True, batch_invariant=True, capturing=True,
     ) == (
         "compute capability must be 8.0 to 9.0, got 7.5 (too old)",
         "dtype must be float32, got float64",
@@ -110,6 +112,8 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         "seqused_k must be None, got a tensor",
         "num_splits must be None, got 2",
         "not deterministic, and deterministic algorithms are on",
+        "not batch-invariant, and policy is batch_invariant",
+        "dropout_p must be 0 where policy is batch_invariant, got 0.5",
         "can't be recorded in a CUDA graph",
     )  # fmt: skip
 

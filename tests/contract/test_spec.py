@@ -153,6 +153,7 @@ OPTIONS = [
     ({"positive_scale": False}, "scale 0 or below"),
     ({"needs_backward": True}, "needs grad"),
     ({"deterministic": True}, "deterministic"),
+    ({"batch_invariant": True}, "batch-invariant"),
     ({"capturing": True}, "in a CUDA graph"),
 ]
 

@@ -32,6 +32,7 @@ OTHER = {
     "rng_state": (None, torch.zeros(2, dtype=torch.uint64)),
     "num_splits": (2, None),
     "deterministic": (True, False),
+    "batch_invariant": (True, False),
 }
 
 

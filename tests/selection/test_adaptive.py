@@ -380,9 +380,9 @@ def test_what_has_failed_is_tried_again_by_the_next_process(taking, runs, kept, 
 
 def test_a_misspelt_policy_names_the_right_one(monkeypatch):
     said = refusal(attnreg.configure, {"policy": "adaptiv"})
-    assert "'measured', 'order' or 'adaptive'; did you mean 'adaptive'?" in said
+    assert "'measured', 'order', 'adaptive' or 'batch_invariant'; did you mean 'adaptive'?" in said
     monkeypatch.setenv("ATTNREG_POLICY", "adaptiv")
-    assert "measured, order or adaptive; did you mean 'adaptive'?" in refusal(attnreg.reload)
+    assert "measured, order, adaptive or batch_invariant; did you mean 'adaptive'?" in refusal(attnreg.reload)
 
 
 def test_attnreg_policy_adaptive_needs_no_other_setting(taking, runs, monkeypatch):

@@ -48,7 +48,7 @@ def test_booleans_are_read_in_any_case(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
-POLICIES = "expected measured, order or adaptive"
+POLICIES = "expected measured, order, adaptive or batch_invariant"
 ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
 PATH = "expected a path (there is no home folder for its ~)"
 UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you mean"

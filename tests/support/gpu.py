@@ -200,6 +200,8 @@ REFUSAL = re.compile(
             r"dropout_p must be 0, got 0\.3$",
             r"num_splits must be (None|1 or None|None for dense tensors), got \d+$",
             r"not deterministic, and deterministic algorithms are on$",
+            r"not batch-invariant, and policy is batch_invariant$",
+            r"device must be cpu to be batch-invariant, got cuda$",
             r".*; see https://github\.com/",  # known issues
         )
     )

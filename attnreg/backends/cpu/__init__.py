@@ -28,6 +28,7 @@ CAPABILITIES = Capabilities(
     num_splits=True,
     any_scale=True,
     deterministic=True,
+    batch_invariant=True,
 )
 
 

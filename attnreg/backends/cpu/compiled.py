@@ -44,6 +44,7 @@ class _Problem(ctypes.Structure):
         ("sequences", ctypes.c_int64),
         ("operands", ctypes.c_int64 * (9 * 4)),
         ("scale", ctypes.c_double),
+        ("batch_invariant", ctypes.c_int64),
     )
     owner: Sequences  # of the memory at `sequences`
 
@@ -70,7 +71,7 @@ class Compiled(NamedTuple):
         if not sequences.of_every_row:
             out.zero_()
             lse.fill_(-torch.inf)
-        _run(self.forward_entry, (q, k, v, out, lse), sequences, call.scale)
+        _run(self.forward_entry, (q, k, v, out, lse), sequences, call)
         return out, lse
 
     def backward(
@@ -88,7 +89,7 @@ class Compiled(NamedTuple):
             grad_v.zero_()
         q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
         operands = (q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v)
-        _run(self.backward_entry, operands, sequences, call.scale)
+        _run(self.backward_entry, operands, sequences, call)
         return grad_q, grad_k, grad_v
 
     def specialize(
@@ -111,7 +112,7 @@ class Compiled(NamedTuple):
             return None
         entry = self.forward_entry if is_forward else self.backward_entry
         made = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        return _launcher(entry, tensors, made, sequences, call.scale)
+        return _launcher(entry, tensors, made, sequences, call)
 
     def before(self, kernels: Kernels) -> Kernels:
         """Return kernels that use the library where it is the faster one, else those given."""
@@ -191,19 +192,19 @@ def _backward_results(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors)
 
 
-def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, scale: float) -> None:
-    problem = _problem_of(operands, sequences, scale)
+def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, call: Call) -> None:
+    problem = _problem_of(operands, sequences, call)
     _raise_for(entry(ctypes.byref(problem), _addresses(operands)))
 
 
 def _launcher(
-    entry: Any, tensors: tuple[Tensor, ...], made: tuple[Tensor, ...], sequences: Sequences, scale: float
+    entry: Any, tensors: tuple[Tensor, ...], made: tuple[Tensor, ...], sequences: Sequences, call: Call
 ) -> AddressLauncher:
     """Return a launcher for calls with tensors like these; `made` are results like those to allocate."""
     order = _FORWARD if len(made) == 2 else _BACKWARD
     results = tuple((tuple(x.shape), x.stride(), x.dtype) for x in made)
     both = (*tensors, *made)
-    problem = ctypes.pointer(_problem_of([both[number] for number in order], sequences, scale))
+    problem = ctypes.pointer(_problem_of([both[number] for number in order], sequences, call))
 
     def launch(addresses: int, workspace: int, stream: int) -> bool:
         _raise_for(entry(problem, addresses))
@@ -225,10 +226,11 @@ def _addresses(operands: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(operands))(*[x.data_ptr() for x in operands])
 
 
-def _problem_of(operands: Sequence[Tensor], sequences: Sequences, scale: float) -> _Problem:
+def _problem_of(operands: Sequence[Tensor], sequences: Sequences, call: Call) -> _Problem:
     q, k, v = operands[:3]
     sizes = (q.size(-2), k.size(-2), q.size(-1), v.size(-1))
-    return _problem(_DTYPES[q.dtype], sizes, tuple([x.stride() for x in operands]), sequences, scale)
+    strides = tuple([x.stride() for x in operands])
+    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, call.batch_invariant)
 
 
 @functools.lru_cache(maxsize=64)
@@ -238,6 +240,7 @@ def _problem(
     strides: tuple[tuple[int, ...], ...],
     sequences: Sequences,
     scale: float,
+    batch_invariant: bool,
 ) -> _Problem:
     operands: list[int] = []
     for number, each in enumerate(strides):
@@ -245,7 +248,7 @@ def _problem(
             each = (*each[:-2], each[-1], each[-2], 1)
         operands += 0, each[0] if len(each) == 4 else 0, each[-3], each[-2]
     address, count = sequences.table.buffer_info()[0], len(sequences.each)
-    problem = _Problem(dtype, (*sizes, count), address, (*operands,), scale)
+    problem = _Problem(dtype, (*sizes, count), address, (*operands,), scale, batch_invariant)
     problem.owner = sequences
     return problem
 

@@ -60,7 +60,8 @@ def _kind(
     (left, right), (*_, group) = given.window, tensors
     return (
         direction, *tensors, seqused_k, page_size, left >= 0, right >= 0, left < 0 and right == 0,
-        given.deterministic and direction == "backward", packed is not None, (packed or 0) > MANY,
+        direction == "backward" and (given.deterministic or given.batch_invariant),
+        packed is not None, (packed or 0) > MANY,
         _tiles(given.max_q), _tiles(given.max_q * group), _tiles(given.max_k),
     )  # fmt: skip
 

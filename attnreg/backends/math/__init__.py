@@ -21,6 +21,7 @@ from attnreg.backends.math.batch import Group, as_rows, groups, sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask, Tile
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
+from attnreg.contract.spec import AttentionSpec
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
@@ -43,8 +44,16 @@ EVERYTHING = Capabilities(
     num_splits=True,
     any_scale=True,
     deterministic=True,
+    batch_invariant=True,
     capture=True,
 )
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.batch_invariant and spec.device.type != "cpu":
+        # It doesn't read lengths there, so it pads each sequence to the batch's longest.
+        return (f"device must be cpu to be batch-invariant, got {spec.device.type}",)
+    return ()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -93,7 +102,8 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
     cost = q.shape[-2] * max(q.shape[-1], v.shape[-1], TILE_QUERIES)
     queries = sequences(q, call.cu_seqlens_q, call.max_q)
     keys = sequences(k, call.cu_seqlens_k, call.max_k, call.block_table, call.seqused_k)
-    return groups(queries, keys, cost, GROUP_SIZE)
+    # How matrix products round depends on their shapes: each sequence by itself.
+    return groups(queries, keys, cost, 0 if call.batch_invariant else GROUP_SIZE)
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
@@ -253,5 +263,6 @@ BACKEND = Backend(
     backward=EVERYTHING,
     load=lambda: Kernels(forward, backward),
     version=lambda: str(torch.__version__),
+    refuses=_refuses,
     priority=-100,
 )

@@ -54,7 +54,8 @@ double cost_of(const std::vector<Task>& tasks, int64_t group) {
   return cost;
 }
 
-// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads.
+// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads. Under a window the
+// blocks of keys begin at the first key that a task sees, so that the task of a row shows in its bits.
 std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
   const int64_t group = problem.group(), threads = at::get_num_threads();
   int64_t rows = 0;
@@ -62,7 +63,7 @@ std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
     rows += problem.sequences[i].rows * problem.heads;
   }
   const int64_t tile = kMaxPanels * kLanes;
-  if (threads > 1) {
+  if (threads > 1 && !problem.batch_invariant) {
     most = std::clamp(padded(rows / (threads * 4), tile), tile, most);
   }
   std::vector<Task> tasks;

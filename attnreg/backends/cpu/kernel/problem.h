@@ -52,6 +52,7 @@ struct Problem {
     };
   };
   double scale;
+  int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
 
   int64_t group() const { return heads / key_heads; }
 };
