@@ -172,10 +172,18 @@ def _badly_typed(name: str, value: object) -> str:
         known, exists = (DEVICES, _is_device) if name == "devices" else (DTYPES, DTYPES.__contains__)
         return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
     if name == "compute_capability":
-        return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
+        return (
+            ""
+            if value is None or _is_version_range(value)
+            else "((major, minor), (major, minor)), the lowest first, or None"
+        )
     if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
         optional = value is None and name in ("head_dim_v", "page_size")
-        return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
+        return (
+            ""
+            if optional or _is_range(value)
+            else "a Range of whole numbers from low to high, its step 1 or more"
+        )
     return "" if isinstance(value, bool) else "True or False"
 
 
@@ -191,14 +199,13 @@ def _is_device(name: str) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    return isinstance(value, Range) and _are_whole(value) and value.step > 0
+    return isinstance(value, Range) and _are_whole(value) and value.low <= value.high and value.step > 0
 
 
 def _is_version_range(value: object) -> bool:
     pairs = value if isinstance(value, tuple) else ()
-    return len(pairs) == 2 and all(
-        isinstance(end, tuple) and len(end) == 2 and _are_whole(end) for end in pairs
-    )
+    are_versions = all(isinstance(end, tuple) and len(end) == 2 and _are_whole(end) for end in pairs)
+    return len(pairs) == 2 and are_versions and pairs[0] <= pairs[1]
 
 
 def _are_whole(numbers: tuple[object, ...]) -> bool:

@@ -153,8 +153,8 @@ def test_a_range_holds_both_ends_and_multiples_of_its_step_only(numbers, inside,
 
 NAMES, VERSIONS, RANGE = (
     "a non-empty tuple of names",
-    "((major, minor), (major, minor)) or None",
-    "a Range of whole numbers, its step 1 or more",
+    "((major, minor), (major, minor)), the lowest first, or None",
+    "a Range of whole numbers from low to high, its step 1 or more",
 )
 DEVICES = "torch's own names: cpu, cuda, mps, xpu, hpu, mtia, npu, xla, maia, vulkan, privateuseone, meta"
 DTYPES = (
@@ -166,8 +166,11 @@ BAD = [
     *(("devices", value, DEVICES) for value in (("gpu",), ("cpu", "cuda:0"), ("CUDA",), ("sm_90",))),
     *(("dtypes", value, NAMES) for value in (("float32", 16), None)),
     *(("dtypes", value, DTYPES) for value in (("bf16",), ("float16", "half"), ("torch.float32",), ("int8",))),
-    *(("compute_capability", value, VERSIONS) for value in ((8, 0), ((8, 0), "9.0"), ((8, 0), (9,)), "8.0")),
-    *(("head_dim", value, RANGE) for value in (None, (8, 256), Range("8", 256))),
+    *(
+        ("compute_capability", value, VERSIONS)
+        for value in ((8, 0), ((8, 0), "9.0"), ((8, 0), (9,)), "8.0", ((9, 0), (8, 0)))
+    ),
+    *(("head_dim", value, RANGE) for value in (None, (8, 256), Range("8", 256), Range(256, 8))),
     ("head_dim_v", Range(8, 256, 0), RANGE),
     ("batch", None, RANGE),
     ("heads", (0, 1), RANGE),
