@@ -1,0 +1,51 @@
+"""Takes the padding out of a batch and puts it back, as `flash_attn.bert_padding` does."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of `input`, (rows, ...), at `indices`, int64 (n,)."""
+    return input[indices]
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Return a tensor of `first_axis_dim` rows with `values`, (n, ...), at `indices` and zeros elsewhere."""
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_put((indices,), values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Return the rows of a padded batch that count, one after the other.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask: (B, S), 1 or True for each row that counts.
+        unused_mask: (B, S), 1 or True for rows that are kept in memory though they don't count.
+
+    Returns:
+        The rows (T, ...); where they were in the padded batch, int64 (T,); the sequences' offsets, int32
+        (B + 1,); the longest, which waits for the device; and how many rows of each count, int32 (B,).
+    """
+    if hidden_states.shape[:2] != attention_mask.shape:
+        got = tuple(attention_mask.shape)
+        expected = tuple(hidden_states.shape[:2])
+        raise InvalidInputError(f"attention_mask: got shape {got}, expected {expected}, as hidden_states has")
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    longest = int(lengths.max()) if len(lengths) else 0
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden_states.flatten(0, 1)[indices], indices, offsets, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return rows (T, ...) as a padded batch (B, S, ...), with zeros where `indices` names no row."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,0 +1,140 @@
+"""Decoding with a cache compared with attention over what a loop puts into one."""
+
+import pytest
+import torch
+from support import truth
+
+from attnreg import InvalidInputError
+from attnreg.flash_attn import flash_attn_with_kvcache
+
+BATCH, ROOM, HEADS, KEY_HEADS, DIM = 3, 12, 4, 2, 16
+LENGTHS = torch.tensor([5, 0, 9], dtype=torch.int32)
+
+
+def cache(sequences=BATCH):
+    return torch.randn(2, sequences, ROOM, KEY_HEADS, DIM).unbind()
+
+
+def attended(q, keys, values, window=(-1, -1)):
+    """Return output and LSE of each sequence over its own keys."""
+    group = HEADS // KEY_HEADS
+    outs, lses = [], []
+    for row, key, value in zip(q, keys, values, strict=True):
+        seen = (x.double().repeat_interleave(group, dim=1) for x in (key, value))
+        out, lse = truth.attention(row.double(), *seen, window=window)
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def rotated(x, position, cos, sin, interleaved):
+    """Return one token's heads (H, D) rotated, pair by pair."""
+    x, half = x.double().clone(), cos.shape[1]
+    for n in range(half):
+        a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + half)
+        c, s = cos[position, n].double(), sin[position, n].double()
+        x[:, a], x[:, b] = x[:, a] * c - x[:, b] * s, x[:, a] * s + x[:, b] * c
+    return x
+
+
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_new_keys_are_appended_in_place_and_seen(new, causal):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
+    k, v = torch.randn(2, BATCH, new, KEY_HEADS, DIM).unbind()
+    lengths, before = LENGTHS + 2 * (new == 0), (k_cache.clone(), v_cache.clone())
+    appended = (k, v) if new else (None, None)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, *appended, cache_seqlens=lengths, causal=causal, return_softmax_lse=True
+    )
+    keys, values = (
+        [torch.cat((old[i, :n], fresh[i])) for i, n in enumerate(lengths.tolist())]
+        for old, fresh in zip(before, (k, v), strict=True)
+    )
+    expected, expected_lse = attended(q, keys, values, (-1, 0) if causal else (-1, -1))
+    truth.assert_near(out, expected, torch.float32)
+    truth.assert_near(lse, expected_lse, torch.float32)
+    for i, n in enumerate(lengths.tolist()):
+        assert torch.equal(k_cache[i, : n + new], keys[i]) and torch.equal(v_cache[i, : n + new], values[i])
+        assert torch.equal(k_cache[i, n + new :], before[0][i, n + new :])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_queries_and_new_keys_are_rotated_by_their_positions(interleaved, masked):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
+    k, v = torch.randn(2, BATCH, 2, KEY_HEADS, DIM).unbind()
+    angles = torch.rand(ROOM, 4)
+    cos, sin, old = angles.cos(), angles.sin(), k_cache.clone()
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, LENGTHS, causal=masked, rotary_interleaved=interleaved
+    )
+    keys, values, queries = [], [], []
+    for i, n in enumerate(LENGTHS.tolist()):
+        new = [rotated(k[i, j], n + j, cos, sin, interleaved) for j in range(2)]
+        keys.append(torch.cat((old[i, :n].double(), torch.stack(new))))
+        values.append(v_cache[i, : n + 2])
+        queries.append([rotated(q[i, j], n + masked * j, cos, sin, interleaved) for j in range(2)])
+    q = torch.stack([torch.stack(row) for row in queries])
+    truth.assert_near(out, attended(q, keys, values, (-1, 0) if masked else (-1, -1))[0], torch.float32)
+
+
+def test_a_sequence_may_be_anywhere_in_the_cache():
+    (k_cache, v_cache), q = cache(5), torch.randn(BATCH, 1, HEADS, DIM)
+    places = torch.tensor([4, 0, 2], dtype=torch.int32)
+    k, v = torch.randn(2, BATCH, 1, KEY_HEADS, DIM).unbind()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, cache_batch_idx=places)
+    seen = [(place, n + 1) for place, n in zip(places.tolist(), LENGTHS.tolist(), strict=True)]
+    keys, values = ([x[place, :n] for place, n in seen] for x in (k_cache, v_cache))
+    truth.assert_near(out, attended(q, keys, values)[0], torch.float32)
+    assert torch.equal(k_cache[0, 0], k[1, 0])
+
+
+def test_a_cache_may_have_pages():
+    pages = torch.randn(2, 8, 4, KEY_HEADS, DIM).unbind()
+    table = torch.tensor([[3, 1, 0], [7, 2, 5], [6, 4, 0]], dtype=torch.int32)
+    q, (k, v) = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(2, BATCH, 2, KEY_HEADS, DIM).unbind()
+    lengths = torch.tensor([3, 0, 6], dtype=torch.int32)  # the first goes on on its next page
+    out = flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=lengths, block_table=table)
+    keys, values = (
+        [x[row.long()].flatten(0, 1)[: n + 2] for row, n in zip(table, lengths.tolist(), strict=True)]
+        for x in pages
+    )
+    truth.assert_near(out, attended(q, keys, values)[0], torch.float32)
+    assert torch.equal(pages[0][1, 0], k[0, 1])
+
+
+def test_what_pads_the_left_of_a_cached_sequence_is_not_seen():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
+    lengths, pad = torch.tensor([5, 12, 9], dtype=torch.int32), torch.tensor([1, 0, 6], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=pad, causal=True)
+    seen = list(zip(pad.tolist(), lengths.tolist(), strict=True))
+    keys, values = ([x[i, first:last] for i, (first, last) in enumerate(seen)] for x in (k_cache, v_cache))
+    truth.assert_near(out, attended(q, keys, values, (-1, 0))[0], torch.float32)
+
+
+@pytest.mark.parametrize("given", [None, 7])
+def test_all_sequences_may_have_one_length(given):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM, requires_grad=True)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=given)
+    keys, values = ([row[:given] for row in x] for x in (k_cache, v_cache))
+    truth.assert_near(out, attended(q.detach(), keys, values)[0], torch.float32)
+    assert not out.requires_grad
+
+
+TENSOR = torch.zeros(3, 1, KEY_HEADS, DIM)
+WRONG = {
+    "k and v: got one of the two, expected both or none": {"k": TENSOR},
+    "cache_seqlens: got None, expected the lengths before k and v are appended": {"k": TENSOR, "v": TENSOR},
+    "rotary_cos and rotary_sin: got one of the two, expected both or none": {"rotary_cos": torch.ones(9, 4)},
+    "cache_batch_idx: got a tensor, expected None, as block_table says where keys are": {
+        "cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_that_contradict_each_other_are_refused(message):
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(torch.randn(BATCH, 1, HEADS, DIM), *cache(), **WRONG[message])
+    assert str(error.value) == message
