@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.cli import options, output
+from attnreg.cli import options, output, table_check
 from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ def tune(
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
+    check: Annotated[
+        Path | None,
+        options.valued("--check", "FILE", "Measure nothing: check a table that was measured elsewhere."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the backends here and save a table to choose by.
@@ -61,6 +65,12 @@ def tune(
 
     Example: attnreg tune --grid quick --budget 5m --out here.json
     """
+    if check is not None:
+        others = {"--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out}
+        if given_too := [name for name, given in others.items() if given]:
+            raise InvalidInputError(f"--check: got {' and '.join(given_too)} as well, expected it alone")
+        table_check.check(check, as_json)
+        return
     began = time.monotonic()
     output.import_torch()
     place, longest = options.present_device(device), options.seconds(budget)

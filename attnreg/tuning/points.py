@@ -126,7 +126,7 @@ def _measured(data: object, place: str) -> Measured:
     row = checked(data, place, ("times of a backend, or wrong, or failed", is_dict))
     for trouble in ("wrong", "failed"):
         if trouble in row:
-            return Measured(**_fields(row, (trouble,), place))
+            return Measured(**_fields(with_keys(row, (trouble,), place), (trouble,), place))
     found = _fields(with_keys(row, TIMES, place), TIMES, place)
     if not found["gpu_us"]:
         raise Malformed(f"{place}.gpu_us: got 0, expected more")

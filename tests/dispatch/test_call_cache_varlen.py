@@ -94,6 +94,7 @@ FIELDS = {
     "rng_state": None,
     "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),
+    "batch_invariant": None,  # a setting: a change drops everything
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),
