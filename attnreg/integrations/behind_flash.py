@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
-from attnreg.integrations.packing import of_equal_lengths
-from attnreg.varlen.front import varlen_attn
+from attnreg.integrations.packing import Options, Packing, attend, of_equal_lengths
 
 NAME = "flash_attention_2"
 
@@ -74,38 +73,24 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
     s_aux: Tensor | None = None,
-) -> Any:
+) -> Tensor:
     """Compute attention over packed sequences: (T, H, D)."""
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise UnsupportedInputError(
             "attnreg: got deterministic=True for a call, expected torch.use_deterministic_algorithms(True), "
             "which all backends follow"
         )
-    check_options(dropout_p, s_aux)
-    return varlen_attn(
-        q, k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k),
-        is_causal=causal, scale=softmax_scale, window_size=window_size, enable_gqa=True, softcap=softcap,
-    )  # fmt: skip
+    lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
+    left, right = window_size
+    options = Options(dropout_p, softmax_scale, softcap, s_aux)
+    return attend(q, k, v, Packing(None, None, *lengths), (left, 0 if causal else right), options)
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Compute attention over sequences of one length, (B, S, H, D); the options are those above."""
     batch, length_q, length_k = q.shape[0], q.shape[1], k.shape[1]
     packing = of_equal_lengths(batch, length_q, length_k, q.device)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     lengths = packing.cu_seq_q, packing.cu_seq_k, length_q, length_k
     out = flash_attn_varlen_func(q, k, v, *lengths, *rest, **options)
-    return out.unflatten(0, (batch, length_q))
-
-
-def check_options(dropout: float, sinks: Tensor | None) -> None:
-    """Raise an error for what `varlen_attn` doesn't take."""
-    if dropout:
-        raise UnsupportedInputError(
-            f"attnreg: got dropout {dropout} for a batch that is packed, padded or has a window, expected 0 "
-            "(the model's config names it, as attention_dropout; attn_implementation='eager' has it)"
-        )
-    if sinks is not None:
-        raise UnsupportedInputError(
-            "attnreg: got sinks (s_aux), expected none; attn_implementation='eager' has them"
-        )
+    return out.view(batch, length_q, *out.shape[1:])

@@ -1,14 +1,19 @@
-"""How the tokens of a batch (B, S) lie as sequences one after the other, as `varlen_attn` takes them.
+"""How the tokens of a batch (B, S) lie as sequences one after the other, and attention over these.
 
 A `Packing` is made once for all layers of a forward, with one read-back; under torch.compile with none.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attnreg.errors import UnsupportedInputError
+from attnreg.varlen.front import AuxRequest, varlen_attn
+
+Window = tuple[int, int]
 
 
 class Packing(NamedTuple):
@@ -151,3 +156,44 @@ def _offsets(counted: Tensor) -> Tensor:
 
 def _of_all(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+
+
+class Options(NamedTuple):
+    """What a layer's call says besides its tensors and its mask."""
+
+    dropout: float
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
+) -> Tensor:
+    """Compute attention over the sequences of a packing: (T, H, D)."""
+    if options.dropout:
+        raise UnsupportedInputError(
+            f"attnreg: got dropout {options.dropout} for a batch that is packed or padded or has a window, a "
+            "softcap or sinks, expected 0 (attention_dropout in the model's config)"
+        )
+    wants_lse = None if options.sinks is None else AuxRequest(lse=True)
+    result: Any = varlen_attn(
+        query, key, value, packing.cu_seq_q, packing.cu_seq_k, packing.max_q, packing.max_k,
+        return_aux=wants_lse, scale=options.scale, window_size=window, enable_gqa=True,
+        softcap=options.softcap,
+    )  # fmt: skip
+    if options.sinks is None:
+        return result  # type: ignore[no-any-return]
+    out, lse = result
+    if (
+        (out.requires_grad or options.sinks.requires_grad)
+        and not lse.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise UnsupportedInputError(
+            "attnreg: got sinks (s_aux) and a gradient to compute, expected none: there is no gradient "
+            "through the LSE (torch.no_grad, or attn_implementation='eager')"
+        )
+    # A sink is one more key without a value: it takes exp(sink) of a row's exp(sink) + exp(lse).
+    share = torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])
+    return (out * share.mT[..., None]).to(out.dtype)  # type: ignore[no-any-return]

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.integrations.packing import Batch, Packing, pack
-
-Window = tuple[int, int]
+from attnreg.integrations.packing import Batch, Packing, Window, pack
 
 _unpacked = threading.local()
 

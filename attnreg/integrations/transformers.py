@@ -9,7 +9,7 @@ docs/transformers.md says what is served and what isn't.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations import behind_flash
-from attnreg.integrations.packing import Batch, Packing, of_equal_lengths, pack
-from attnreg.integrations.shared_mask import SharedMask, Window, shared_mask, starts_of_positions
-from attnreg.varlen.front import varlen_attn
+from attnreg.integrations.packing import Batch, Options, Packing, Window, attend, of_equal_lengths, pack
+from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_positions
 
 __all__ = ["install"]
 
@@ -46,15 +45,6 @@ def install(*, behind: str | None = None) -> None:
         AttentionInterface.register(name, attention)
     if behind is not None:
         behind_flash.stand_behind_flash()
-
-
-class Options(NamedTuple):
-    """What a layer's call says besides its tensors and its mask."""
-
-    dropout: float
-    scale: float | None
-    softcap: float
-    sinks: Tensor | None
 
 
 def attention(
@@ -140,17 +130,13 @@ def _packed(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
 ) -> Tensor:
     """Compute a call whose tokens are sequences one after the other; rows that are padding give 0."""
-    behind_flash.check_options(options.dropout, options.sinks)
     batch, heads, length, _ = query.shape
-    out: Any = varlen_attn(
-        _rows(query, packing.rows_q), _rows(key, packing.rows_k), _rows(value, packing.rows_k),
-        packing.cu_seq_q, packing.cu_seq_k, packing.max_q, packing.max_k, scale=options.scale,
-        window_size=window, enable_gqa=True, softcap=options.softcap,
-    )  # fmt: skip
-    if packing.rows_q is not None:
+    rows_q, rows_k = packing.rows_q, packing.rows_k
+    out = attend(_rows(query, rows_q), _rows(key, rows_k), _rows(value, rows_k), packing, window, options)
+    if rows_q is not None:
         padded = out.new_zeros(batch * length, heads, out.shape[-1])
-        out = padded.index_copy(0, packing.rows_q, out)
-    return cast(Tensor, out.view(batch, length, heads, -1))
+        out = padded.index_copy(0, rows_q, out)
+    return out.view(batch, length, heads, -1)
 
 
 def _rows(heads_first: Tensor, rows: Tensor | None) -> Tensor:

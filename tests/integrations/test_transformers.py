@@ -6,6 +6,7 @@ import transformers
 from support import transformers_models as models
 
 import attnreg
+from attnreg.errors import UnsupportedInputError
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -32,7 +33,11 @@ def alone(name, docs):
     return outs, models.gradients(eager, outs)
 
 
-@pytest.mark.parametrize("name", models.CONFIGS)
+# That of sinks takes a gradient through the LSE.
+WITH_GRADIENTS = [name for name in models.CONFIGS if name != "GptOss"]
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(name, read_backs):
     docs = models.documents()
     expected, expected_grads = alone(name, docs)
@@ -54,6 +59,21 @@ def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(na
         assert attnreg.stats().calls == {backend: {"forward": layers, "backward": layers}}, form
 
 
+def test_sinks_count_in_every_form_and_a_gradient_that_would_lack_a_part_is_an_error(read_backs):
+    docs = models.documents()
+    one = models.model("GptOss", "attnreg")
+    with torch.no_grad():
+        eager = models.model("GptOss", "eager")
+        expected = [models.results(eager, {"input_ids": doc})[0] for doc in docs]
+        for batch_of, _ in FORMS.values():
+            batch = batch_of(docs)
+            attnreg.reset_stats()
+            assert_close(models.by_document(models.results(one, batch), batch, docs), expected)
+            assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
+    with pytest.raises(UnsupportedInputError, match=r"got sinks \(s_aux\) and a gradient to compute"):
+        models.results(one, batch)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_a_batch_without_padding_runs_by_pytorchs_own_function_or_as_packed_where_that_lacks_an_option(
     name, read_backs
@@ -71,7 +91,7 @@ def test_a_batch_without_padding_runs_by_pytorchs_own_function_or_as_packed_wher
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_generation_from_prompts_padded_on_the_left_is_that_from_each_prompt_alone(name, cache, read_backs):
     docs, new = models.documents(), 8
     one = models.model(name, "eager")

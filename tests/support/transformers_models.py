@@ -28,6 +28,7 @@ GEMMA = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 CONFIGS = {
     "Llama": lambda: transformers.LlamaConfig(**DECODER),
@@ -36,6 +37,10 @@ CONFIGS = {
     ),
     "Gemma2": lambda: transformers.Gemma2Config(**DECODER, **GEMMA, attn_logit_softcapping=2.0),
     "Gemma3": lambda: transformers.Gemma3TextConfig(**DECODER, **GEMMA),
+    "GptOss": lambda: transformers.GptOssConfig(
+        **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"], num_local_experts=2,
+        num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
+    ),
     "Bert": lambda: transformers.BertConfig(**ENCODER),
     "ModernBert": lambda: transformers.ModernBertConfig(
         **ENCODER, local_attention=8, global_attn_every_n_layers=3, bos_token_id=1, cls_token_id=1,
@@ -50,7 +55,10 @@ def _model(name):
     torch.manual_seed(0)
     config = CONFIGS[name]()
     kind = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
-    return kind.from_config(config, attn_implementation="eager").double().eval()
+    one = kind.from_config(config, attn_implementation="eager").double().eval()
+    for layer in one.model.layers if name == "GptOss" else ():
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return one
 
 
 def model(name, attention):
