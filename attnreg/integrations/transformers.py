@@ -139,9 +139,9 @@ def _packed(
     return out.view(batch, length, heads, -1)
 
 
-def _rows(heads_first: Tensor, rows: Tensor | None) -> Tensor:
+def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """Return (B, H, S, D) as (T, H, D), the rows that count."""
-    flat = heads_first.transpose(1, 2).flatten(0, 1)
+    flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat if rows is None else flat.index_select(0, rows)
 
 
