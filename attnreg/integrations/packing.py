@@ -80,6 +80,8 @@ def pack(batches: list[Batch]) -> list[Packing | None]:
 
     It is None for a batch that has no padding and one document in each row.
     """
+    if all(one.padding is None and one.starts is None for one in batches):
+        return [None] * len(batches)
     if torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     ):
@@ -89,8 +91,6 @@ def pack(batches: list[Batch]) -> list[Packing | None]:
     for one, of_one in zip(batches, numbers, strict=True):
         of_one += [] if one.starts is None else [one.starts.flatten().int()]
     asked = [x for of_one in numbers for x in of_one]
-    if not asked:
-        return [None] * len(batches)
     parts = iter(torch.split(read(torch.cat(asked)), [len(x) for x in asked]))
     return [_known(one, [next(parts) for _ in of_one]) for one, of_one in zip(batches, numbers, strict=True)]
 

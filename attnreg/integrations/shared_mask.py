@@ -63,6 +63,8 @@ class SharedMask:
             _unpacked.masks = self._siblings
 
     def _others(self) -> list[SharedMask]:
+        if torch.compiler.is_compiling():
+            return []  # nothing is read back there, also if layers are compiled and the mask was made before
         masks = (sibling() for sibling in self._siblings)
         return [mask for mask in masks if mask is not None and mask is not self]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from support import transformers_models as models
 from transformers import masking_utils
 
@@ -72,6 +73,28 @@ def test_masks_of_one_forward_are_read_back_together_and_those_of_the_next_by_th
         assert full.packing(None).max_q == window.packing(None).max_q == 6
         assert full.packing(None).cu_seq_k.tolist() == [0, 6, 10]
     assert len(read_backs) == 2
+
+
+def test_several_documents_in_each_of_several_rows_are_apart(read_backs):
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]])
+    shared, visible = made(position_ids=positions)  # transformers has found them
+    out, tensors = call(shared, sliding_window=3)
+    torch.testing.assert_close(out, by_scores(tensors, visible))
+    with_cache, _ = made(
+        past_key_values=transformers.DynamicCache(), position_ids=positions
+    )  # it doesn't look
+    out, _ = call(with_cache, sliding_window=3, position_ids=positions)
+    torch.testing.assert_close(out, by_scores(tensors, visible))
+    assert len(read_backs) == 2
+
+
+def test_dropout_is_sdpas_or_an_error():
+    out, (_, _, value) = call(made(create=masking_utils.create_causal_mask)[0], dropout=1.0)
+    assert out.count_nonzero() == 0 < value.count_nonzero()
+    with pytest.raises(
+        UnsupportedInputError, match=r"got dropout 0\.1 for a batch that is packed or padded or"
+    ):
+        call(made()[0], dropout=0.1)
 
 
 def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():
