@@ -9,13 +9,14 @@ docs/transformers.md says what is served and what isn't.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
 from attnreg.integrations.packing import Batch, Options, Packing, Window, attend, of_equal_lengths, pack
 from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_positions
@@ -34,12 +35,19 @@ def install(*, behind: str | None = None) -> None:
 
     Raises:
         InvalidInputError: `behind` is another name.
+        RegistrationError: the installed transformers is too old.
     """
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
-    from transformers.masking_utils import AttentionMaskInterface
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise RegistrationError(
+            f"transformers: got {transformers.__version__}, whose mask functions take no q_offset, expected "
+            "5.23 or later"
+        )
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)

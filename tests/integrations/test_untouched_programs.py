@@ -7,11 +7,12 @@ from support.processes import forked
 
 # What of transformers attnreg registers with, in a package of its name.
 INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
+MASKS = INTERFACE.format("AttentionMaskInterface") + "def sdpa_mask(q_offset): pass\n"
 MODULES = {
-    "__init__": "",
+    "__init__": "__version__ = '4.57.6'\n",
     "interface": "class Interface:\n    names = {}\n    @classmethod\n"
     "    def register(cls, name, function):\n        cls.names[name] = function.__name__\n",
-    "masking_utils": INTERFACE.format("AttentionMaskInterface"),
+    "masking_utils": MASKS,
     "modeling_utils": INTERFACE.format("AttentionInterface"),
 }
 PROGRAM = """\
@@ -55,11 +56,11 @@ def test_a_value_that_is_none_is_a_warning_and_no_error_of_an_import(tmp_path):
     assert "ATTNREG_TRANSFORMERS: got 'flash', expected 1, 0 or flash_attention_2" in said
 
 
-def test_a_transformers_without_its_interfaces_is_a_warning_and_no_error_of_its_import(tmp_path, monkeypatch):
-    monkeypatch.setitem(MODULES, "masking_utils", "class AttentionMaskInterface: names = {}\n")
+def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODULES, "masking_utils", MASKS.replace("q_offset", "cache_position"))
     (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="1")
     assert names == [{}, {}]
-    assert (
-        "attnreg is not installed in transformers: AttributeError: type object 'AttentionMaskInterface'"
-        in said
+    message = (
+        "RegistrationError: transformers: got 4.57.6, whose mask functions take no q_offset, expected 5.23"
     )
+    assert f"attnreg is not installed in transformers: {message}" in said
