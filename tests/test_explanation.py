@@ -162,11 +162,11 @@ def test_the_arguments_of_scaled_dot_product_attention_are_understood():
 
 def test_the_arguments_of_varlen_attn_are_understood(packed):
     inputs = packed((3, 5), (4, 4), heads=4, heads_k=2, dim=8)
-    explanation = explain(*inputs, True, window_size=(2, -1), enable_gqa=True, num_splits=2)
+    explanation = explain(*inputs, True, window_size=(2, -1), enable_gqa=True, num_splits=2, softcap=9)
     assert explanation.spec == attnreg.AttentionSpec(
         device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=5, max_k=4, heads_q=4, heads_k=2,
         head_dim=8, head_dim_v=8, tokens_q=8, tokens_k=8, varlen=True, window=(2, 0), num_splits=2,
-        needs_backward=True,
+        softcap=9.0, needs_backward=True,
     )  # fmt: skip
     assert explain(*inputs, window_size=None, enable_gqa=True).spec.window == (-1, -1)
 
@@ -337,8 +337,8 @@ SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim
         (lambda q, k, v: explain(q, k, v, dropout_p=1.5), "dropout_p: got 1.5, expected 0 to 1"),
         (lambda q, k, v: explain(q, k, v, scale=float("nan")), "scale: got nan, expected a finite number"),
         (
-            lambda q, k, v: explain(q, k, v, window_size=(4, 0), num_splits=2),
-            "explain: got window_size, num_splits without cu_seq_q, expected none: "
+            lambda q, k, v: explain(q, k, v, window_size=(4, 0), num_splits=2, softcap=9.0),
+            "explain: got window_size, num_splits, softcap without cu_seq_q, expected none: "
             "F.scaled_dot_product_attention has none",
         ),
         (

@@ -66,6 +66,8 @@ class Call(NamedTuple):
             deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
         batch_invariant: whether the bits of a sequence's results may depend on nothing but the sequence: not
             on others in the batch, the longest lengths or its place. The kernel then splits no keys.
+        softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
+            them or hidden; 0 for none.
     """
 
     scale: float
@@ -83,6 +85,7 @@ class Call(NamedTuple):
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+    softcap: float = 0.0
 
     @property
     def causal(self) -> bool:
@@ -112,7 +115,7 @@ KEYED_BY = {
     "scale": "sign",
     "rng_state": "nothing",
     **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
-    **dict.fromkeys(("deterministic", "batch_invariant"), "value"),
+    **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
     **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
 }

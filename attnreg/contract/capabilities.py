@@ -14,7 +14,7 @@ from typing import NamedTuple
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import RegistrationError
 
-__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line"]
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line", "one_of"]
 
 
 class Range(NamedTuple):
@@ -62,9 +62,10 @@ class Capabilities:
 
     The booleans say whether it accepts dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; a given number of splits; a scale of 0 or below (`any_scale`); whether it is
-    `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
-    results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
+    slopes; `seqused_k`; a given number of splits; a `softcap`; a scale of 0 or below (`any_scale`); whether
+    it is `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a
+    sequence's results depend on no other sequence); and whether it can be captured in a CUDA graph
+    (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
@@ -90,6 +91,7 @@ class Capabilities:
     seqused_k: bool = False
     num_splits: bool = False
     any_scale: bool = False
+    softcap: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
     capture: bool = False
@@ -104,7 +106,7 @@ class Capabilities:
         """Return every reason why the backend can't run `spec`; empty if it can."""
         if spec.device.type not in self.devices:
             # Further reasons would be about a device that this backend doesn't serve.
-            return (f"device must be {_listed(self.devices)}, got {spec.device.type}",)
+            return (f"device must be {one_of(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
 
     def _limits(self, spec: AttentionSpec) -> Iterator[str]:
@@ -116,7 +118,7 @@ class Capabilities:
                 side = "old" if got < low else "new"
                 yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
         if spec.dtype not in self.dtypes:
-            yield f"dtype must be {_listed(self.dtypes)}, got {spec.dtype}"
+            yield f"dtype must be {one_of(self.dtypes)}, got {spec.dtype}"
         if spec.head_dim not in self.head_dim:
             yield f"head_dim must be {self.head_dim}, got {spec.head_dim}"
         if self.head_dim_v is None and spec.head_dim_v != spec.head_dim:
@@ -147,6 +149,7 @@ class Capabilities:
             (spec.bias, self.bias, "attn_bias must be None, got a tensor"),
             (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
+            (spec.softcap > 0.0, self.softcap, f"softcap must be 0, got {spec.softcap}"),
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
             (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),
             (spec.deterministic, self.deterministic, not_deterministic),
@@ -212,7 +215,8 @@ def _are_whole(numbers: tuple[object, ...]) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def one_of(names: tuple[str, ...]) -> str:
+    """Return names as a sentence lists them: `a, b or c`."""
     return " or ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 

@@ -123,6 +123,7 @@ class AttentionSpec:
     page_size: int | None = None
     num_splits: int | None = None
     positive_scale: bool = True
+    softcap: float = 0.0
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -152,6 +153,8 @@ class AttentionSpec:
             )
         if not 0.0 <= self.dropout <= 1.0:
             raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
+        if self.softcap and not LEAST_SCALE <= self.softcap <= 1.0 / LEAST_SCALE:
+            raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
 
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction: `num_splits` is for forwards only."""
@@ -199,6 +202,7 @@ class AttentionSpec:
             f"pages of {self.page_size}": self.page_size is not None,
             f"num_splits {self.num_splits}": self.num_splits is not None,
             "scale 0 or below": not self.positive_scale,
+            f"softcap {self.softcap}": self.softcap > 0.0,
             "needs grad": self.needs_backward,
             "deterministic": self.deterministic,
             "batch-invariant": self.batch_invariant,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.spec import Direction
+from attnreg.contract.spec import LEAST_SCALE, Direction
 from attnreg.errors import InvalidInputError, RegistrationError
 
 
@@ -154,6 +154,17 @@ def check_scale(scale: float) -> None:
         is_finite = False
     if not is_finite:
         raise _wrong("scale", repr(scale), "a finite number")
+
+
+def checked_softcap(softcap: float) -> float:
+    """Return a softcap as a float; it is 0 for none, or a finite number above 0."""
+    try:
+        found = float(softcap)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if found != 0.0 and not LEAST_SCALE <= found <= 1.0 / LEAST_SCALE:
+        raise _wrong("softcap", repr(softcap), "0 for none, or a number above 0 that float32 can hold")
+    return found
 
 
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:

@@ -79,10 +79,12 @@ def kept_for(
 
     Returns:
         None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
-        lengths in use, slopes; and for a first call, whose results were only just checked.
+        lengths in use, slopes, a softcap; and for a first call, whose results were only just checked.
     """
     others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
-    if load() is None or not plan.is_checked or call.dropout > 0.0 or any(one is not None for one in others):
+    if load() is None or not plan.is_checked or call.dropout > 0.0 or call.softcap > 0.0:
+        return None
+    if any(one is not None for one in others):
         return None
     launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
     is_final = launcher is not None or plan.specialize is None

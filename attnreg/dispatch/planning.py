@@ -132,7 +132,7 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
     """Return the spec of a call in the contract's layout."""
-    varlen, paged = call.cu_seqlens_q is not None, call.block_table is not None
+    varlen, paged = call.varlen, call.block_table is not None
     batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
     return AttentionSpec(
         device=device_of(query.device),
@@ -151,6 +151,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         page_size=key.shape[1] if paged else None,
         num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
+        softcap=call.softcap,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         batch_invariant=call.batch_invariant,

@@ -98,6 +98,7 @@ def explain(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    softcap: float = 0.0,
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -135,7 +136,7 @@ def explain(
             )
         described = packed(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
-            seqused_k, block_table, num_splits, enable_gqa,
+            seqused_k, block_table, num_splits, softcap, enable_gqa,
         )  # fmt: skip
         return _explained(described, leading)
     further = {
@@ -143,6 +144,7 @@ def explain(
         "seqused_k": seqused_k is not None,
         "block_table": block_table is not None,
         "num_splits": num_splits is not None,
+        "softcap": bool(softcap),
     }
     if any(further.values()):
         named = ", ".join(name for name, given in further.items() if given)

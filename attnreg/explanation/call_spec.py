@@ -84,6 +84,7 @@ def packed(
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     num_splits: int | None,
+    softcap: float,
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
@@ -91,7 +92,7 @@ def packed(
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

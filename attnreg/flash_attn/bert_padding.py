@@ -48,4 +48,5 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return rows (T, ...) as a padded batch (B, S, ...), with zeros where `indices` names no row."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.view(batch, seqlen, *rows.shape[1:])

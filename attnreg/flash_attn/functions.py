@@ -154,9 +154,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_varlen_func` of query, key and value in one tensor, `qkv` (T, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, 3, 4)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(q, k, v, *lengths, *rest, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -177,9 +178,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Returned:
     """Compute `flash_attn_varlen_func` of key and value in one tensor, `kv` (T_k, 2, H_k, D)."""
     k, v = _parts("kv", kv, 2, 4)
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, k, v, *lengths, *rest, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool = False, **options: Any) -> Any:
@@ -194,14 +196,16 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool = False, **opti
                 f"{name}: got {got}, expected 4 dimensions (batch, length, heads, head_dim)"
             )
     if not len(q) == len(k) == len(v):
-        got = f"{len(q)} for q, {len(k)} for k and {len(v)} for v"
-        raise InvalidInputError(f"batch: got {got}, expected equal ones")
+        sizes = f"{len(q)} for q, {len(k)} for k and {len(v)} for v"
+        raise InvalidInputError(f"batch: got {sizes}, expected equal ones")
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    packed = (x.flatten(0, 1) for x in (q, k, v))
     offsets_q = regular_offsets(batch, length_q, q)
     offsets_k = offsets_q if length_k == length_q else regular_offsets(batch, length_k, k)
-    lengths, aux = (offsets_q, offsets_k, length_q, length_k), AuxRequest(lse=with_lse)
-    found = varlen_attn(*packed, *lengths, return_aux=aux, enable_gqa=True, **options)
+    aux = AuxRequest(lse=with_lse)
+    found: Any = varlen_attn(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), offsets_q, offsets_k, length_q, length_k,
+        return_aux=aux, enable_gqa=True, **options,
+    )  # fmt: skip
     out, lse = found if with_lse else (found, None)
     out = out.unflatten(0, (batch, length_q))
     if lse is None:

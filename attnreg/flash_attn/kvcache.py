@@ -96,7 +96,7 @@ def flash_attn_with_kvcache(
         options["block_table"] = pages.contiguous()
     offsets_q, aux = regular_offsets(batch, length_q, q), AuxRequest(lse=return_softmax_lse)
     lengths = offsets_q, offsets_k, length_q, longest
-    found = varlen_attn(
+    found: Any = varlen_attn(
         q.flatten(0, 1), k_cache, v_cache, *lengths, return_aux=aux, enable_gqa=True, **options
     )
     out, lse = found if return_softmax_lse else (found, None)

@@ -39,6 +39,7 @@ class Case:
         dropout: probability of dropping a weight. The value is then the identity, by which the output shows
             which weights were dropped; so each query has to see every key, and no
             sequence may have more keys than the value's head dim.
+        softcap: bound on the scores, 0 for none.
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         batch_invariant: whether a sequence has to have the same bits in every batch.
@@ -65,6 +66,7 @@ class Case:
     tail: int = 0
     poison: bool = False
     dropout: float = 0.0
+    softcap: float = 0.0
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
@@ -107,7 +109,7 @@ class Case:
             tokens_k=sum(self.lens_k) + self.tail if self.varlen else -1,
             varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
             seqused_k=self.seqused_k is not None, page_size=self.page_size,
-            dropout=self.dropout, num_splits=self.num_splits,
+            dropout=self.dropout, num_splits=self.num_splits, softcap=self.softcap,
             positive_scale=self.scale is None or self.scale >= LEAST_SCALE,
             deterministic=self.deterministic, needs_backward=needs_backward,
             batch_invariant=self.batch_invariant,
@@ -202,6 +204,10 @@ SHAPES: tuple[Case, ...] = (
     _varlen("varlen self-attention", *RAGGED, one_cu_seqlens=True, window=CAUSAL),
     _dense("dropout", 33, 64, dropout=0.3),
     _varlen("varlen dropout", (33, 64), (7, 3), (65, 33), dropout=0.3),
+    _dense("softcap 2", 113, 203, softcap=2.0, heads=(4, 2), window=CAUSAL),
+    _dense("softcap 30, values x5", 65, 129, softcap=30.0, magnitude=5.0),
+    _varlen("varlen softcap 1.5", *RAGGED_UNEQUAL, softcap=1.5, scale=0.3, heads=(4, 2), window=(40, 3)),
+    _varlen("varlen softcap 50, scale below 0", *RAGGED, softcap=50.0, scale=-2.0, tail=17, poison=True),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
     _varlen("varlen num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),

@@ -227,4 +227,5 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         num_splits=case.num_splits,
         deterministic=case.deterministic,
         batch_invariant=case.batch_invariant,
+        softcap=case.softcap,
     )

@@ -37,6 +37,7 @@ def attend(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     kept: Tensor | None = None,
+    softcap: float = 0.0,
     first_row: int = 0,
     len_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def attend(
 
     Args:
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
-        scale, window, bias, alibi_slopes: as in `Call`.
+        scale, window, bias, alibi_slopes, softcap: as in `Call`.
         kept: (B, H, S_q, S_k), the factors of dropout: 0 where a weight is dropped.
         first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
 
@@ -56,6 +57,8 @@ def attend(
         x.transpose(1, 2) for x in (query, *(x.repeat_interleave(group, dim=2) for x in (key, value)))
     )
     scores = query @ key.mT * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
     rows, keys = scores.shape[-2:]
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
     i = i + keys - (rows if len_q is None else len_q)
@@ -97,6 +100,7 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
             *(q[rows_q], k[rows_k], v[rows_k], call.scale, call.window),
             bias=bias,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
+            softcap=call.softcap,
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         out = out.index_put((rows_q,), part[0])

@@ -31,6 +31,7 @@ class Environment(NamedTuple):
     lock: Path | None = None
     routers: str = ""
     build: str = ""
+    transformers: str = ""
 
 
 class Variable(NamedTuple):
@@ -114,6 +115,11 @@ VARIABLES = {
         _one_of("background", "now", "off"),
         "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
         "priority does it), now (the call waits for it) or off",
+    ),
+    "ATTNREG_TRANSFORMERS": Variable(
+        _one_of("1", "0", "flash_attention_2"),
+        "1: transformers knows attn_implementation='attnreg'; flash_attention_2: attnreg stands behind that "
+        "name as well",
     ),
 }
 

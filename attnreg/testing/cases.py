@@ -32,6 +32,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "page_size": lambda case: case.page_size is not None,
     "num_splits": lambda case: case.num_splits is not None,
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
+    "softcap": lambda case: case.softcap > 0.0,
     "deterministic": lambda case: case.deterministic,
     "batch_invariant": lambda case: case.batch_invariant,
 }
@@ -132,6 +133,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         scale=maybe("any_scale", -0.1, draw.choice((None, draw.uniform(0.5, 2.0) * (dim or 1) ** -0.5)), 0.0),
         grad_layout=draw.choice(("plain", "plain", "bhsd", "expanded")),
         alibi=maybe("alibi", True, False),
+        softcap=maybe("softcap", draw.choice((0.5, 5.0, 50.0)), 0.0),
         num_splits=maybe("num_splits", draw.randint(1, 4), None),
         deterministic=maybe("deterministic", True, False, 0.1),
         batch_invariant=maybe("batch_invariant", True, False, 0.1),

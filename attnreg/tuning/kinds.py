@@ -98,6 +98,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         "num_splits": spec.num_splits is not None,
         "page_size": spec.page_size is not None,
         "seqused_k": spec.seqused_k,
+        "softcap": spec.softcap > 0.0,
     }
     return Kind(
         direction,

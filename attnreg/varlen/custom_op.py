@@ -40,13 +40,15 @@ def forward(
     num_splits: int | None = None,
     backend: str = "",
     needs_backward: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits))
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
+    call = with_aliased_offsets(call)
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
@@ -102,6 +104,7 @@ def backward(
     block_table: Tensor | None = None,
     backend: str = "",
     choice: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes.
 
@@ -109,7 +112,7 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table))
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
@@ -125,9 +128,9 @@ def _backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size = inputs[:10]
-    _gqa, seqused_k, block_table, _splits, backend = inputs[10:15]
+    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap = inputs[10:]
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
-    ctx.numbers, ctx.backend = (longest, is_causal, scale, window_size), backend
+    ctx.numbers, ctx.last = (longest, is_causal, scale, window_size), (backend, 0, softcap)
     ctx.mark_non_differentiable(output[1], output[2])
 
 
@@ -135,7 +138,7 @@ def _gradients(op: Any, ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]
     *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
     longest, is_causal, scale, window_size = ctx.numbers
     given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
-    return (*op(grad_out, *given, seqused_k, block_table, ctx.backend), *(None,) * 13)
+    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last), *(None,) * 14)
 
 
 forward.register_autograd(lambda ctx, grad_out, *_: _gradients(backward, ctx, grad_out), setup_context=_save)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from attnreg.contract.validation import checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
@@ -55,6 +56,7 @@ def varlen_attn(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
@@ -82,6 +84,8 @@ def varlen_attn(
         block_table: int32 (B, pages per sequence), the pages of a paged key-value cache.
         num_splits: into how many pieces to split the keys at most (1: not at all); the kernel chooses
             unless given.
+        softcap: bound on the scores: `softcap * tanh(score / softcap)` takes the place of each scaled score
+            before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
         backend: run on this backend or not at all.
 
     Returns:
@@ -105,6 +109,7 @@ def varlen_attn(
             and seqused_k is None
             and block_table is None
             and num_splits is None
+            and not softcap
             and GRAPH_TREES not in sys.modules
         ):
             results = cache.varlen(
@@ -131,12 +136,13 @@ def varlen_attn(
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
             block_table, num_splits, backend or "", wants_gradient(query, key, value),
+            checked_softcap(softcap or 0.0),
         )  # fmt: skip
     elif wants_gradient(query, key, value):
-        rest = lengths, scale, bound, seqused_k, block_table, num_splits
+        rest = lengths, scale, bound, seqused_k, block_table, num_splits, softcap
         out, lse = _VarlenAttention.apply(query, key, value, choice, *rest)  # type: ignore[no-untyped-call]
     else:
-        call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits)
+        call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
         (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
     return _returned(out, lse, return_aux)
 
@@ -193,9 +199,9 @@ class _VarlenAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, choice: ScopedChoice | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
         (out, lse), _ = run("forward", (query, key, value), call_of(query, *arguments), choice)
-        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _ = arguments
+        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _, softcap = arguments
         ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table)
-        ctx.numbers, ctx.choice = (longest, scale, bound), choice
+        ctx.numbers, ctx.choice = (longest, scale, bound, softcap), choice
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -204,17 +210,18 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
-            return (None,) * 10
+            return (None,) * 11
         query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
-        longest, scale, bound = ctx.numbers
+        longest, scale, bound, softcap = ctx.numbers
         if torch.compiler.is_compiling():  # by compiled autograd
             tensors = grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k
             number = 0 if ctx.choice is None else ctx.choice.number
             rest = *longest, False, None, scale, list(bound), seqused_k, block_table, "", number
-            return (*custom_op.backward(*tensors, *rest), *(None,) * 7)
-        call = call_of(query, (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table)
+            return (*custom_op.backward(*tensors, *rest, softcap or 0.0), *(None,) * 8)
+        lengths = cu_seq_q, cu_seq_k, *longest
+        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap)
         # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them
         # memory that kernels can read, but it isn't asked here.
         grad_out = out.new_zeros(out.shape) if grad_out._is_zerotensor() else grad_out.resolve_neg()
         grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, ctx.choice)
-        return (*grads, *(None,) * 7)
+        return (*grads, *(None,) * 8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of
 from attnreg.contract.spec import UNBOUNDED, Direction
-from attnreg.contract.validation import check, check_scale
+from attnreg.contract.validation import check, check_scale, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import (
@@ -88,10 +88,11 @@ def call_of(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    softcap: float = 0.0,
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
-    Raises `InvalidInputError` if a length is no integer, or the scale no number.
+    Raises `InvalidInputError` if a length is no integer, or the scale or the softcap no number.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = lengths
     if not type(max_q) is type(max_k) is int:
@@ -102,7 +103,7 @@ def call_of(
     return Call(
         scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(), wants_batch_invariant(),
+        wants_deterministic(), wants_batch_invariant(), checked_softcap(softcap) if softcap else 0.0,
     )  # fmt: skip
 
 

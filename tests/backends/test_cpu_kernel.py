@@ -72,6 +72,34 @@ def test_weights_of_very_large_scores_stay_weights_in_the_backward(kernels, scal
     assert dv.abs().max() <= 50.0
 
 
+def test_the_tanh_of_a_softcap_is_exact_to_a_few_units_for_every_size_of_score(kernels):
+    """One key: the LSE is its score. The tanh is a polynomial where it is small, and 1 from 10 on."""
+    scores = torch.cat([torch.logspace(-30, 4, 1000), torch.linspace(0.3, 1.2, 1000), torch.zeros(1)])
+    scores = torch.cat([scores, -scores])
+    q, one = scores.view(-1, 1, 1, 1), torch.ones(len(scores), 1, 1, 1)
+    for softcap in (0.5, 1.0, 30.0):
+        out, lse = kernels.forward(q, one, one, Call(1.0, 1, 1, softcap=softcap))
+        expected = softcap * torch.tanh(scores.double() / softcap)
+        torch.testing.assert_close(lse.flatten().double(), expected, rtol=6e-7, atol=1e-36)
+        assert torch.equal(out, one)
+
+
+def test_a_nan_in_the_query_stays_one_with_a_softcap(kernels):
+    x = torch.randn(1, 20, 1, 8)
+    q = x.clone()
+    q[0, 3, 0, 5] = torch.nan
+    out, lse = kernels.forward(q, x, x, Call(1.0, 20, 20, softcap=2.0))
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 3]]
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 3, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 20.0, 1000.0])
+def test_softcaps_of_every_size_are_accurate_where_scores_are_large(kernels, softcap, dtype):
+    options = {"softcap": softcap, "dtype": dtype, "magnitude": 6.0, "window": CAUSAL}
+    assert_accurate(kernels, ragged((140, 3, 70), heads=(4, 2), dims=(40, 24), **options))
+
+
 # ---- what doesn't fit
 
 

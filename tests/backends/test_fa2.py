@@ -85,16 +85,18 @@ def test_every_case_that_torchs_kernels_take_is_right(torchs):
     assert forwards == {"varlen seqused_k"}
 
 
-def test_the_package_runs_alibi_and_pages_and_nothing_else(torchs, package):
+def test_the_package_runs_alibi_softcap_and_pages_and_nothing_else(torchs, package):
     recorded = package()
-    names = ("alibi", "varlen alibi", "pages of NaN", "pages", "heads 4:1", "varlen seqused_k")
+    options = {"alibi", "varlen alibi", "softcap 2", "varlen softcap 1.5"}
+    names = (*options, "pages of NaN", "pages", "heads 4:1", "varlen seqused_k")
     both, forwards = verified(fa2.BACKEND, [case for case in QUICK if case.name in names])
-    assert both == {"alibi", "varlen alibi", "heads 4:1"}
+    assert both == options | {"heads 4:1"}
     assert forwards == {"pages of NaN", "varlen seqused_k"}  # pages of 16 are too small
     assert {name for name, _ in recorded.calls} == set(SCHEMAS)
     packed = [given for name, given in recorded.calls if name == "_flash_attn_varlen_forward"]
     paged = [given for given in packed if given["block_table"] is not None]
-    assert all(given["alibi_slopes"] is not None for given in packed if given["block_table"] is None)
+    others = [given for given in packed if given["block_table"] is None]
+    assert all(given["softcap"] or given["alibi_slopes"] is not None for given in others)
     assert paged[0]["cu_seqlens_k"].tolist() == [0, 513, 612]
 
 
@@ -292,16 +294,20 @@ def test_without_the_package_a_refusal_names_it(monkeypatch):
     assert reasons("forward", **PAGED) == (f"block_table needs torch 2.12 or {HINT}",)
     assert reasons("backward", alibi=True) == (f"alibi_slopes need {HINT}",)
     assert reasons("forward", alibi=True) == (f"alibi_slopes need {HINT}",)
+    assert reasons("forward", softcap=9.0) == reasons("backward", softcap=9.0) == (f"softcap needs {HINT}",)
     monkeypatch.setattr(fa2, "PAGES", True)
     assert reasons("forward", **PAGED) == ()
 
 
-def test_with_the_package_alibi_and_pages_are_taken(package, torch_212, monkeypatch):
+def test_with_the_package_alibi_softcap_and_pages_are_taken(package, torch_212, monkeypatch):
     package()
     monkeypatch.setattr(fa2, "PAGES", False)
     assert reasons("forward", alibi=True, varlen=True, dropout=0.1, num_splits=2) == (
         "num_splits must be None with alibi_slopes, got 2",
     )
+    for direction in ("forward", "backward"):
+        assert reasons(direction, softcap=9.0) == ()
+        assert reasons(direction, softcap=9.0, dropout=0.1) == ("dropout_p must be 0 with softcap, got 0.1",)
     assert reasons("forward", **PAGED, dropout=0.1) == (
         "dropout_p must be 0 with a block_table, which has no backward",
     )

@@ -108,6 +108,8 @@ GIVEN = {
     "bias": dense(**SMALL, attn_bias=tensors((2, 4, 5))[0]),
     "boolean bias": dense(**SMALL, attn_bias=tensors((2, 1, 4, 5))[0] > 0),
     "alibi": dense(**SMALL, alibi_slopes=torch.tensor([0.5, 0.25])),
+    "softcap": dense(**SMALL, softcap=0.4, attn_bias=tensors((2, 4, 5))[0]),
+    "varlen softcap": varlen((3, 2), (4, 3), heads=(2, 1), dims=(2, 3), window=CAUSAL, softcap=1.0),
     "seqused_k": dense(**SMALL, seqused_k=torch.tensor([2, 5]), attn_bias=tensors((1, 1, 4, 5))[0]),
     "dropout": dense(**SMALL, dropout=0.4, rng_state=rng_state()),
     "varlen": varlen((3, 0, 2), (4, 2, 3), heads=(2, 1), dims=(2, 3), window=CAUSAL),

@@ -151,6 +151,7 @@ OPTIONS = [
     ({"page_size": 16}, "pages of 16"),
     ({"num_splits": 3}, "num_splits 3"),
     ({"positive_scale": False}, "scale 0 or below"),
+    ({"softcap": 30.0}, "softcap 30.0"),
     ({"needs_backward": True}, "needs grad"),
     ({"deterministic": True}, "deterministic"),
     ({"batch_invariant": True}, "batch-invariant"),

@@ -95,6 +95,7 @@ FIELDS = {
     "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),
     "batch_invariant": None,  # a setting: a change drops everything
+    "softcap": lambda given: attend(given, softcap=1.0),
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),

@@ -66,6 +66,20 @@ def test_every_case_of_the_matrix_is_right_with_alibi(fa2):
     hold(fa2, [case for case in QUICK if case.alibi and case.dtype in ("bfloat16", "float16")])
 
 
+@SHAPES
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL, (8, 2)], ids=str)
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+@pytest.mark.parametrize(("dim", "heads"), [(64, (4, 4)), (128, (6, 2)), (256, (8, 1))], ids=str)
+def test_a_softcap_is_right_in_both_directions(fa2, lengths, window, softcap, dim, heads):
+    options = {"dims": (dim, dim), "heads": heads, "window": window, "softcap": softcap, **lengths}
+    cases = [
+        Case(name=f"softcap {options}", dtype=dtype, magnitude=magnitude, **options)
+        for dtype in ("bfloat16", "float16")
+        for magnitude in (1.0, 3.0)
+    ]
+    hold(fa2, cases)
+
+
 @pytest.mark.skipif(PAGES, reason="torch's own kernels read pages here")
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_pages_are_read(fa2, heads):

@@ -56,6 +56,15 @@ def test_output_and_lse_are_those_of_the_formula(window, lens, options):
             torch.testing.assert_close(lse[batch, head], expected[1])
 
 
+def test_a_softcap_bounds_scaled_scores_before_the_bias():
+    q, k, v = torch.randn(3, 1, 6, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bias = torch.linspace(-9, 9, 6, dtype=torch.float64).expand(6, 6)
+    scores = 1.5 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * 3.0 / 1.5)
+    out, lse = attend(q, k, v, 3.0, bias=bias, softcap=1.5)
+    torch.testing.assert_close(lse, (scores + bias).logsumexp(-1))
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", (scores + bias).softmax(-1), v))
+
+
 def test_gradients_are_those_of_finite_differences():
     draw = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     q, k, v = (torch.randn(1, n, 2, 3, **draw).requires_grad_() for n in (4, 3, 3))

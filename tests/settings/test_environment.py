@@ -68,6 +68,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
         ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
+        ("ATTNREG_TRANSFORMERS", "yes", "got 'yes', expected 1, 0 or flash_attention_2"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )
@@ -84,7 +85,7 @@ def test_all_problems_are_listed_one_on_each_line():
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
-    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "")
+    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "", "")
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):

@@ -41,14 +41,16 @@ SCHEMAS = {
 }
 
 # What the functions below call an argument; what torch's ops and the package's do.
-NAMES = "q k v out cu_q cu_k max_q max_k p scale causal left right slopes seqused_k block_table dout lse"
+NAMES = (
+    "q k v out cu_q cu_k max_q max_k p scale causal left right softcap slopes seqused_k block_table dout lse"
+)
 OF_TORCH = (
     "query key value out cum_seq_q cum_seq_k max_q max_k dropout_p scale is_causal window_size_left "
-    "window_size_right alibi_slopes seqused_k block_table grad_out logsumexp"
+    "window_size_right softcap alibi_slopes seqused_k block_table grad_out logsumexp"
 )
 OF_PACKAGE = (
     "q k v out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
-    "window_size_left window_size_right alibi_slopes seqused_k block_table dout softmax_lse"
+    "window_size_left window_size_right softcap alibi_slopes seqused_k block_table dout softmax_lse"
 )
 
 
@@ -85,8 +87,10 @@ def scores(given, index, q, k):
     elif right < 0 <= left:
         right = given["max_k"]
     bounds = (None if bound < 0 else bound for bound in (left, right))
-    found = one_sequence.scores(q, k, given["scale"], one_sequence.visible(len(q), len(k), *bounds))
+    mask = one_sequence.visible(len(q), len(k), *bounds)
+    found = one_sequence.scores(q, k, given["scale"], mask, given["softcap"] or 0.0)
     if given["slopes"] is not None:
+        assert not given["softcap"]  # `run_backward` has the scores with both
         i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
         slopes = given["slopes"].double()
         slopes = (slopes if slopes.dim() == 1 else slopes[index])[:, None, None]
@@ -132,7 +136,8 @@ def run_backward(given):
     grads = {name: torch.full(flat[name].shape, torch.nan, dtype=torch.float64) for name in "qkv"}
     for at_q, at_k, found, *qkv in each(given):
         grad, delta = flat["dout"][at_q], (flat["dout"] * flat["out"])[at_q].sum(-1).T
-        found = one_sequence.backward(found, lse[:, at_q], delta, *qkv, grad, given["scale"])
+        scale = given["scale"], given["softcap"] or 0.0
+        found = one_sequence.backward(found, lse[:, at_q], delta, *qkv, grad, *scale)
         grads["q"][at_q], grads["k"][at_k], grads["v"][at_k] = found
     return [grad.view(given[name].shape).to(given[name].dtype) for name, grad in grads.items()]
 
@@ -180,7 +185,7 @@ class Package(packages.Package):
         super().__init__("flash_attn", ops, flash_attn_package.PASSED)
 
     def named(self, given):
-        assert given["softcap"] == 0.0
+        assert not (given["softcap"] and given["dropout_p"])
         dense = {"max_seqlen_q": given["q"].shape[1], "max_seqlen_k": given["k"].shape[1]}
         return renamed(dense | given, OF_PACKAGE)
 

@@ -17,8 +17,9 @@ def visible(len_q, len_k, left=None, right=None, top_left=False):
     return mask
 
 
-def scores(query, key, scale, mask):
+def scores(query, key, scale, mask, softcap=0.0):
     found = torch.einsum("qhd,khd->hqk", query.double(), _for_each_head(key, query.shape[1])) * scale
+    found = softcap * torch.tanh(found / softcap) if softcap else found
     return found.masked_fill(~mask, -torch.inf)
 
 
@@ -28,11 +29,13 @@ def forward(scores, value):
     return torch.einsum("hqk,khd->qhd", _weights(scores, lse), _for_each_head(value, len(scores))), lse
 
 
-def backward(scores, lse, delta, query, key, value, grad, scale):
+def backward(scores, lse, delta, query, key, value, grad, scale, softcap=0.0):
     """Return the gradients of query, key and value; `delta` is the sum of output times gradient."""
     weights, grad = _weights(scores, lse.double()), grad.double()
     slopes = torch.einsum("qhd,khd->hqk", grad, _for_each_head(value, len(scores))) - delta[..., None]
     slopes = slopes * weights * scale
+    if softcap:
+        slopes = slopes * (1 - (scores / softcap).clamp(-1, 1).square())
     grad_q = torch.einsum("hqk,khd->qhd", slopes, _for_each_head(key, len(scores)))
     of_keys = ((slopes, query.double()), (weights, grad))
     grad_k, grad_v = (torch.einsum("hqk,qhd->khd", *each) for each in of_keys)

@@ -6,11 +6,12 @@ from attnreg.measure import measure
 from attnreg.measure.reference import attend
 
 
-def attention(query, key, value, *, window=(-1, -1), scale=None, bias=None, top_left=False):
+def attention(query, key, value, *, window=(-1, -1), scale=None, softcap=0.0, bias=None, top_left=False):
     """Return output (S_q, H, D_v) and LSE (H, S_q) of one sequence; a window is aligned bottom-right."""
     out, lse = attend(
         *(query[None], key[None], value[None], query.shape[-1] ** -0.5 if scale is None else scale, window),
         bias=bias,
+        softcap=softcap,
         len_q=len(key) if top_left else None,
     )
     return out[0], lse[0]

@@ -215,6 +215,13 @@ FIELDS = {
         called_with(alibi_slopes=lambda call: call.alibi_slopes[0].expand_as(call.alibi_slopes)),
         "varlen alibi",
     ),
+    "softcap": ("softcap", called_with(softcap=lambda call: 0.0), "softcap 2"),
+    "half the softcap": ("softcap", called_with(softcap=lambda call: call.softcap / 2), "varlen softcap 1.5"),
+    "softcap of the backward": (
+        "softcap",
+        only("backward", called_with(softcap=lambda call: 0.0)),
+        "softcap 30, values x5",
+    ),
     "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
     "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
     "dropout of the backward": ("dropout", only("backward", called_with(dropout=half_dropped)), "dropout"),

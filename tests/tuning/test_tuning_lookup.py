@@ -221,7 +221,7 @@ def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
     [
         {"window": (-1, 0)}, {"window": (8, 0)}, {"varlen": True}, {"dtype": "float32"},
         {"head_dim": 128, "head_dim_v": 128}, {"dropout": 0.1}, {"bias": True}, {"alibi": True},
-        {"seqused_k": True}, {"page_size": 16}, {"num_splits": 2}, {"batch": 0},
+        {"seqused_k": True}, {"page_size": 16}, {"num_splits": 2}, {"softcap": 9.0}, {"batch": 0},
     ],
     ids=str,
 )  # fmt: skip

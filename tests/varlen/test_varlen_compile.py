@@ -95,6 +95,7 @@ OPTIONS = {
     "window and scale": ({"window_size": (2, 1), "scale": 0.3}, {"window": (2, 1), "scale": 0.3}),
     "grouped heads": ({"enable_gqa": True}, {}),
     "num_splits": ({"num_splits": 2}, {}),
+    "softcap": ({"softcap": 0.8}, {"softcap": 0.8}),
     "backend": ({"backend": "math"}, {}),
     "seqused_k": ({"seqused_k": integers(3, 0, 8, 1)}, {"used": (3, 0, 8, 1)}),
 }

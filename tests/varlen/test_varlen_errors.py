@@ -105,6 +105,13 @@ BAD = [
     ({"window_size": "ab"}, f"window_size: got 'ab', expected {WINDOW}"),
     ({"window_size": (None, 1)}, f"window_size: got (None, 1), expected {WINDOW}"),
     ({"window_size": torch.tensor(4)}, f"window_size: got tensor(4), expected {WINDOW}"),
+    *(
+        (
+            {"softcap": x},
+            f"softcap: got {x!r}, expected 0 for none, or a number above 0 that float32 can hold",
+        )
+        for x in (-1.0, float("nan"), float("inf"), 1e-40, "x", [1.0])
+    ),
     ({"scale": "x"}, "scale: got 'x', expected a finite number"),
     ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),
     ({"scale": torch.ones(2)}, "scale: got tensor([1., 1.]), expected a finite number"),

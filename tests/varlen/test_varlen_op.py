@@ -42,7 +42,8 @@ def arguments(packed):
             cu_k, max_k, options["block_table"] = None, 8, pages
         inputs = [x.detach().requires_grad_(grad) for x in (query, key, value)]
         rest = {"is_causal": False, "scale": None, "window_size": [-1, -1], "enable_gqa": heads_k != 4}
-        rest |= {"seqused_k": None, "block_table": None, "num_splits": None, "backend": ""} | options
+        rest |= {"seqused_k": None, "block_table": None, "num_splits": None, "backend": ""}
+        rest |= {"needs_backward": grad, "softcap": 0.0} | options
         return (*inputs, cu_q, cu_k, max_q, max_k, *rest.values())
 
     return make
@@ -50,9 +51,9 @@ def arguments(packed):
 
 def of_backward(given, results):
     """Return the arguments of the backward of a call."""
-    *lengths, is_causal, scale, window, _gqa, seqused_k, block_table, _splits, backend = given[3:]
+    *lengths, is_causal, scale, window, _gqa, seqused_k, block_table, _splits, backend, _, softcap = given[3:]
     out, lse, rng_state = results
-    rest = is_causal, rng_state, scale, window, seqused_k, block_table, backend
+    rest = is_causal, rng_state, scale, window, seqused_k, block_table, backend, 0, softcap
     return random_like(out), *given[:3], out, lse, *lengths, *rest
 
 
@@ -67,6 +68,7 @@ SAMPLES = {
     "seqused_k": ((LENGTHS_Q, LENGTHS_K), {"seqused_k": integers(3, 0, 8, 1)}),
     "pages": (((5, 1), (5, 1)), PAGES),
     "num_splits and backend": ((LENGTHS_Q, LENGTHS_K), {"num_splits": 2, "backend": "math"}),
+    "softcap": ((LENGTHS_Q, LENGTHS_K), {"softcap": 0.8}),
     "an empty sequence": (((3, 0, 4), (3, 2, 0)), {}),
     "one token": (((1,), (1,)), {}),
 }

@@ -42,6 +42,12 @@ OPTIONS = {
     "causal, scale 0": ({"is_causal": True, "scale": 0.0}, {"window": CAUSAL, "scale": 0.0}),
     "causal, negative scale": ({"is_causal": True, "scale": -0.4}, {"window": CAUSAL, "scale": -0.4}),
     "num_splits": ({"num_splits": 2}, {}),
+    "softcap": ({"softcap": 0.8}, {"softcap": 0.8}),
+    "no softcap": ({"softcap": None}, {}),
+    "softcap, scale and window": (
+        {"softcap": 2, "scale": -1.5, "window_size": (2, 1)},
+        {"softcap": 2.0, "scale": -1.5, "window": (2, 1)},
+    ),
 }
 
 

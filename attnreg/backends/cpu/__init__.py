@@ -13,7 +13,8 @@ import torch
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Backend, Kernels
-from attnreg.contract.capabilities import Capabilities, Range
+from attnreg.contract.capabilities import Capabilities, Range, one_of
+from attnreg.contract.spec import AttentionSpec
 
 CAPABILITIES = Capabilities(
     devices=("cpu",),
@@ -27,6 +28,7 @@ CAPABILITIES = Capabilities(
     seqused_k=True,
     num_splits=True,
     any_scale=True,
+    softcap=True,
     deterministic=True,
     batch_invariant=True,
 )
@@ -49,6 +51,25 @@ def version() -> str:
     return f"{torch.__version__} (compiled kernel)" if compiled.load() is not None else str(torch.__version__)
 
 
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    """Say what of a call only the compiled kernel can do, where that can't run it."""
+    if not spec.softcap:
+        return ()
+    if spec.dtype not in choice.DTYPES:
+        return (f"dtype must be {one_of(choice.DTYPES)} with softcap, got {spec.dtype}",)
+    if spec.bias:
+        return ("attn_bias must be None with softcap, got a tensor",)
+    if compiled.load() is None:
+        return ("softcap needs the compiled kernel, which `attnreg build` makes",)
+    return ()
+
+
 BACKEND = Backend(
-    name="cpu", priority=100, forward=CAPABILITIES, backward=CAPABILITIES, load=load, version=version
+    name="cpu",
+    priority=100,
+    forward=CAPABILITIES,
+    backward=CAPABILITIES,
+    load=load,
+    version=version,
+    refuses=_refuses,
 )

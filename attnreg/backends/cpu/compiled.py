@@ -44,6 +44,7 @@ class _Problem(ctypes.Structure):
         ("sequences", ctypes.c_int64),
         ("operands", ctypes.c_int64 * (9 * 4)),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
         ("batch_invariant", ctypes.c_int64),
     )
     owner: Sequences  # of the memory at `sequences`
@@ -151,7 +152,7 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 
 
 def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    return _takes(q, k, v, call) and not choice.leaves_to_torch(q, k, call)
+    return _takes(q, k, v, call) and (bool(call.softcap) or not choice.leaves_to_torch(q, k, call))
 
 
 def _takes_backward(
@@ -230,7 +231,8 @@ def _problem_of(operands: Sequence[Tensor], sequences: Sequences, call: Call) ->
     q, k, v = operands[:3]
     sizes = (q.size(-2), k.size(-2), q.size(-1), v.size(-1))
     strides = tuple([x.stride() for x in operands])
-    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, call.batch_invariant)
+    both = call.softcap, call.batch_invariant
+    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, *both)
 
 
 @functools.lru_cache(maxsize=64)
@@ -240,6 +242,7 @@ def _problem(
     strides: tuple[tuple[int, ...], ...],
     sequences: Sequences,
     scale: float,
+    softcap: float,
     batch_invariant: bool,
 ) -> _Problem:
     operands: list[int] = []
@@ -248,7 +251,7 @@ def _problem(
             each = (*each[:-2], each[-1], each[-2], 1)
         operands += 0, each[0] if len(each) == 4 else 0, each[-3], each[-2]
     address, count = sequences.table.buffer_info()[0], len(sequences.each)
-    problem = _Problem(dtype, (*sizes, count), address, (*operands,), scale, batch_invariant)
+    problem = _Problem(dtype, (*sizes, count), address, (*operands,), scale, softcap, batch_invariant)
     problem.owner = sequences
     return problem
 

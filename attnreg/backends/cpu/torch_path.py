@@ -17,6 +17,7 @@ from attnreg.backends.cpu import bfloat16, dense
 from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype, readable
 from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
 from attnreg.contract.backend import Call
+from attnreg.errors import UnsupportedInputError
 
 # Where an LSE is beyond this, rounding it and the output to their dtypes costs more than the accuracy rule
 # allows: such calls are computed in float64.
@@ -90,6 +91,7 @@ def _forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
     if not (q.numel() and k.numel()):
         lse = q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q)).mT.contiguous()
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
+    _check_options(call)
     if _is_packed(call):
         batches = sequences_of(q, k, call).uniform_batches
         query, key, value = (_packed(x) for x in (q, k, v))
@@ -110,6 +112,7 @@ def backward(
         return _each_backward(flash, (grad_out, q, k, v, out, lse), call)
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    _check_options(call)
     if _needs_float64(q, lse):
         wide = q.double(), k.double(), v.double()
         grads = backward(flash, grad_out.double(), *wide, *_forward(flash, *wide, call), call)
@@ -132,6 +135,12 @@ def backward(
         grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
     )
     return grad_q, grad_k, grad_v
+
+
+def _check_options(call: Call) -> None:
+    """Decline what the kernel has no argument for, and `refuses` couldn't see."""
+    if call.softcap:
+        raise UnsupportedInputError(f"softcap must be 0 for torch's kernel, got {call.softcap}")
 
 
 def _sees_few(call: Call) -> bool:

@@ -1,8 +1,8 @@
 """FA2: FlashAttention 2, by the CUDA kernels inside torch or by those of the package flash-attn.
 
 What it can run is declared here, and so is which provider runs a call: torch's (native.py) whatever it can,
-the package (flash_attn_package.py) ALiBi slopes, and a paged key-value cache on torch 2.11. README.md has the
-reasons.
+the package (flash_attn_package.py) ALiBi slopes, a softcap, and a paged key-value cache on torch 2.11.
+README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ LIMITS: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    **dict.fromkeys(
-        ("varlen", "gqa", "causal", "window", "dropout", "alibi", "deterministic", "capture"), True
-    ),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "dropout"), True),
+    **dict.fromkeys(("alibi", "softcap", "deterministic", "capture"), True),
 }
 MOST_SPLITS = 128  # the same file
 FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
 BACKWARD = _Backward(**LIMITS)
 
 
-def _needs_package(paged: bool, alibi: bool) -> bool:
+def _needs_package(paged: bool, alibi: bool, softcap: float) -> bool:
     """Whether only the package can run a forward."""
-    return alibi or (paged and not PAGES)
+    return alibi or softcap > 0.0 or (paged and not PAGES)
 
 
 def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -74,12 +73,20 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
     # csrc/flash_attn/src/flash_fwd_launch_template.h: batch and heads share a dimension of the grid then.
     elif paged and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
         yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
-    if _needs_package(paged, spec.alibi):
-        what = "alibi_slopes need" if spec.alibi else "block_table needs torch 2.12 or"
-        if lack := missing(spec.device.simulated):
-            yield f"{what} {lack}"
-        if spec.num_splits is not None and spec.alibi:
-            yield f"num_splits must be None with alibi_slopes, got {spec.num_splits}"
+    if _needs_package(paged, spec.alibi, spec.softcap):
+        yield from _package_reasons(spec, "block_table needs torch 2.12 or")
+
+
+def _package_reasons(spec: AttentionSpec, otherwise: str = "") -> Iterator[str]:
+    """Yield the reasons of calls that only the package can run, `otherwise` what needs it."""
+    option = "alibi_slopes" if spec.alibi else "softcap" if spec.softcap else ""
+    if lack := missing(spec.device.simulated):
+        verb = "need" if spec.alibi else "needs"
+        yield f"{f'{option} {verb}' if option else otherwise} {lack}"
+    if option and spec.num_splits is not None:
+        yield f"num_splits must be None with {option}, got {spec.num_splits}"
+    if spec.softcap and spec.dropout > 0.0:
+        yield f"dropout_p must be 0 with softcap, got {spec.dropout}"
 
 
 def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -92,8 +99,8 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
             "head_dim must be at most 192, or above 224 without dropout, on compute capability "
             f"8.6 to 8.9 and 12, got {spec.head_dim}"
         )
-    if spec.alibi and (lack := missing(spec.device.simulated)):
-        yield f"alibi_slopes need {lack}"
+    if spec.alibi or spec.softcap:
+        yield from _package_reasons(spec)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -125,7 +132,8 @@ def _load() -> Kernels:
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if is_empty(query, key, call):
             return empty_results(query, value, call)
-        by_package = _needs_package(call.block_table is not None, call.alibi_slopes is not None)
+        options = call.block_table is not None, call.alibi_slopes is not None, call.softcap
+        by_package = _needs_package(*options)
         provider: Native | Package = package() if by_package else native
         out, lse = provider.forward((query, key, value), call)
         return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
@@ -135,7 +143,8 @@ def _load() -> Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        provider: Native | Package = native if call.alibi_slopes is None else package()
+        by_package = call.alibi_slopes is not None or call.softcap > 0.0
+        provider: Native | Package = package() if by_package else native
         if keeps_contract(query, key, call):
             return provider.backward((grad_out, query, key, value, out, lse), call)
         lse = torch.where(lse == -torch.inf, torch.inf, lse)  # as the kernels mark a row without a key

@@ -1,7 +1,7 @@
 """FA2's kernels in the package flash-attn, for what those inside torch can't do.
 
-They are the same kernels with more arguments: a backward with ALiBi slopes, and pages on a torch without
-them. The package registers them as torch ops, which are called by keyword.
+They are the same kernels with more arguments: a backward with ALiBi slopes, a softcap, and pages on a torch
+without them. The package registers them as torch ops, which are called by keyword.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> 
         "causal": causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": 0.0,
+        "softcap": call.softcap,
         "alibi_slopes": call.alibi_slopes,
         **dict(packed),
     }

@@ -67,7 +67,7 @@ class _Adapter(NamedTuple):
             return empty_results(query, value, call)
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
-        options = _options(call, None) | {"num_splits": 1, "return_lse": True}
+        options = _options(call, call.softcap or None) | {"num_splits": 1, "return_lse": True}
         if not _none_unused(query, key, call):
             description = None
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
@@ -104,7 +104,7 @@ class _Adapter(NamedTuple):
         if query.numel() == 0 or key.numel() == 0:
             return _zeros(query), _zeros(key), _zeros(value)
         call = _with_dense_integers(call)
-        options = _options(call, 0.0) | {"deterministic": call.repeatable}
+        options = _options(call, call.softcap) | {"deterministic": call.repeatable}
         if not _none_unused(query, key, call):
             description = None
             # Here each row is a factor of a sum over a whole tile: all four have to be finite.

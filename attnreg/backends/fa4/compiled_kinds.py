@@ -62,7 +62,7 @@ def _kind(
         direction, *tensors, seqused_k, page_size, left >= 0, right >= 0, left < 0 and right == 0,
         direction == "backward" and (given.deterministic or given.batch_invariant),
         packed is not None, (packed or 0) > MANY,
-        _tiles(given.max_q), _tiles(given.max_q * group), _tiles(given.max_k),
+        _tiles(given.max_q), _tiles(given.max_q * group), _tiles(given.max_k), given.softcap,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
         or call.attn_bias is not None
         or call.alibi_slopes is not None
         or call.dropout
+        or call.softcap
         or tensors[0].numel() * call.max_k > LARGEST
     ):
         return None

@@ -43,6 +43,7 @@ EVERYTHING = Capabilities(
     seqused_k=True,
     num_splits=True,
     any_scale=True,
+    softcap=True,
     deterministic=True,
     batch_invariant=True,
     capture=True,
@@ -130,7 +131,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
     softmax = _Softmax(q)
     weighted = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for tile in mask.tiles(rows):
-        weights, fade = softmax.add(_scores(q, _seen_keys(k, tile), tile, mask))
+        weights, fade = softmax.add(_masked(_scores(q, _seen_keys(k, tile), mask), tile, mask))
         kept = mask.kept(tile, q.dtype)
         dropped = weights if kept is None else weights * kept
         weighted = weighted * fade + _times(dropped, _seen_keys(v, tile))
@@ -187,15 +188,16 @@ def _attend_backward(
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
         softmax = _Softmax(of_rows[0])
         delta = torch.zeros_like(softmax.total)
-        for _, scores, grad_weights, _ in products or _products(*of_rows, k, v, mask, rows):
+        for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
         delta = delta / softmax.divisor
-        for tile, scores, grad_weights, kept in products or _products(*of_rows, k, v, mask, rows):
+        for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
             queries, grads = (_seen_rows(x, tile) for x in of_rows)
             weights = softmax.weights(scores) / softmax.divisor
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
-            grad_scores = _hide(weights * (grad_weights - delta) * mask.call.scale, tile, 0.0)
+            grad_scores = weights * (grad_weights - delta) * mask.call.scale
+            grad_scores = _hide(grad_scores if slope is None else grad_scores * slope, tile, 0.0)
             grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
             grad_k[:, :, tile.cols] += _summed(grad_scores, queries, k)
     return grad_q, grad_k, grad_v
@@ -203,19 +205,31 @@ def _attend_backward(
 
 def _products(
     q_rows: Tensor, grad_rows: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice
-) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor | None]]:
-    """Yield for each tile of some rows: its scores, the gradients of its weights, the factors of dropout."""
+) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Yield for each tile of some rows what a backward needs of it.
+
+    That is its scores, the gradients of its weights, the factors of dropout, and the slope of the softcap.
+    """
+    softcap = mask.call.softcap
     for tile in mask.tiles(rows):
-        scores = _scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), tile, mask)
+        scores = _scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), mask)
+        slope = 1.0 - (scores / softcap).square_() if softcap else None
+        scores = _masked(scores, tile, mask)
         grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
         kept = mask.kept(tile, q_rows.dtype)
-        yield tile, scores, _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0), kept
+        grad_weights = _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0)
+        yield tile, scores, grad_weights, kept, slope
 
 
-def _scores(q: Tensor, keys: Tensor, tile: Tile, mask: Mask) -> Tensor:
-    """Return the scores of a tile, -inf where they don't count."""
-    scores = _times(q, keys.mT).mul_(mask.call.scale)
-    added = mask.added(tile, q.dtype)
+def _scores(q: Tensor, keys: Tensor, mask: Mask) -> Tensor:
+    """Return the scores of a tile, scaled and bounded by the softcap, before anything is added."""
+    scores, softcap = _times(q, keys.mT).mul_(mask.call.scale), mask.call.softcap
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def _masked(scores: Tensor, tile: Tile, mask: Mask) -> Tensor:
+    """Return the scores of a tile with what is added to them, -inf where they don't count."""
+    added = mask.added(tile, scores.dtype)
     if added is not None:
         scores += added
     return _hide(scores, tile, -torch.inf)

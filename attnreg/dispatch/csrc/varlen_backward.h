@@ -131,7 +131,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     const auto& p = packed;
     const c10::IValue none;
     torch::jit::Stack stack{grads[0], p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7],
-                            p[8], false, none, p[9], p[10], none, none, "", p[11]};
+                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
     op.callBoxed(stack);
     return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};

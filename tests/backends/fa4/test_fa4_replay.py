@@ -140,6 +140,7 @@ OTHER = {
     "attn_bias": torch.ones(1),
     "alibi_slopes": torch.ones(4),
     "dropout": 0.5,
+    "softcap": 20.0,
     "cu_seqlens_q": ENDS,
     "cu_seqlens_k": ENDS,
 }

@@ -62,7 +62,7 @@ class Backward {
   // Rows of a chunk: they are packed at a time, in every form that a product needs.
   static constexpr int64_t kRows = 5 * kMaxPanels * kLanes;
 
-  explicit Backward(const Problem& problem) : problem_(problem), scale_(problem.scale) {}
+  explicit Backward(const Problem& problem) : problem_(problem), scale_(problem) {}
   static int64_t chunks(const Task& head) { return (head.rows + kRows - 1) / kRows; }
 
   // Computes all chunks of a head.
@@ -99,7 +99,7 @@ class Backward {
   // What a task works on: its rows in every form that a product needs, and one block of keys and of scores.
   struct Packed {
     Panels q, q_columns, grad_out, grad_out_columns, grad_q;
-    Panels k, k_columns, v_columns, weights, grad_scores;
+    Panels k, k_columns, v_columns, weights, grad_scores, slopes;
     int64_t lanes;
     // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum
     // of its weights times their gradients.
@@ -134,6 +134,9 @@ class Backward {
           gradients_of_block<Number>(
               packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all, scale_.to_exponent,
               {packed.base + here, packed.rest + here, packed.delta + here});
+        }
+        if (scale_.is_capped) {
+          multiply(packed.grad_scores, packed.slopes, kWidth, span.from, span.to);
         }
         columns_by_rows<kWidth, Store::kAdd>(
             packed.k, packed.grad_scores, packed.grad_q.from(lane / kLanes), 0, padded(size, kTileRows), span.from,
@@ -170,7 +173,8 @@ class Backward {
         q_.panels(size, task.rows), q_columns_.panels(lanes, size), grad_out_.panels(value_size, task.rows),
         grad_out_columns_.panels(lanes, value_size), grad_q_.zeros(lanes, padded(size, kTileRows)),
         k_.panels(size, kKeys), k_columns_.panels(kKeys, size), v_columns_.panels(kKeys, value_size),
-        weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys), lanes,
+        weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys),
+        scale_.is_capped ? slopes_.panels(kMaxPanels * kLanes, kKeys) : Panels{}, lanes,
         base_.take(lanes), rest_.take(lanes), delta_.take(lanes)};
     pack_rows(queries, task.row, task.rows, size, packed.q);
     pack_columns(queries, task.row, task.rows, size, scale_.sign, packed.q_columns);
@@ -198,6 +202,9 @@ class Backward {
       rows_of_heads<kWidth>(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
     }
     rows_of_heads<kWidth>(packed.v_columns, grad_out, packed.grad_scores, span.from, end, problem_.value_size);
+    if (scale_.is_capped) {
+      cap(packed.weights, kWidth, span.from, span.to, scale_.to_tanh, packed.slopes);
+    }
   }
 
   // Loads what is known of each row from its LSE and output. Returns whether LSEs are so large that it isn't exact enough.
@@ -277,7 +284,7 @@ class Backward {
   const Scale scale_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer out_columns_, weights_, grad_scores_, base_, rest_, delta_;
+  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_;
 };
 
 }  // namespace attnreg

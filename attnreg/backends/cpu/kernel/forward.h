@@ -16,7 +16,7 @@ class Forward {
   // Rows of a task at most: they share the packed keys and values of a block.
   static constexpr int64_t kRows = 10 * kMaxPanels * kLanes;
 
-  explicit Forward(const Problem& problem) : problem_(problem), scale_(problem.scale) {}
+  explicit Forward(const Problem& problem) : problem_(problem), scale_(problem) {}
 
   void run(const Task& task) {
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();

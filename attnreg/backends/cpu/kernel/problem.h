@@ -51,7 +51,7 @@ struct Problem {
       Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
     };
   };
-  double scale;
+  double scale, softcap;
   int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
 
   int64_t group() const { return heads / key_heads; }
@@ -59,18 +59,27 @@ struct Problem {
 
 // Scores are products of rows of q and k without the scale, which comes in after the highest one of a row, or something
 // close to it, was subtracted: what rounding a score costs its weight isn't multiplied by the size of the score then.
+// With a softcap the tanh of a score over the softcap takes the score's place, and the softcap the place of the scale.
 struct Scale {
   // What the query is multiplied by, so that no scale below 0 is left: -1, 0 or 1.
   float sign = 1.0f;
   // What differences of scores are multiplied by to be exponents of 2; above 0, as scores that are masked are -inf.
   float to_exponent = 1.0f;
   double size;
+  bool is_capped;
+  // With a softcap, what scores are multiplied by before the tanh.
+  float to_tanh = 0.0f;
 
-  explicit Scale(double scale) : size(std::abs(scale)) {
+  explicit Scale(const Problem& problem) : size(std::abs(problem.scale)), is_capped(problem.softcap > 0.0) {
     const float found = static_cast<float>(size / kLog2);
     const bool is_zero = found < 0x1p-126f;  // smaller numbers may be flushed to 0
-    sign = is_zero ? 0.0f : scale < 0.0 ? -1.0f : 1.0f;
+    sign = is_zero ? 0.0f : problem.scale < 0.0 ? -1.0f : 1.0f;
     to_exponent = is_zero ? 1.0f : found;
+    if (is_capped) {
+      to_tanh = static_cast<float>(std::min(size / problem.softcap, 0x1p126));
+      size = problem.softcap;
+      to_exponent = static_cast<float>(size / kLog2);
+    }
   }
 };
 

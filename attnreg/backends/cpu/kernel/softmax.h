@@ -18,6 +18,30 @@ struct RowSums {
   float *highest, *weights;
 };
 
+// Puts the tanh of scores in their place, and its slope into `slopes` if that has memory. Not inlined: most calls have no
+// softcap, and nothing of it.
+[[gnu::noinline]] inline void cap(
+    Panels scores, int64_t panels, int64_t from, int64_t to, float to_tanh, Panels slopes = {}) {
+  for (int64_t panel = 0; panel < panels; panel++) {
+    for (int64_t row = from; row < to; row++) {
+      const Floats found = tanh(load<Floats>(scores.at(panel, row)) * to_tanh);
+      store(scores.at(panel, row), found);
+      if (slopes.data) {
+        store(slopes.at(panel, row), 1.0f - found * found);
+      }
+    }
+  }
+}
+
+[[gnu::noinline]] inline void multiply(Panels numbers, Panels by, int64_t panels, int64_t from, int64_t to) {
+  for (int64_t panel = 0; panel < panels; panel++) {
+    for (int64_t row = from; row < to; row++) {
+      float* at = numbers.at(panel, row);
+      store(at, load<Floats>(at) * load<Floats>(by.at(panel, row)));
+    }
+  }
+}
+
 inline Floats highest_of(Panels scores, int64_t from, int64_t to, Floats before) {
   Floats most[4] = {before, before, before, before};
   int64_t row = from;
@@ -71,6 +95,9 @@ void softmax_of_tile(
   const int64_t end = padded(span.to, kTileRows);
   Floats now[kWidth];
   const auto mask = [&] {
+    if (scale.is_capped) {
+      cap(scores, kWidth, span.from, span.to, scale.to_tanh);
+    }
     if (span.masked) {
       bounds.mask(scores, kWidth, lane, key, span);
     }

@@ -81,6 +81,20 @@ inline Floats exp2(Floats power) {
   return sum * bits_of<Floats>(bits_of<Words>(shifted) << 23);
 }
 
+// To two units in the last place; NaN of NaN.
+inline Floats tanh(Floats x) {
+  const Words sign = bits_of<Words>(x) & 0x80000000u;
+  Floats size = bits_of<Floats>(bits_of<Words>(x) ^ sign);
+  size = size > 10.0f ? broadcast(10.0f) : size;  // from 9.02 on it is 1 in float32
+  const Floats square = size * size;
+  Floats sum = broadcast(-0.0057049785f) * square + 0.020639079f;
+  sum = sum * square - 0.053739712f;
+  sum = sum * square + 0.13331442f;
+  sum = sum * square - 0.33333281f;
+  const Floats near = size * square * sum + size, far = 1.0f - 2.0f / (exp2(size * 2.88539008f) + 1.0f);
+  return bits_of<Floats>(bits_of<Words>(size < 0.625f ? near : far) | sign);
+}
+
 template <size_t... kLane>
 inline Floats interleaved(Floats one, Floats other, bool high, std::index_sequence<kLane...>) {
 #if defined(__clang__)
