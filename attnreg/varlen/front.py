@@ -56,7 +56,7 @@ def varlen_attn(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,  # 0.0 would be a symbol in dynamic graphs, which are then compiled twice
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from support.command_line import invoke
-from support.tuned import asked, point, table, took
+from support.tuned import point, spec_with, table, took
 
 from attnreg import _registry
 from attnreg.tuning import review, tables
@@ -21,7 +21,7 @@ LENGTHS = (256, 512, 1024, 2048)
 
 
 def measured(times=lambda length: {"FA2": 3.0 * length, "FA4": 1.0 * length**1.05}, **changes):
-    points = [point(asked(length), **times(length)) for length in LENGTHS]
+    points = [point(spec_with(length), **times(length)) for length in LENGTHS]
     return table(*points, **{**VERSIONS, **changes})
 
 

@@ -28,6 +28,9 @@ GROUP_SIZE = 2**22
 # Scores of a block of rows that a backward keeps; of more it computes the products twice.
 HELD = 2**23
 
+# Up to so many rows a sum over a group of heads is short.
+FEW_ROWS = 16
+
 EVERYTHING = Capabilities(
     devices=("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "privateuseone", "meta"),
     dtypes=("float16", "bfloat16", "float32", "float64"),
@@ -261,8 +264,15 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _summed(weights: Tensor, x: Tensor, k: Tensor) -> Tensor:
-    """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads."""
-    return _folded(weights, k.shape[1]).mT @ _folded(x, k.shape[1])
+    """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads.
+
+    Each head's rows are summed by themselves: the longer a sum in float32, the further off it is, most of all
+    that of equal numbers, as the gradient of `out.sum()` has. Of a few rows one sum is faster.
+    """
+    heads = k.shape[1]
+    if weights.shape[2] <= FEW_ROWS:
+        return _folded(weights, heads).mT @ _folded(x, heads)
+    return (weights.mT @ x).unflatten(1, (heads, -1)).sum(2)
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
