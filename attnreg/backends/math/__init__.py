@@ -272,7 +272,8 @@ def _summed(weights: Tensor, x: Tensor, k: Tensor) -> Tensor:
     heads = k.shape[1]
     if weights.shape[2] <= FEW_ROWS:
         return _folded(weights, heads).mT @ _folded(x, heads)
-    return (weights.mT @ x).unflatten(1, (heads, -1)).sum(2)
+    sums = weights.mT @ x
+    return sums.view(len(sums), heads, -1, *sums.shape[2:]).sum(2)
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
