@@ -66,6 +66,8 @@ class Call(NamedTuple):
             deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
         softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
             them or hidden; 0 for none.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone. Times
+            the weight of a score it is added to the score's gradient.
     """
 
     scale: float
@@ -83,6 +85,7 @@ class Call(NamedTuple):
     num_splits: int | None = None
     deterministic: bool = False
     softcap: float = 0.0
+    grad_lse: Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -109,7 +112,7 @@ KEYED_BY = {
     **dict.fromkeys(("max_q", "max_k", "window", "dropout"), "value"),
     **dict.fromkeys(("num_splits", "deterministic", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
-    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
+    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
 }
 _values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))

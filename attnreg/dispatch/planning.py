@@ -136,10 +136,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         batch=batch,
         max_q=call.max_q,
         max_k=call.max_k,
-        heads_q=query.shape[-2],
-        heads_k=key.shape[-2],
-        head_dim=query.shape[-1],
-        head_dim_v=value.shape[-1],
+        heads_q=query.shape[-2], heads_k=key.shape[-2], head_dim=query.shape[-1], head_dim_v=value.shape[-1],
         tokens_q=query.shape[0] if varlen else batch * call.max_q,
         tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
         varlen=varlen,
@@ -152,10 +149,11 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
         softcap=call.softcap,
+        grad_lse=call.grad_lse is not None,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )
+    )  # fmt: skip
 
 
 @functools.cache

@@ -28,7 +28,7 @@ BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 FILL = 0.6
 
 # Fields whose tensors can't be generated: their values are the program's.
-GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
+GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits", "grad_lse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    grad_lse: Tensor | None = None,
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
@@ -96,7 +97,7 @@ def call_of(
     return Call(
         scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(), checked_softcap(softcap) if softcap else 0.0,
+        wants_deterministic(), checked_softcap(softcap) if softcap else 0.0, grad_lse,
     )  # fmt: skip
 
 
@@ -159,8 +160,8 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
-    is_causal, window_size, scale, choice = arguments[10:]
-    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal))
+    is_causal, window_size, scale, choice, grad_lse = arguments[10:]
+    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal), grad_lse=grad_lse)
     grads, kept = run("backward", tensors, call, scope.by_number(choice))
     return *grads, call_cache.described(kept)
 

@@ -33,6 +33,7 @@ OTHER = {
     "num_splits": (2, None),
     "deterministic": (True, False),
     "softcap": (20.0, 0.0),
+    "grad_lse": (torch.zeros(2, 6), None),
 }
 
 
