@@ -78,8 +78,8 @@ def inputs(
         bias = bias.to(device, q.dtype)
     call = _call(case, torch.device(device), table, bias)
     if case.grad_lse:
-        rows = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
-        call = call._replace(grad_lse=_grad_lse(case, normal(*rows).to(grad.device)))
+        shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
+        call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
     if case.dropout:
         state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
         call = call._replace(rng_state=state.to(device).view(torch.uint64))

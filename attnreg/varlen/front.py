@@ -24,7 +24,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.varlen import custom_op
-from attnreg.varlen.plans import autocast, call_of, check_heads, check_tensors, run, window
+from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, run, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -57,6 +57,7 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
@@ -64,8 +65,8 @@ def varlen_attn(
     Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device. What
     `torch.nn.attention.sdpa_kernel` allows isn't asked, as torch's own does from 2.15 on: `backend` or
     `attnreg.use_backend` chooses.
-    Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
-    so does a row that sees no key.
+    Differentiable in query, key, value and sinks, once. Rows past the last offset give output 0 and gradient
+    0; so does a row that sees no key.
 
     Args:
         query: (T_q, H, D), the sequences one after the other.
@@ -86,6 +87,9 @@ def varlen_attn(
             unless given.
         softcap: bound on the scores: `softcap * tanh(score / softcap)` takes the place of each scaled score
             before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
+        sinks: (H,), for each head the score of one more key, without a value: the weights of a row's keys add
+            up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. A backward then
+            runs on a backend that takes a gradient of the LSE.
         backend: run on this backend or not at all.
 
     Returns:
@@ -100,6 +104,8 @@ def varlen_attn(
     """
     compiling = torch.compiler.is_compiling()
     choice, returns_lse = None, return_aux is not None and bool(return_aux.lse)
+    if sinks is not None:
+        check_sinks(query, sinks)
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
@@ -114,10 +120,10 @@ def varlen_attn(
         ):
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
-                enable_gqa, 0 if choice is None else choice.number, returns_lse,
+                enable_gqa, 0 if choice is None else choice.number, returns_lse or sinks is not None,
             )  # fmt: skip
             if results is not None:
-                return _returned(results[0], results[1], returns_lse)
+                return _returned(results[0], results[1], returns_lse, sinks)
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     check_tensors(
@@ -144,7 +150,7 @@ def varlen_attn(
     else:
         call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
         (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
-    return _returned(out, lse, returns_lse)
+    return _returned(out, lse, returns_lse, sinks)
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -162,8 +168,25 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _returned(out: Tensor, lse: Tensor, with_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _returned(
+    out: Tensor, lse: Tensor, with_lse: bool, sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
     return (out, lse.float().contiguous()) if with_lse else out
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results as if each row saw one more key, of a given score and without a value.
+
+    It takes no more of a kernel than a gradient of its LSE. Rows that see no key stay as they are.
+    """
+    unseen = lse == -torch.inf
+    # Masked before, too: a gradient of a row that gives none may be NaN, and so is one of -inf.
+    sinks, lse = sinks.to(lse.dtype)[:, None], lse.masked_fill(unseen, 0.0)
+    share = (lse - sinks).sigmoid().masked_fill(unseen, 0.0)
+    out = (out * share.mT[..., None]).to(out.dtype)
+    return out, torch.logaddexp(lse, sinks).masked_fill(unseen, -torch.inf)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:

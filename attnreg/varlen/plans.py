@@ -51,6 +51,15 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> 
         )
 
 
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Check sinks: one floating-point number for each head of the query, on its device."""
+    check_tensors(query=query, sinks=sinks)
+    got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+    if sinks.shape != query.shape[1:2] or not sinks.is_floating_point() or sinks.device != query.device:
+        expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
+        raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
     device = query.device.type
