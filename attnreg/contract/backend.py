@@ -68,6 +68,8 @@ class Call(NamedTuple):
             on others in the batch, the longest lengths or its place. The kernel then splits no keys.
         softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
             them or hidden; 0 for none.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone. Times
+            the weight of a score it is added to the score's gradient.
     """
 
     scale: float
@@ -86,6 +88,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     batch_invariant: bool = False
     softcap: float = 0.0
+    grad_lse: Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -117,7 +120,7 @@ KEYED_BY = {
     **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
     **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
-    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
+    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
 }
 _values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))

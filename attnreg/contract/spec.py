@@ -124,6 +124,7 @@ class AttentionSpec:
     num_splits: int | None = None
     positive_scale: bool = True
     softcap: float = 0.0
+    grad_lse: bool = False
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -157,8 +158,10 @@ class AttentionSpec:
             raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
 
     def of(self, direction: str) -> AttentionSpec:
-        """Return the spec of one direction: `num_splits` is for forwards only."""
-        return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
+        """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's."""
+        if direction == "forward":
+            return replace(self, grad_lse=False) if self.grad_lse else self
+        return self if self.num_splits is None else replace(self, num_splits=None)
 
     def of_any_batch(self) -> AttentionSpec:
         """Return a usual call with the same dtype, head dims, mask and options.
@@ -204,6 +207,7 @@ class AttentionSpec:
             "scale 0 or below": not self.positive_scale,
             f"softcap {self.softcap}": self.softcap > 0.0,
             "needs grad": self.needs_backward,
+            "gradient of the LSE": self.grad_lse,
             "deterministic": self.deterministic,
             "batch-invariant": self.batch_invariant,
             "in a CUDA graph": self.capturing,

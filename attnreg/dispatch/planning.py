@@ -152,6 +152,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
         softcap=call.softcap,
+        grad_lse=call.grad_lse is not None,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         batch_invariant=call.batch_invariant,

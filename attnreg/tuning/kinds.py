@@ -95,6 +95,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         "bias": spec.bias,
         "deterministic": spec.deterministic and direction == "backward",  # forwards are anyway
         "dropout": spec.dropout > 0.0,
+        "grad_lse": spec.grad_lse and direction == "backward",
         "num_splits": spec.num_splits is not None,
         "page_size": spec.page_size is not None,
         "seqused_k": spec.seqused_k,

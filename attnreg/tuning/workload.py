@@ -46,7 +46,7 @@ QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
 FILL = 0.6
 
 # Fields whose tensors can't be generated: their values are the program's.
-GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
+GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits", "grad_lse")
 
 
 @dataclass(frozen=True, slots=True)

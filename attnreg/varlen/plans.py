@@ -58,6 +58,15 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> 
         )
 
 
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Check sinks: one floating-point number for each head of the query, on its device."""
+    check_tensors(query=query, sinks=sinks)
+    got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+    if sinks.shape != query.shape[1:2] or not sinks.is_floating_point() or sinks.device != query.device:
+        expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
+        raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
     device = query.device.type
@@ -89,6 +98,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    grad_lse: Tensor | None = None,
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
@@ -103,7 +113,8 @@ def call_of(
     return Call(
         scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(), wants_batch_invariant(), checked_softcap(softcap) if softcap else 0.0,
+        wants_deterministic(), wants_batch_invariant(),
+        checked_softcap(softcap) if softcap else 0.0, grad_lse,
     )  # fmt: skip
 
 
@@ -166,8 +177,8 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
-    is_causal, window_size, scale, choice = arguments[10:]
-    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal))
+    is_causal, window_size, scale, choice, grad_lse = arguments[10:]
+    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal), grad_lse=grad_lse)
     grads, kept = run("backward", tensors, call, scope.by_number(choice))
     return *grads, call_cache.described(kept)
 

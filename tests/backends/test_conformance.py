@@ -54,9 +54,13 @@ REFUSED = {
 FURTHER = {
     "math": set(),
     "cpu": {
-        "dtype must be float32, bfloat16 or float16 with softcap",
-        "attn_bias must be None with softcap",
-        "softcap needs the compiled kernel, which `attnreg build` makes",
+        reason
+        for option in ("softcap", "grad_lse")
+        for reason in (
+            f"dtype must be float32, bfloat16 or float16 with {option}",
+            f"attn_bias must be None with {option}",
+            f"{option} needs the compiled kernel, which `attnreg build` makes",
+        )
     },
 }
 TENSORS = {"": ["out", "lse", "dq", "dk", "dv"], "SDPA": ["out", "dq", "dk", "dv"]}

@@ -70,6 +70,8 @@ REASONS = [
     ({}, {"num_splits": 4}, "num_splits must be None, got 4", {"num_splits": True}),
     ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
     ({}, {"softcap": 30.0}, "softcap must be 0, got 30.0", {"softcap": True}),
+    ({}, {"grad_lse": True}, "grad_lse must be None, got a tensor: no gradient of the LSE",
+     {"grad_lse": True}),
     ({}, {"deterministic": True}, "not deterministic, and deterministic algorithms are on",
      {"deterministic": True}),
     ({}, {"batch_invariant": True}, "not batch-invariant, and policy is batch_invariant",
@@ -94,8 +96,8 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
     assert against(
         {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "head_dim": Range(8, 32)},
         device=Device("cuda", (7, 5)), dtype="float64", head_dim_v=8, page_size=16, varlen=True, heads_k=1,
-        window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, softcap=5.0, seqused_k=True,
-        num_splits=2, deterministic=True, batch_invariant=True, capturing=True,
+        window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, softcap=5.0, grad_lse=True,
+        seqused_k=True, num_splits=2, deterministic=True, batch_invariant=True, capturing=True,
     ) == (
         "compute capability must be 8.0 to 9.0, got 7.5 (too old)",
         "dtype must be float32, got float64",
@@ -110,6 +112,7 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         "attn_bias must be None, got a tensor",
         "alibi_slopes must be None, got a tensor",
         "scale must be above 0",
+        "grad_lse must be None, got a tensor: no gradient of the LSE",
         "softcap must be 0, got 5.0",
         "seqused_k must be None, got a tensor",
         "num_splits must be None, got 2",

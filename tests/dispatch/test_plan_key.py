@@ -34,6 +34,7 @@ OTHER = {
     "deterministic": (True, False),
     "batch_invariant": (True, False),
     "softcap": (20.0, 0.0),
+    "grad_lse": (torch.zeros(2, 6), None),
 }
 
 

@@ -222,6 +222,16 @@ FIELDS = {
         only("backward", called_with(softcap=lambda call: 0.0)),
         "softcap 30, values x5",
     ),
+    "gradient of the LSE": (
+        "grad_lse",
+        called_with(grad_lse=lambda call: None),
+        "varlen gradient of the LSE",
+    ),
+    "sign of the gradient of the LSE": (
+        "grad_lse",
+        called_with(grad_lse=lambda call: None if call.grad_lse is None else -call.grad_lse),
+        "gradient of the LSE",
+    ),
     "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
     "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
     "dropout of the backward": ("dropout", only("backward", called_with(dropout=half_dropped)), "dropout"),

@@ -141,6 +141,8 @@ def _check_options(call: Call) -> None:
     """Decline what the kernel has no argument for, and `refuses` couldn't see."""
     if call.softcap:
         raise UnsupportedInputError(f"softcap must be 0 for torch's kernel, got {call.softcap}")
+    if call.grad_lse is not None:
+        raise UnsupportedInputError("grad_lse must be None for torch's kernel, got a tensor")
 
 
 def _sees_few(call: Call) -> bool:

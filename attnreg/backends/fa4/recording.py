@@ -50,6 +50,7 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
         or call.alibi_slopes is not None
         or call.dropout
         or call.softcap
+        or call.grad_lse is not None
         or tensors[0].numel() * call.max_k > LARGEST
     ):
         return None

@@ -47,6 +47,7 @@ EVERYTHING = Capabilities(
     num_splits=True,
     any_scale=True,
     softcap=True,
+    grad_lse=True,
     deterministic=True,
     batch_invariant=True,
     capture=True,
@@ -85,6 +86,7 @@ def backward(
     """Return the gradients of query, key and value."""
     work = _working_dtype(q)
     of_queries = as_rows(grad_out), as_rows(q)
+    grad_lse = None if call.grad_lse is None else as_rows(call.grad_lse.mT[..., None])
     of_keys = as_rows(k), as_rows(v)
     grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
     with _without_autocast(q.device):
@@ -92,7 +94,8 @@ def backward(
             grad, query = (group.queries.gather(x, work) for x in of_queries)
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, mask)
+            of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -176,9 +179,9 @@ class _Softmax:
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_lse: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
     The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
     sum(grad_out * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
@@ -194,7 +197,7 @@ def _attend_backward(
         for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-        delta = delta / softmax.divisor
+        delta = delta / softmax.divisor - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
             queries, grads = (_seen_rows(x, tile) for x in of_rows)
             weights = softmax.weights(scores) / softmax.divisor

@@ -142,6 +142,7 @@ OTHER = {
     "alibi_slopes": torch.ones(4),
     "dropout": 0.5,
     "softcap": 20.0,
+    "grad_lse": torch.ones(4, 64),
     "cu_seqlens_q": ENDS,
     "cu_seqlens_k": ENDS,
 }

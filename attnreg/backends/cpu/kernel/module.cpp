@@ -142,13 +142,13 @@ void backward(const Problem& problem) {
       });
 }
 
-// Runs a body for the dtype of a problem whose first `count` operands are at the addresses; no exception may leave.
+// Runs a body for the dtype of a problem whose operands are at the addresses; no exception may leave.
 template <class Body>
-int64_t run_for_dtype(const Problem* description, void* const* addresses, int64_t count, Body&& body) {
+int64_t run_for_dtype(const Problem* description, void* const* addresses, Body&& body) {
   try {
     // A copy: several threads may run calls of one description at once.
     Problem problem = *description;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < problem.operand_count; i++) {
       problem.operands[i].data = addresses[i];
     }
     switch (problem.dtype) {
@@ -174,15 +174,15 @@ int64_t run_for_dtype(const Problem* description, void* const* addresses, int64_
 extern "C" {
 
 // Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
-// each operand: 5 in a forward, 9 in a backward.
+// each operand.
 int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, 5, [](auto number, const attnreg::Problem& problem) {
+  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
     attnreg::forward<decltype(number)>(problem);
   });
 }
 
 int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, 9, [](auto number, const attnreg::Problem& problem) {
+  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
     attnreg::backward<decltype(number)>(problem);
   });
 }
