@@ -36,10 +36,12 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-# A process for each core, so that each of them needs one thread. They and the Python processes that they start keep
-# bytecode, whatever the shell says: each would compile attnreg and the tests anew.
+# A process for each core, so that each of them needs one thread; where a test asks for more, a thread that waits doesn't
+# spin, which takes a core from another process. They and the Python processes that they start keep bytecode, whatever the
+# shell says: each would compile attnreg and the tests anew.
 test: $(READY) ## every test that needs no GPU and no minutes; ROUTERS=python leaves out what is compiled
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=$(ROUTERS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=$(ROUTERS)
 
 test-slow: $(READY) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu"

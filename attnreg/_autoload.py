@@ -6,11 +6,23 @@ torch's registry the name "attnreg", and imports nothing else.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
 import os
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_TRANSFORMERS = "ATTNREG_TRANSFORMERS"
+# Where transformers keeps the names of attention functions; its own `__init__` imports it when it is needed.
+_READY = "transformers.modeling_utils"
 
 
 def activate() -> None:
@@ -35,10 +47,57 @@ def activate() -> None:
             from attnreg.flash_attn import activation
 
             activation.activate()
+        if os.environ.get(_TRANSFORMERS, "").strip():
+            _install_behind_transformers()
     except ConfigError as error:
         _warn(f"attnreg: {error}\nEvery attention call that this would have governed will raise it.")
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _install_behind_transformers() -> None:
+    """Do what ATTNREG_TRANSFORMERS says, now or when the program imports transformers."""
+    from attnreg.settings import environment
+
+    mode = environment.read().transformers
+    if mode in ("", "0"):
+        return
+    if _READY in sys.modules:
+        _install_in_transformers(mode)
+    else:
+        sys.meta_path.insert(0, _AfterImport(functools.partial(_install_in_transformers, mode)))
+
+
+def _install_in_transformers(mode: str) -> None:
+    try:
+        from attnreg.integrations import transformers
+
+        transformers.install(behind=None if mode == "1" else mode)
+    except Exception as error:  # noqa: BLE001 - nor must `import transformers`
+        _warn(f"attnreg is not installed in transformers: {type(error).__name__}: {error}")
+
+
+class _AfterImport:
+    """A finder of `sys.meta_path` that calls a function once `transformers.modeling_utils` is imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        if name != _READY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self._then()
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
 
 
 def _warn(text: str) -> None:

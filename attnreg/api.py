@@ -209,10 +209,10 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write each distinct attention call of a block once, with its count, when the block ends.
+    """Write each distinct attention call of a block to a file, once, with its count.
 
-    Counts are added to those that the file has. All threads are recorded, and what runs stays the same:
-    where nothing asks for a backend, torch's own choices stand.
+    The file is written every minute and when the block ends. Counts are added to those that it has. All
+    threads are recorded. What runs stays the same: where nothing asks for a backend, torch chooses.
 
     Raises:
         ConfigError: the file can't be written, or has something else in it.
@@ -269,7 +269,7 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
         raise RegistrationError(
-            f"devices: got {', '.join(single)}, expected a kind of device ('cuda', 'sm_90'), not one of it"
+            f"devices: got {', '.join(single)}, expected a kind of device ('cuda', 'sm_90'), not a single one"
         )
     foreign = sorted({device.type for device in named} - set(serves))
     if (foreign or not named) and entry.backend is not None:

@@ -61,6 +61,18 @@ def described_as_function(*kinds: type) -> Context:
     return replaced(call_cache, "described", described)
 
 
+@contextlib.contextmanager
+def compared_at_every_call() -> Iterator[None]:
+    """Have offsets compared with what was derived of them at every call: what that takes every 50 ms."""
+    module, before = call_cache.load(), offsets.TRUSTED
+    with mock.patch.object(offsets, "TRUSTED", 0.0):
+        if module is not None:
+            module.trust_offsets(0.0)
+        yield
+    if module is not None:
+        module.trust_offsets(before)
+
+
 def mechanisms(gpu: bool) -> dict[str, Context]:
     """Return the rows: a name and the context in which a mechanism is off."""
     found: dict[str, Context] = {
@@ -74,6 +86,7 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         found["torch's op in C++"] = described_as_function(OpLauncher)
         found["kernels on addresses in C++"] = described_as_function(AddressLauncher)
         found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
+        found["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):
             replay = importlib.import_module("attnreg.backends.fa4.replay")
             found["FA4's replay"] = replaced(replay.Replays, "find", lambda *_: None)

@@ -332,7 +332,7 @@ class Recorder:
 
 SWITCHES = (
     "varlen", "gqa", "causal", "window", "dropout", "bias", "alibi", "seqused_k", "num_splits", "any_scale",
-    "softcap", "deterministic", "capture",
+    "softcap", "grad_lse", "deterministic", "capture",
 )  # fmt: skip
 EVERYTHING = {
     "devices": ("cpu",),

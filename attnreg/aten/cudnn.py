@@ -17,7 +17,15 @@ from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import bounds, plan_for, scale_of, to_bshd, wants_deterministic, wants_gradient
+from attnreg.dispatch.calls import (
+    packed_bounds,
+    plan_for,
+    scale_of,
+    to_bshd,
+    wants_batch_invariant,
+    wants_deterministic,
+    wants_gradient,
+)
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan
@@ -162,9 +170,11 @@ def _packed_call(
     given: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
 ) -> Call:
     scale, max_q, max_k = scale_of(given.query, given.scale), given.max_q, given.max_k
-    window = bounds((-1, -1), given.is_causal, max_q, max_k)
-    call = Call(scale, max_q, max_k, window, given.cum_seq_q, given.cum_seq_k, dropout=dropout, **rest)
-    return routing.with_lasting_offsets(call)
+    window = packed_bounds((-1, -1), given.is_causal, max_q, max_k)
+    options = {"dropout": dropout, "batch_invariant": wants_batch_invariant(), **rest}
+    return routing.with_lasting_offsets(
+        Call(scale, max_q, max_k, window, given.cum_seq_q, given.cum_seq_k, **options)
+    )
 
 
 def _is_top_left(given: CudnnForward | CudnnForwardInplace | CudnnBackward) -> bool:

@@ -117,17 +117,19 @@ def _call(
     rng_state: Tensor | None,
     num_splits: int | None,
 ) -> Call:
-    max_q, max_k = given.max_q, given.max_k
+    max_q, max_k, bounds = given.max_q, given.max_k, calls.packed_bounds
     if given.cum_seq_q is None:
+        bounds = calls.bounds
         max_q, max_k = given.query.shape[1], given.key.shape[1]
     left, right = given.window_size_left, given.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)
     call = Call(
         calls.scale_of(given.query, given.scale),
-        max_q, max_k, calls.bounds(window, given.is_causal, max_q, max_k),
+        max_q, max_k, bounds(window, given.is_causal, max_q, max_k),
         given.cum_seq_q, given.cum_seq_k, calls.keys_used(seqused_k, given.cum_seq_k, block_table),
         block_table, None, alibi_slopes,
         given.dropout_p, rng_state, num_splits or None, calls.wants_deterministic(),
+        calls.wants_batch_invariant(),
     )  # fmt: skip
     return routing.with_lasting_offsets(call)
 

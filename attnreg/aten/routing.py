@@ -263,6 +263,7 @@ def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) ->
     return Call(
         calls.scale_of(query, given.scale), length_q, length_k, window,
         None, None, None, None, bias, None, given.dropout_p, rng_state, None, calls.wants_deterministic(),
+        calls.wants_batch_invariant(),
     )  # fmt: skip
 
 

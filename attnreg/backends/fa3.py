@@ -115,7 +115,7 @@ def _load() -> Kernels:
         key, value = _zeroed(keys, key, value)
         run_backward(
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(), dq=grad_q, dk=grad_k,
-            dv=grad_v, deterministic=call.deterministic, **_arguments(query, key, value, call),
+            dv=grad_v, deterministic=call.repeatable, **_arguments(query, key, value, call),
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 

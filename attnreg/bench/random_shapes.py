@@ -31,8 +31,10 @@ from attnreg.measure.timing import calls_for, interleaved, timer_for
 from attnreg.selection import adaptive
 from attnreg.selection.turns import MOST_TURNS
 
-# As long as a measurement takes, but for calls that take longer.
-SECONDS = 0.004
+# As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
+# rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
+# of a GPU, in which case the host would wait for it.
+SECONDS, MOST_CALLS, FEW_CALLS = 0.01, 250, 50
 # A loss of more than this is counted, and a host that takes so much of the time is what bounds a call.
 MUCH, HOST_BOUND = 1.15, 0.9
 WORST = 10
@@ -113,15 +115,20 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         return None
     timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
     rounds = interleaved(timed, job.rounds)
-    taken = {
-        step: {name: statistics.median(one[step] for one in rounds[name]) * 1e6 for name in rounds}
+    by_round = {
+        step: {name: [one[step] * 1e6 for one in rounds[name]] for name in rounds}
         for step in rounds[CHOSEN][0]
+    }
+    taken = {
+        step: {name: statistics.median(found) for name, found in times.items()}
+        for step, times in by_round.items()
     }
     return {
         "case": str(shape),
         "shape": shape.to_dict(),
         "ran": {name: " + ".join(dict.fromkeys(one.ran.values())) for name, one in right.items()},
         "microseconds": taken,
+        "rounds": by_round,
         "bound": {
             step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
         },
@@ -156,7 +163,7 @@ def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], objec
 
 
 def _times(
-    side: Side, backward: bool, often: dict[str, int], clock: str = "back_to_back"
+    side: Side, backward: bool, often: dict[str, int], clock: str = "back_to_back", most: int = MOST_CALLS
 ) -> dict[str, float]:
     """Return the seconds of a call in each step; `often` keeps how often each is run for that."""
     taken, timer = {}, timer_for(side.sets[0].q.device)
@@ -165,7 +172,7 @@ def _times(
             for _ in range(before):
                 run()
             if step not in often:
-                often[step] = calls_for(SECONDS, timer.back_to_back(run, 1), most=50)
+                often[step] = calls_for(SECONDS, timer.back_to_back(run, 1), most)
             taken[step] = getattr(timer, clock)(run, often[step]) / calls
     return taken
 
@@ -175,7 +182,8 @@ def _bound(side: Side, backward: bool, step: str) -> str:
     if not side.sets[0].q.is_cuda:
         return BY_DEVICE
     often: dict[str, int] = {}
-    whole, host = (_times(side, backward, often, clock)[step] for clock in ("back_to_back", "host"))
+    clocks = "back_to_back", "host"
+    whole, host = (_times(side, backward, often, clock, FEW_CALLS)[step] for clock in clocks)
     return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE
 
 

@@ -39,7 +39,7 @@ TableFile = Annotated[
 ]
 
 # How often each alternative is measured: without and with `--quick`.
-ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1), "random": (3, 1)}
+ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1), "random": (5, 1)}
 
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
@@ -163,7 +163,7 @@ def _selection(
     as_json: options.AsJson = False,
 ) -> None:
     if seed is not None and not random:
-        raise InvalidInputError("--seed: got no --random, expected it: the other shapes are fixed")
+        raise InvalidInputError("--seed: got no --random, expected it as well: the other shapes are fixed")
     _run(**locals())
 
 

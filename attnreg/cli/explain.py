@@ -51,6 +51,9 @@ def explain(
         int | None, valued("--num-splits", "N", "Split the keys into N parts (split-KV).")
     ] = None,
     softcap: Annotated[float, valued("--softcap", "X", "Bound on the scores; 0 for none.")] = 0.0,
+    grad_lse: Annotated[
+        bool, typer.Option("--grad-lse", help="The backward has a gradient of the LSE, too.")
+    ] = False,
     deterministic: options.Deterministic = False,
     capture: Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")] = False,
     backend: Annotated[
@@ -76,8 +79,9 @@ def explain(
     spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
         tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
-        num_splits=num_splits, softcap=softcap, needs_backward=backward, deterministic=deterministic,
-        capturing=capture, positive_scale=scale is None or scale >= LEAST_SCALE,
+        num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, needs_backward=backward,
+        deterministic=deterministic, capturing=capture,
+        positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
     found = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:

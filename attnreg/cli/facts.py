@@ -109,10 +109,10 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return a device's backends in order of preference, each with its source, and what prevents calls."""
     entries = _registry.entries()
     # Selection takes a call; the order is the same for any.
-    spec = AttentionSpec(
+    spec = in_force.applied_to(AttentionSpec(
         device=device, dtype="float32", batch=1, max_q=1, max_k=1,
         heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
-    )  # fmt: skip
+    ))  # fmt: skip
     problem = _lock_problem(in_force, device)
     in_force = replace(in_force, lock=None)  # a lock has no row for this made-up call
     try:

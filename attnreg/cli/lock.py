@@ -78,12 +78,13 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     rows: dict[Row, None] = {}
     refused = []
     for one in recorded:
-        spec = replace(one.spec, device=place)
+        spec = policy.applied_to(replace(one.spec, device=place))
         for decision in _decisions(spec, one, policy):
             if decision.backend is None:
                 refused.append((spec, decision))
             else:
-                rows[Row(spec, decision.direction, decision.backend, decision.source)] = None
+                held = spec.of_any_batch() if spec.batch_invariant else spec
+                rows[Row(held, decision.direction, decision.backend, decision.source)] = None
     file = Lockfile(out.absolute(), place.type, environment(place, _registry.entries()), tuple(rows))
     file.save()
     return file, refused

@@ -109,8 +109,11 @@ def progress(total: int | None, description: str = "") -> Iterator[Callable[...,
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     place = console(stderr=True)
+    if not place.is_terminal:  # a bar that is disabled prints an empty line with rich 13
+        yield lambda **_: None
+        return
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as bar:
+    with Progress(*columns, console=place, transient=True) as bar:
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.cli import options, output
+from attnreg.cli import options, output, table_check
 from attnreg.errors import InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ def tune(
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
+    check: Annotated[
+        Path | None,
+        options.valued("--check", "FILE", "Measure nothing: check a table that was measured elsewhere."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the backends here and save a table to choose by.
@@ -61,6 +65,12 @@ def tune(
 
     Example: attnreg tune --grid quick --budget 5m --out here.json
     """
+    if check is not None:
+        others = {"--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out}
+        if given_too := [name for name, given in others.items() if given]:
+            raise InvalidInputError(f"--check: got {' and '.join(given_too)} as well, expected it alone")
+        table_check.check(check, as_json)
+        return
     began = time.monotonic()
     output.import_torch()
     place, longest = options.present_device(device), options.seconds(budget)
@@ -70,7 +80,9 @@ def tune(
             "--head-dim-v": head_dim_v, "--deterministic": deterministic,
         }  # fmt: skip
         if not q and (unused := [name for name, given in described.items() if given]):
-            raise InvalidInputError(f"{' and '.join(unused)}: got it without --q, the call that it describes")
+            raise InvalidInputError(
+                f"{' and '.join(unused)}: got no --q, expected the call that it describes"
+            )
         given = options.specs_of(
             q, kv, str(place), dtype, window, causal, head_dim_v,
             varlen=varlen, deterministic=deterministic, needs_backward=backward,
@@ -130,6 +142,7 @@ def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
         log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device.type)
     for one in here:
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
+        spec = replace(spec, batch_invariant=False)  # times never decide about such calls
         # A backward has five matrix products where a forward has two.
         cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
         weights[spec] = weights.get(spec, 0.0) + cost
@@ -164,15 +177,16 @@ def measure_fronts(session: Session) -> None:
     """Measure the host time per call on a GPU, for each backend of which the table doesn't have it."""
     from attnreg import aten
     from attnreg.torchlib import captured
+    from attnreg.tuning.kinds import MANY
 
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    # Older tables have no times of forwards alone.
+    # Older tables have times of one shape only.
     known = {
         front.backend
         for front in session.fronts
-        if not front.recorded and (front.compiled or not captured.call_cache_in_use)
+        if front.shape != MANY and (front.compiled or not captured.call_cache_in_use)
     }
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
@@ -225,7 +239,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
         rows = (_row(point, names) for point in points)
         output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
     if session.fronts:
-        headers = ("backend", "front", "routers", "forward", "backward", "forward alone")
+        headers = ("backend", "front", "routers", "call", "forward", "backward", "forward alone")
         output.table("Host time per call, µs", host_rows(session.fronts), headers, right=3)
     if failures := {
         (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
@@ -247,7 +261,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
 
 
 def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
-    """Return a row for each backend, front and kind of router, with the host time of each direction."""
+    """Return a row for each backend, front, kind of router and call, with the host time of each direction."""
     from attnreg.bench.fronts import MEASURED
 
     taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
@@ -256,9 +270,10 @@ def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
             name,
             "varlen_attn" if varlen else "SDPA",
             "compiled" if compiled else "Python",
-            *(taken.get((name, varlen, one, compiled, recorded), "-") for one, recorded in MEASURED),
+            shape,
+            *(taken.get((name, varlen, one, compiled, recorded, shape), "-") for one, recorded in MEASURED),
         )
-        for name, varlen, compiled in dict.fromkeys((*place[:2], place[3]) for place in taken)
+        for name, varlen, compiled, shape in dict.fromkeys((*one[:2], one[3], one[5]) for one in taken)
     ]
 
 

@@ -64,8 +64,12 @@ class Call(NamedTuple):
             forward's alone. A kernel that never splits may leave more than one to those that do.
         deterministic: whether the gradients have to be bitwise repeatable. Torch's
             deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
+        batch_invariant: whether the bits of a sequence's results may depend on nothing but the sequence: not
+            on others in the batch, the longest lengths or its place. The kernel then splits no keys.
         softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
             them or hidden; 0 for none.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone. Times
+            the weight of a score it is added to the score's gradient.
     """
 
     scale: float
@@ -82,7 +86,9 @@ class Call(NamedTuple):
     rng_state: Tensor | None = None
     num_splits: int | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     softcap: float = 0.0
+    grad_lse: Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -93,6 +99,11 @@ class Call(NamedTuple):
     def varlen(self) -> bool:
         """Whether the tensors are packed."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same call has to give the same bits again: what depends on a race is no invariant."""
+        return self.deterministic or self.batch_invariant
 
     def key(self) -> tuple[object, ...]:
         """Return everything that a decision about this call may depend on; see `KEYED_BY`."""
@@ -106,10 +117,10 @@ class Call(NamedTuple):
 KEYED_BY = {
     "scale": "sign",
     "rng_state": "nothing",
-    **dict.fromkeys(("max_q", "max_k", "window", "dropout"), "value"),
-    **dict.fromkeys(("num_splits", "deterministic", "softcap"), "value"),
+    **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
+    **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
-    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes"), "tensor"),
+    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
 }
 _values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))

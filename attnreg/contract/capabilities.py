@@ -62,8 +62,10 @@ class Capabilities:
 
     The booleans say whether it accepts dense and varlen (packed) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; a given number of splits; a `softcap`; a scale of 0 or below (`any_scale`); whether
-    it is `deterministic`; and whether it can be captured in a CUDA graph (`capture`).
+    slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
+    (`grad_lse`); a scale of 0 or below (`any_scale`); whether it is `deterministic`; whether it is
+    `batch_invariant` where a call asks for that (the bits of a sequence's results depend on no other
+    sequence); and whether it can be captured in a CUDA graph (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
@@ -90,7 +92,9 @@ class Capabilities:
     num_splits: bool = False
     any_scale: bool = False
     softcap: bool = False
+    grad_lse: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     capture: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +138,8 @@ class Capabilities:
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
         q, k, splits = spec.heads_q, spec.heads_k, spec.num_splits
         not_deterministic = "not deterministic, and deterministic algorithms are on"
+        not_invariant = "not batch-invariant, and policy is batch_invariant"
+        no_mask = f"dropout_p must be 0 where policy is batch_invariant, got {spec.dropout}"
         for requested, supported, reason in (
             (spec.varlen, self.varlen, "input must be dense, got varlen"),
             (not spec.varlen, self.dense, "input must be varlen, got dense"),
@@ -144,10 +150,13 @@ class Capabilities:
             (spec.bias, self.bias, "attn_bias must be None, got a tensor"),
             (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
+            (spec.grad_lse, self.grad_lse, "grad_lse must be None, got a tensor: no gradient of the LSE"),
             (spec.softcap > 0.0, self.softcap, f"softcap must be 0, got {spec.softcap}"),
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
             (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),
             (spec.deterministic, self.deterministic, not_deterministic),
+            (spec.batch_invariant, self.batch_invariant, not_invariant),
+            (spec.batch_invariant and spec.dropout > 0.0, False, no_mask),
             (spec.capturing, self.capture, "can't be recorded in a CUDA graph"),
         ):
             if requested and not supported:
@@ -168,10 +177,18 @@ def _badly_typed(name: str, value: object) -> str:
         known, exists = (DEVICES, _is_device) if name == "devices" else (DTYPES, DTYPES.__contains__)
         return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
     if name == "compute_capability":
-        return "" if value is None or _is_version_range(value) else "((major, minor), (major, minor)) or None"
+        return (
+            ""
+            if value is None or _is_version_range(value)
+            else "((major, minor), (major, minor)), the lowest first, or None"
+        )
     if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
         optional = value is None and name in ("head_dim_v", "page_size")
-        return "" if optional or _is_range(value) else "a Range of whole numbers, its step 1 or more"
+        return (
+            ""
+            if optional or _is_range(value)
+            else "a Range of whole numbers from low to high, its step 1 or more"
+        )
     return "" if isinstance(value, bool) else "True or False"
 
 
@@ -187,14 +204,13 @@ def _is_device(name: str) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    return isinstance(value, Range) and _are_whole(value) and value.step > 0
+    return isinstance(value, Range) and _are_whole(value) and value.low <= value.high and value.step > 0
 
 
 def _is_version_range(value: object) -> bool:
     pairs = value if isinstance(value, tuple) else ()
-    return len(pairs) == 2 and all(
-        isinstance(end, tuple) and len(end) == 2 and _are_whole(end) for end in pairs
-    )
+    are_versions = all(isinstance(end, tuple) and len(end) == 2 and _are_whole(end) for end in pairs)
+    return len(pairs) == 2 and are_versions and pairs[0] <= pairs[1]
 
 
 def _are_whole(numbers: tuple[object, ...]) -> bool:

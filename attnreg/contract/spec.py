@@ -18,6 +18,9 @@ Direction = Literal["forward", "backward"]
 
 UNBOUNDED = (-1, -1)
 
+# A length that every backend can run if it can run any.
+USUAL = 1024
+
 # The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
 # counts as 0 in `positive_scale`.
 LEAST_SCALE = 2.0**-126
@@ -121,8 +124,10 @@ class AttentionSpec:
     num_splits: int | None = None
     positive_scale: bool = True
     softcap: float = 0.0
+    grad_lse: bool = False
     needs_backward: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     capturing: bool = False
 
     def __post_init__(self) -> None:
@@ -153,8 +158,20 @@ class AttentionSpec:
             raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
 
     def of(self, direction: str) -> AttentionSpec:
-        """Return the spec of one direction: `num_splits` is for forwards only."""
-        return self if direction == "forward" or self.num_splits is None else replace(self, num_splits=None)
+        """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's."""
+        if direction == "forward":
+            return replace(self, grad_lse=False) if self.grad_lse else self
+        return self if self.num_splits is None else replace(self, num_splits=None)
+
+    def of_any_batch(self) -> AttentionSpec:
+        """Return a usual call with the same dtype, head dims, mask and options.
+
+        Whether a gradient will be wanted, or a CUDA graph is captured, is left out, too.
+        """
+        return replace(
+            self, batch=1, max_q=USUAL, max_k=USUAL, tokens_q=USUAL, tokens_k=USUAL,
+            heads_q=self.heads_q // self.heads_k, heads_k=1, needs_backward=False, capturing=False,
+        )  # fmt: skip
 
     @property
     def causal(self) -> bool:
@@ -190,7 +207,9 @@ class AttentionSpec:
             "scale 0 or below": not self.positive_scale,
             f"softcap {self.softcap}": self.softcap > 0.0,
             "needs grad": self.needs_backward,
+            "gradient of the LSE": self.grad_lse,
             "deterministic": self.deterministic,
+            "batch-invariant": self.batch_invariant,
             "in a CUDA graph": self.capturing,
         }
         return [text for text, on in shown.items() if on]

@@ -79,9 +79,12 @@ def kept_for(
 
     Returns:
         None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
-        lengths in use, slopes, a softcap; and for a first call, whose results were only just checked.
+        lengths in use, slopes, a softcap, a gradient of the LSE; and for a first call, whose results were
+        only just checked.
     """
-    others = (call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits)
+    others = (
+        call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits, call.grad_lse
+    )  # fmt: skip
     if load() is None or not plan.is_checked or call.dropout > 0.0 or call.softcap > 0.0:
         return None
     if any(one is not None for one in others):

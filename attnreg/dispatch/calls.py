@@ -17,6 +17,8 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
 
+LONGEST = 2**62
+
 
 def plan_for(
     direction: Direction,
@@ -118,6 +120,21 @@ def wants_deterministic() -> bool:
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
+
+
+def wants_batch_invariant() -> bool:
+    """Whether the bits of a sequence's results may not depend on its batch."""
+    return state().batch_invariant
+
+
+def packed_bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int) -> tuple[int, int]:
+    """Return what `bounds` does for a packed call.
+
+    The longest sequence says whether a bound excludes something, but may not say it of the others where
+    results may not depend on the batch.
+    """
+    longest = (LONGEST, LONGEST) if wants_batch_invariant() else (max_q, max_k)
+    return bounds(window, causal, *longest)
 
 
 def bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int) -> tuple[int, int]:

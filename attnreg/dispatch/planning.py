@@ -17,9 +17,9 @@ from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
 from attnreg.dispatch.state import Plan, State, declined_by
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import ranks
-from attnreg.selection.decision import Decision, Policy, Preference, replayed, select
+from attnreg.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
 from attnreg.selection.turns import Turn
 from attnreg.torchlib import building, captured
@@ -59,12 +59,16 @@ def make_plan(
     building.ensure_built()  # the program serves calls: its next start has the compiled part
     captured.warn_if_shadowed()
     policy = now.policy.with_first(leading)
+    if spec.batch_invariant:
+        native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
     ranks.agree(now.policy, now.entries, spec.device)
     entries = now.entries
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
         _settle(spec, "backward", entries, policy, native)
     for name, reason in declined_by(key).items():
+        if spec.batch_invariant:
+            raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         if entry := entries.get(name.casefold()):
             judged = _JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
             entries = {**entries, name.casefold(): judged}
@@ -133,13 +137,9 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
     return AttentionSpec(
         device=device_of(query.device),
         dtype=str(query.dtype),
-        batch=batch,
-        max_q=call.max_q,
-        max_k=call.max_k,
-        heads_q=query.shape[-2],
-        heads_k=key.shape[-2],
-        head_dim=query.shape[-1],
-        head_dim_v=value.shape[-1],
+        batch=batch, max_q=call.max_q, max_k=call.max_k,
+        heads_q=query.shape[-2], heads_k=key.shape[-2],
+        head_dim=query.shape[-1], head_dim_v=value.shape[-1],
         tokens_q=query.shape[0] if varlen else batch * call.max_q,
         tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
         varlen=varlen,
@@ -152,10 +152,12 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
         softcap=call.softcap,
+        grad_lse=call.grad_lse is not None,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
+        batch_invariant=call.batch_invariant,
         capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )
+    )  # fmt: skip
 
 
 @functools.cache
@@ -267,9 +269,8 @@ def _faster_than_native(
 def _warn_not_deterministic(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
     """Say why deterministic algorithms would have refused a backend, had they not been asked to warn only."""
     if reasons:
-        log.warning(
-            "%s runs a %s, as deterministic algorithms only warn: %s", name, direction, "; ".join(reasons)
-        )
+        said = "; ".join(reasons)
+        log.warning("%s runs a %s that isn't deterministic, as torch only warns: %s", name, direction, said)
 
 
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:

@@ -143,9 +143,10 @@ class State:
         entries: every known backend by its name in lower case.
         plans: the plans made so far; they go with the state, so none outlives a change.
         active: whether anything was asked for; if not, torch's own entry points are left alone.
+        batch_invariant: whether the policy of that name is in force.
     """
 
-    __slots__ = ("_error", "_policy", "active", "entries", "generation", "plans")
+    __slots__ = ("_error", "_policy", "active", "batch_invariant", "entries", "generation", "plans")
 
     def __init__(self) -> None:
         self.generation = _registry.generation
@@ -159,6 +160,7 @@ class State:
             trace.follow(policy.sources().environment.record)
         except AttnregError as error:
             self._error = copy(error)
+        self.batch_invariant = self._policy.batch_invariant
 
     def keep(self, plan: Plan) -> None:
         """Keep a plan under its key."""

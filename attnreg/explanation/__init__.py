@@ -26,6 +26,7 @@ from attnreg.selection.decision import Decision, Policy, Preference, select, tie
 from attnreg.selection.render import decision_table
 from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
+from attnreg.varlen.plans import check_sinks
 
 __all__ = ["Explanation", "explain"]
 
@@ -99,6 +100,7 @@ def explain(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -138,6 +140,9 @@ def explain(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
             seqused_k, block_table, num_splits, softcap, enable_gqa,
         )  # fmt: skip
+        if sinks is not None:
+            check_sinks(query, sinks)
+            described = described._replace(spec=replace(described.spec, grad_lse=True))
         return _explained(described, leading)
     further = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
@@ -145,6 +150,7 @@ def explain(
         "block_table": block_table is not None,
         "num_splits": num_splits is not None,
         "softcap": bool(softcap),
+        "sinks": sinks is not None,
     }
     if any(further.values()):
         named = ", ".join(name for name, given in further.items() if given)
@@ -156,14 +162,16 @@ def explain(
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
-    now, spec = state(), described.spec
+    now = state()
+    spec = now.policy.applied_to(described.spec)
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
         return Explanation(spec, decided["forward"], decided.get("backward"), tuple(_front_notes()))
-    entries = entries_with_native(described.native, now.entries)
+    torchs = None if spec.batch_invariant else described.native
+    entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
-    native = described.native.name if described.native is not None else ""
+    native = torchs.name if torchs is not None else ""
     decided = {}
     for direction in directions:
         decision = decided[direction] = _decision(spec, direction, entries, policy, native)
@@ -209,7 +217,7 @@ def _elsewhere(kernel: str, direction: Direction, entries: Mapping[str, Entry]) 
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what the explanation takes for granted of another machine."""
+    """Yield what the explanation assumes about another machine."""
     if spec.device.simulated:
         for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
             if entry.unavailable():

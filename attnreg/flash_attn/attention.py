@@ -7,7 +7,6 @@ where modes, subclasses or function transforms are to see an op, it is a packed 
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -19,22 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from attnreg.aten.routing import forward_choice, run_with_dropout
 from attnreg.contract.backend import Call
-from attnreg.contract.validation import check_scale, checked_softcap
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import (
-    bounds,
-    keys_used,
-    plan_for,
-    scale_of,
-    wants_deterministic,
-    wants_gradient,
-)
+from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.varlen.front import AuxRequest, is_plain, varlen_attn
-from attnreg.varlen.plans import autocast, check_tensors, window
+from attnreg.varlen.front import AuxRequest, in_memory, is_plain, varlen_attn
+from attnreg.varlen.plans import autocast, call_of, check_tensors, window
 
 # Output and LSE.
 Results = tuple[Tensor, Tensor]
@@ -73,22 +64,17 @@ class Options(NamedTuple):
         num_splits: int | None = None,
     ) -> Call:
         """Return the contract's `Call`; both offsets are None for a dense one."""
-        cu_seqlens_q, cu_seqlens_k, max_q, max_k = lengths
-        try:
-            max_q, max_k = operator.index(max_q), operator.index(max_k)
-        except TypeError:
-            got = f"{max_q!r} and {max_k!r}"
-            raise InvalidInputError(f"max_seqlen_q and max_seqlen_k: got {got}, expected integers") from None
-        if self.softmax_scale is not None:
-            check_scale(self.softmax_scale)
-        bound = bounds(window(self.window_size, self.causal), False, max_q, max_k)
-        batch = len(query) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        return Call(
-            scale_of(query, self.softmax_scale), max_q, max_k, bound, cu_seqlens_q, cu_seqlens_k,
-            keys_used(seqused_k, cu_seqlens_k, block_table), block_table, None,
-            _checked_slopes(self.alibi_slopes, query, batch), float(self.dropout_p), None, num_splits,
-            self.deterministic or wants_deterministic(), checked_softcap(self.bound_on_scores),
-        )  # fmt: skip
+        bound = window(self.window_size, self.causal)
+        options = self.softmax_scale, bound, seqused_k, block_table, num_splits, self.bound_on_scores
+        call = call_of(query, lengths, *options)
+        if not (self.dropout_p or self.alibi_slopes is not None or self.deterministic):
+            return call
+        batch = len(query) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+        return call._replace(
+            dropout=float(self.dropout_p),
+            alibi_slopes=_checked_slopes(self.alibi_slopes, query, batch),
+            deterministic=self.deterministic or call.deterministic,
+        )
 
 
 def attend_packed(
@@ -191,25 +177,24 @@ class _Attention(torch.autograd.Function):
         out, lse, rng_state, ctx.choice = _forward(inputs, call, choice, needs_backward=True)
         ctx.save_for_backward(*inputs, out, lse, rng_state, *(getattr(call, name) for name in _TENSORS))
         ctx.call = call._replace(num_splits=None, **_NONE)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        if grad_out is None:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
             return (None,) * 5
         query, key, value, out, lse, rng_state, *others = ctx.saved_tensors
         deterministic = ctx.call.deterministic or wants_deterministic()
         tensors = dict(zip(_TENSORS, others, strict=True))
-        call: Call = ctx.call._replace(rng_state=rng_state, deterministic=deterministic, **tensors)
-        # Autograd may hand over zeros without memory, or a lazy negative, which kernels can't read.
-        grad_out = out.new_zeros(out.shape) if grad_out._is_zerotensor() else grad_out.resolve_neg()
+        tensors |= {"rng_state": rng_state, "grad_lse": None if grad_lse is None else in_memory(grad_lse)}
+        call: Call = ctx.call._replace(deterministic=deterministic, **tensors)
+        grad = torch.zeros_like(out) if grad_out is None else in_memory(grad_out)
 
         def plan_and_run() -> tuple[Tensor, ...]:
             plan = plan_for("backward", query, key, value, call, ctx.choice)
-            return plan.run(grad_out, query, key, value, out, lse, call)  # type: ignore[no-any-return]
+            return plan.run(grad, query, key, value, out, lse, call)  # type: ignore[no-any-return]
 
         return *_launched(plan_and_run, call), None, None
 

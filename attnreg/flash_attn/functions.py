@@ -43,7 +43,7 @@ def flash_attn_func(
     Returns:
         The output (B, S_q, H, D_v); with `return_attn_probs` also the LSE, float32 (B, H, S_q), natural log,
         and an empty tensor in the place of the dropped weights. A row that sees no key has an output of 0 and
-        an LSE of -inf. The LSE has no gradient.
+        an LSE of -inf.
 
     Raises:
         InvalidInputError: the arguments contradict each other; says what was got and expected.

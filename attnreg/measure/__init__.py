@@ -2,8 +2,8 @@
 
 Each exists once: a description of a call and the input matrix (`cases`), its tensors (`inputs`), attention
 in float64 (`reference`), the accuracy rule (`rule`, and `sample` for calls too large to compute), the rest of
-the contract (`promises`), the timers (`timing`). Nothing here knows a backend; it may import the contract.
-Read `rule` first.
+the contract (`promises`, `invariance`), the timers (`timing`). Nothing here knows a backend; it may import
+the contract. Read `rule` first.
 """
 
 from attnreg.measure.cases import CASES, QUICK, Case

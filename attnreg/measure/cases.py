@@ -40,8 +40,10 @@ class Case:
             which weights were dropped; so each query has to see every key, and no
             sequence may have more keys than the value's head dim.
         softcap: bound on the scores, 0 for none.
+        grad_lse: whether the LSE has a gradient, too.
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
+        batch_invariant: whether a sequence has to have the same bits in every batch.
         heavy: whether it takes seconds or gigabytes; not part of `QUICK`.
     """
 
@@ -66,8 +68,10 @@ class Case:
     poison: bool = False
     dropout: float = 0.0
     softcap: float = 0.0
+    grad_lse: bool = False
     num_splits: int | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     heavy: bool = False
 
     def __str__(self) -> str:
@@ -108,8 +112,10 @@ class Case:
             varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
             seqused_k=self.seqused_k is not None, page_size=self.page_size,
             dropout=self.dropout, num_splits=self.num_splits, softcap=self.softcap,
+            grad_lse=self.grad_lse,
             positive_scale=self.scale is None or self.scale >= LEAST_SCALE,
             deterministic=self.deterministic, needs_backward=needs_backward,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
 
@@ -143,6 +149,8 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)[1:]  # all but the plain one
 
 RAGGED = ((113, 113), (1, 1), (64, 64), (7, 7), (129, 129))
 RAGGED_UNEQUAL = ((113, 203), (1, 65), (64, 1), (31, 33), (203, 113))
+# Lengths that kernels may treat otherwise, as they may those of a batch with others.
+MIXED = ((160, 160), (1, 600), (16, 16), (0, 3), (400, 400), (7, 130), (160, 160))
 EMPTIES = {
     "empty first": ((0, 0), (33, 33)),
     "empty between": ((33, 33), (0, 0), (7, 7)),
@@ -203,10 +211,18 @@ SHAPES: tuple[Case, ...] = (
     _dense("softcap 30, values x5", 65, 129, softcap=30.0, magnitude=5.0),
     _varlen("varlen softcap 1.5", *RAGGED_UNEQUAL, softcap=1.5, scale=0.3, heads=(4, 2), window=(40, 3)),
     _varlen("varlen softcap 50, scale below 0", *RAGGED, softcap=50.0, scale=-2.0, tail=17, poison=True),
+    _dense("gradient of the LSE", 113, 63, grad_lse=True, heads=(4, 2), window=CAUSAL),
+    _dense("gradient of the LSE, few keys", 65, 3, grad_lse=True, grad_layout="expanded"),
+    _varlen("varlen gradient of the LSE", *RAGGED_UNEQUAL, grad_lse=True, tail=17, poison=True),
+    _varlen("varlen gradient of the LSE, softcap", *RAGGED, grad_lse=True, softcap=2.0, heads=(4, 1)),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
     _varlen("varlen num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),
     _varlen("varlen deterministic", (200, 257), (1, 130), deterministic=True, window=CAUSAL),
+    _dense("batch-invariant", 129, 257, 3, batch_invariant=True, heads=(4, 2)),
+    _dense("batch-invariant, key padding", 65, 257, 3, batch_invariant=True, bias="key padding"),
+    _varlen("varlen batch-invariant", *MIXED, batch_invariant=True, window=CAUSAL, heads=(4, 2)),
+    _varlen("varlen batch-invariant, window", *MIXED, batch_invariant=True, window=(40, 5)),
     _dense("long", 4224, 4224, batch=1, window=CAUSAL, heavy=True),
     _dense("long, few keys", 4224, 1023, batch=1, heads=(4, 1), heavy=True),
     _dense("wide window", 2304, 2304, batch=1, window=(1025, 1025), heavy=True),

@@ -77,6 +77,9 @@ def inputs(
         bias[:, ::5] = -torch.inf  # these rows see no key
         bias = bias.to(device, q.dtype)
     call = _call(case, torch.device(device), table, bias)
+    if case.grad_lse:
+        shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
+        call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
     if case.dropout:
         state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
         call = call._replace(rng_state=state.to(device).view(torch.uint64))
@@ -188,6 +191,16 @@ def _laid_out(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tupl
     return *map(_LAYOUTS[case.layout], (q, k, v)), grad
 
 
+def _grad_lse(case: Case, drawn: Tensor) -> Tensor:
+    """Return the gradient of the LSE; NaN in the rows of no sequence where what isn't seen is."""
+    drawn = drawn.double() if case.dtype == "float64" else drawn
+    if case.grad_layout == "expanded":
+        return drawn.new_full((1,) * drawn.dim(), 0.5).expand(drawn.shape)
+    if case.poison and case.tail:
+        drawn[:, -case.tail :] = torch.nan
+    return drawn
+
+
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": torch.Tensor.contiguous,
     "bhsd": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
@@ -226,5 +239,6 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         dropout=case.dropout,
         num_splits=case.num_splits,
         deterministic=case.deterministic,
+        batch_invariant=case.batch_invariant,
         softcap=case.softcap,
     )

@@ -88,7 +88,7 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
     """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
     q, k, v = (_rows(x).detach().to(dtype).requires_grad_() for x in (given.q, given.k, given.v))
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
-    lse = q.new_full(q.shape[:-1], -torch.inf)
+    lse = q.new_full(q.shape[:-1], -torch.inf, requires_grad=True)
     call = given.call
     for batch, rows_q, rows_k in _same_lengths(case, given):
         bias = call.attn_bias
@@ -104,12 +104,17 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         out = out.index_put((rows_q,), part[0])
-        lse = lse.index_put((rows_q,), part[1].detach().mT)
+        lse = lse.index_put((rows_q,), part[1].mT)
     in_a_sequence = torch.arange(len(out), device=out.device) < sum(case.lens_q)
     grad = torch.where(in_a_sequence[:, None, None], _rows(given.grad_out).to(dtype), 0.0)
-    grads = torch.autograd.grad(out, (q, k, v), grad, materialize_grads=True)
+    results, of_results = [out], [grad]
+    if call.grad_lse is not None:
+        counts = in_a_sequence[:, None] & (lse > -torch.inf)
+        results.append(lse)
+        of_results.append(torch.where(counts, _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype), 0.0))
+    grads = torch.autograd.grad(results, (q, k, v), of_results, materialize_grads=True)
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (given.q, given.k, given.v), strict=True))
-    per_head = lse.view(given.q.shape[:-1]).transpose(-1, -2)
+    per_head = lse.detach().view(given.q.shape[:-1]).transpose(-1, -2)
     return Results(out.detach().view(given.grad_out.shape), per_head, dq, dk, dv)
 
 

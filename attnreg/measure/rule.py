@@ -17,6 +17,7 @@ from attnreg.errors import UnsupportedInputError
 from attnreg.measure import promises
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Guarded, inputs
+from attnreg.measure.invariance import check_batch_invariant
 from attnreg.measure.reference import Results, attention, kept_weights
 
 FACTOR = 2.0
@@ -100,6 +101,8 @@ def measure(
         promises.check_dropout(kernels, case, guarded.inputs)
     if case.deterministic:
         promises.check_repeatable(kernels, guarded.inputs)
+    if case.batch_invariant:
+        check_batch_invariant(kernels, guarded.inputs, results)
     errors = errors_of(results, plain, truth, given.q.dtype)
     factor = SOFTCAP_FACTOR if case.softcap else FACTOR
     return {name: error._replace(factor=factor) for name, error in errors.items()}
@@ -140,7 +143,14 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
     """Whether a case is one for which routers may ask `Kernels.specialize` for a launcher."""
     lengths = zip(case.lens_q, case.lens_k, strict=True)
     no_unused_rows = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
-    further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
+    further = (
+        call.seqused_k,
+        call.block_table,
+        call.attn_bias,
+        call.alibi_slopes,
+        call.num_splits,
+        call.grad_lse,
+    )
     plain = not (call.dropout or call.softcap) and all(argument is None for argument in further)
     every_row_sees_a_key = bool(truth.lse.isfinite().all())
     return no_unused_rows and plain and every_row_sees_a_key

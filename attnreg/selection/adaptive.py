@@ -22,15 +22,16 @@ from attnreg.errors import AttnregError
 from attnreg.selection import job_results
 from attnreg.selection.job_results import NOTHING
 from attnreg.selection.sources import REFERENCE
-from attnreg.selection.turns import Cell, Turn, Turns, cell_of, lock
+from attnreg.selection.turns import MOST_CALLS, Cell, Turn, Turns, cell_of, lock
 from attnreg.torchlib import caches, job_store, locks
 from attnreg.tuning.environments import environment
 from attnreg.tuning.index import Kinds
 from attnreg.tuning.kinds import kind_of, size_of
-from attnreg.tuning.lookup import Prediction, predict
+from attnreg.tuning.lookup import Prediction, predict, predict_both
 from attnreg.tuning.points import Point
 from attnreg.tuning.table import Environment, Table, load
 from attnreg.tuning.tables import Tables, file_name
+from attnreg.tuning.traces import DIRECTIONS
 
 log = logging.getLogger("attnreg")
 
@@ -69,6 +70,17 @@ class Learned:
             if cell in self.known and found.role != "follows" and not found.closed:
                 self._close(found, self.known[cell])
         return found
+
+    def point_of(self, spec: AttentionSpec, direction: Direction) -> Point | None:
+        """Return what was seen of such calls; None before all turns are over."""
+        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        turns = self.turns.get(cell)
+        return turns.point if turns is not None else self.known.get(cell)
+
+    def is_over(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether there are no further turns of such calls."""
+        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        return self.turns[cell].closed if cell in self.turns else cell in self.known
 
     def collect(self) -> None:
         """Close the turns that are over."""
@@ -119,7 +131,7 @@ class Learned:
             if self._file is not None and self._file.is_file():
                 return load(self._file).points
         except (AttnregError, OSError) as error:
-            log.warning("what was measured earlier isn't used: %s", error)
+            log.warning('what policy = "adaptive" measured earlier isn\'t used: %s', error)
         return ()
 
     def _save(self) -> None:
@@ -133,7 +145,7 @@ class Learned:
                     self.known.setdefault(cell_of(*point.place), point)
                 Table(self.environment, tuple(self.known.values()), self._file.name).save(self._file)
         except OSError as error:
-            log.info("what was measured can't be kept: %s", error)
+            log.info('what policy = "adaptive" has measured can\'t be kept: %s', error)
             self._file = None
 
 
@@ -172,18 +184,19 @@ class Adaptive:
         by_table = self._tables.predict(spec, direction)
         if not _may_have_turns(spec):
             return by_table
-        kind, size = kind_of(spec, direction), size_of(spec)
         with lock:
-            found = self._here(spec.device)
-            turns = found.turns.get(cell_of(kind, size))
-            point = turns.point if turns is not None else found.known.get(cell_of(kind, size))
-        if point is None:
+            here = self._here(spec.device)
+            points = {one: here.point_of(spec, one) for one in DIRECTIONS}
+        if points[direction] is None:
             return by_table
-        kinds = Kinds((point,))
+        kinds = Kinds(point for point in points.values() if point is not None)
         table = self._tables.report(spec.device).in_force
         if table is not None:
             kinds.fronts = table.kinds.fronts
-        seen = predict(kinds, spec, direction, NAME, self._tables.compiled)
+        if spec.needs_backward and None not in points.values():
+            seen = predict_both(kinds, spec, NAME, self._tables.compiled)[direction]
+        else:
+            seen = predict(kinds, spec, direction, NAME, self._tables.compiled)
         return seen and replace(seen, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
@@ -201,15 +214,21 @@ class Adaptive:
 
         Backends that are `able` to run it, the first choice first, take turns, but for the reference, which
         may need more memory than there is, and those that a table puts far behind. A turn without a backend
-        is nobody's: what was decided holds for this call.
+        is nobody's: what was decided holds for this call. So is a forward's whose own turns are over while
+        those of its backward aren't, for so many calls: which backend takes least for both isn't known yet.
         """
         names = _worth_a_turn(able, predicted)
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
         with lock:
-            turns = self._here(spec.device).turns_of(spec.of(direction), direction)
+            here = self._here(spec.device)
+            turns = here.turns_of(spec.of(direction), direction)
             if turns.closed:
-                return None
+                waits = turns.point is not None and direction == "forward" and spec.needs_backward
+                if not waits or turns.calls >= MOST_CALLS or here.is_over(spec.of("backward"), "backward"):
+                    return None
+                turns.calls += 1
+                return Turn(turns, "", spec)
             return Turn(turns, "" if turns.role == "follows" else turns.next(names), spec)
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:

@@ -19,7 +19,9 @@ from attnreg.selection.lockfile import Lock
 from attnreg.tuning.lookup import Prediction, with_sources
 from attnreg.tuning.tables import Tables
 
-__all__ = ["Decision", "Policy", "Preference", "replayed", "select", "tied_to"]
+__all__ = ["BATCH_INVARIANT", "Decision", "Policy", "Preference", "replayed", "select", "tied_to"]
+
+BATCH_INVARIANT = 'policy = "batch_invariant"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Policy:
         only_recording: whether nothing but the recording of calls is asked for, so that torch's choices
         stand. lock: the lockfile that decisions have to agree with. by_measurement: whether a setting asks
         for tables, so that they may change torch's own choice, too. adaptive: the policy of that name; None
-        if another one decides.
+        if another one decides. batch_invariant: whether the policy of that name is in force.
     """
 
     preferences: tuple[Preference, ...] = ()
@@ -72,6 +74,11 @@ class Policy:
     lock: Lock | None = field(default=None, compare=False, repr=False)
     by_measurement: bool = field(default=False, compare=False, repr=False)
     adaptive: Adaptive | None = field(default=None, compare=False, repr=False)
+    batch_invariant: bool = False
+
+    def applied_to(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return a spec that wasn't made from a call of the program, as calls are decided here."""
+        return replace(spec, batch_invariant=True) if self.batch_invariant else spec
 
     def with_first(self, preference: Preference | None) -> Policy:
         """Return this policy with one more preference, the strongest."""
@@ -124,7 +131,29 @@ def select(
         policy: preferences, disabled backends and strictness.
         native: the backend whose kernel torch itself has selected; first in the default order.
         prediction: a measured table's prediction, which may change the default order.
+
+    By `policy = "batch_invariant"` no other backend runs a call than runs such calls of any batch: it would
+    give a sequence other bits.
     """
+    here = _selected(spec, direction, entries, policy, native, prediction)
+    has_bits = spec.batch and spec.tokens_q and spec.tokens_k
+    if here.backend is None or not (spec.batch_invariant and has_bits):
+        return here
+    usual = _selected(spec.of_any_batch(), direction, entries, policy)
+    if usual.backend == here.backend:
+        return here
+    runs = f"{usual.backend} runs" if usual.backend else "no backend can run"
+    return replace(here, backend=None, refusal=f"by {BATCH_INVARIANT} {runs} such calls, whatever the batch")
+
+
+def _selected(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: str = "",
+    prediction: Prediction | None = None,
+) -> Decision:
     wanted = [preference for preference in policy.preferences if preference.applies_to(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
@@ -139,6 +168,8 @@ def select(
     priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
     default = f"default order for {spec.device.keys[0]}"
+    if spec.batch_invariant:
+        default += f", {BATCH_INVARIANT}"
     for name, source in with_sources(order, able, prediction, default).items():
         ranked.setdefault(name, source)
     may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
@@ -204,7 +235,7 @@ def replayed(
     """
     row, name = lock.expected(spec, direction)
     # Without a prediction: a table isn't a preference, so it can't contradict the lock.
-    decision = select(spec, direction, entries, policy, native)
+    decision = _selected(spec, direction, entries, policy, native)
     if decision.refusal:
         return decision
     preferred = decision.source in {preference.source for preference in policy.preferences}

@@ -112,8 +112,11 @@ def _row(data: object, place: str, there: table.Environment, device: Device) -> 
 
 
 def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
-    """Return the key of a row: the call without its device, and the direction."""
-    return replace(spec, device=NOWHERE), direction
+    """Return the key of a row: the call without its device, and the direction.
+
+    By `policy = "batch_invariant"` a row is for calls of any batch.
+    """
+    return replace(spec.of_any_batch() if spec.batch_invariant else spec, device=NOWHERE), direction
 
 
 class Lock:

@@ -88,7 +88,8 @@ def current() -> Policy:
     now = sources()
     tables = None
     adaptive = None
-    if decides_by(now)[0] != "order":
+    batch_invariant = decides_by(now)[0] == "batch_invariant"
+    if decides_by(now)[0] != "order" and not batch_invariant:
         tables = Tables(now.tables, _registry.entries, _compiled(now))
         if decides_by(now)[0] == "adaptive" and now.lock is None:
             adaptive = Adaptive(tables, _registry.entries, disabled(now))
@@ -99,7 +100,7 @@ def current() -> Policy:
     lock = Lock(now.lock, _registry.entries) if now.lock is not None else None
     return Policy(
         tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement,
-        adaptive,
+        adaptive, batch_invariant,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.errors import RanksDifferError
-from attnreg.selection.decision import Policy
+from attnreg.selection.decision import BATCH_INVARIANT, Policy
 from attnreg.torchlib import job_store
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.tuning.environments import environment
@@ -118,6 +118,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
     requested = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
     requested += [f"not {name}" for name in sorted(policy.disabled)]
     requested += ['policy = "adaptive"'] if policy.adaptive is not None else []
+    requested += [BATCH_INVARIANT] if policy.batch_invariant else []
     table, table_name = _table(policy, device)
     return Inputs(
         table,
@@ -130,7 +131,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
 
 def _table(policy: Policy, device: Device) -> tuple[str, str]:
     if policy.tables is None:
-        return "no table", 'policy = "order"'
+        return "no table", BATCH_INVARIANT if policy.batch_invariant else 'policy = "order"'
     report = policy.tables.report(device)
     if report.in_force is None:
         return "no table", "; ".join(report.refused) or "the default order"

@@ -155,11 +155,12 @@ class Settings(_Table):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="The least severe messages that the 'attnreg' logger lets pass."
     )
-    policy: Literal["measured", "order", "adaptive"] = Field(
+    policy: Literal["measured", "order", "adaptive", "batch_invariant"] = Field(
         default="measured",
         description="What decides where no backend is preferred: a measured table, if there is one for the "
         "device, the default order alone, or what the program's own calls take: backends take turns at the "
-        "first ones of each kind.",
+        "first ones of each kind. batch_invariant: the default order of those backends whose results for a "
+        "sequence don't depend on its batch.",
     )
     tuned: TableFile | None = Field(
         default=None,
@@ -268,4 +269,5 @@ def _problem(detail: ErrorDetails, origin: Origin) -> str:
     # A frequent mistake: a line that is added after a [table] belongs to it.
     misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
     near = misplaced or did_you_mean(name, known)
-    return origin.problem(key, f"unknown key, expected one of {', '.join(known)}{near}")
+    keys = f"one of {', '.join(known)}" if len(known) > 1 else "".join(known)
+    return origin.problem(key, f"unknown key, expected {keys}{near}")

@@ -31,6 +31,7 @@ class Environment(NamedTuple):
     lock: Path | None = None
     routers: str = ""
     build: str = ""
+    transformers: str = ""
     as_flash_attn: bool | None = None
 
 
@@ -95,9 +96,10 @@ VARIABLES = {
         _boolean, "whether it is an error if none of the preferred backends can run a call (1 or 0)"
     ),
     "ATTNREG_POLICY": Variable(
-        _one_of("measured", "order", "adaptive"),
-        "what decides where no backend is preferred: measured (a table of times), order, or adaptive (the "
-        "times of the program's own first calls)",
+        _one_of("measured", "order", "adaptive", "batch_invariant"),
+        "what decides where no backend is preferred: measured (a table of times), order, adaptive (the "
+        "times of the program's own first calls), or batch_invariant (the order of those backends whose "
+        "results for a sequence don't depend on its batch)",
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
@@ -118,6 +120,11 @@ VARIABLES = {
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
         "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed (1 or 0)",
+    ),
+    "ATTNREG_TRANSFORMERS": Variable(
+        _one_of("1", "0", "flash_attention_2"),
+        "1: transformers knows attn_implementation='attnreg'; flash_attention_2: attnreg stands behind that "
+        "name as well",
     ),
 }
 

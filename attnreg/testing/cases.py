@@ -33,7 +33,9 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "num_splits": lambda case: case.num_splits is not None,
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
     "softcap": lambda case: case.softcap > 0.0,
+    "grad_lse": lambda case: case.grad_lse,
     "deterministic": lambda case: case.deterministic,
+    "batch_invariant": lambda case: case.batch_invariant,
 }
 
 
@@ -133,8 +135,10 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         grad_layout=draw.choice(("plain", "plain", "bhsd", "expanded")),
         alibi=maybe("alibi", True, False),
         softcap=maybe("softcap", draw.choice((0.5, 5.0, 50.0)), 0.0),
+        grad_lse=maybe("grad_lse", True, False),
         num_splits=maybe("num_splits", draw.randint(1, 4), None),
         deterministic=maybe("deterministic", True, False, 0.1),
+        batch_invariant=maybe("batch_invariant", True, False, 0.1),
     )
     if not varlen:
         case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))

@@ -145,7 +145,7 @@ def status(library: Library) -> Status:
     """Return whether a library is built, and else why not."""
     try:
         if file := existing(library):
-            left_out = "ATTNREG_ROUTERS=python leaves it out" if is_left_out() else ""
+            left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
             return Status("off" if left_out else "built", file, left_out)
         if process := locks.holder(_lock_path()):
             return Status("building", reason=f"process {process} is compiling now")
@@ -160,7 +160,7 @@ def status(library: Library) -> Status:
         return Status("not built", reason=str(error))
     mode = _mode()
     if mode == "left out":
-        return Status("off", reason="ATTNREG_ROUTERS=python leaves it out")
+        return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
     if mode == "off":
         return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"

@@ -62,7 +62,7 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
     Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
     """
     if is_left_out():
-        raise BuildError("ATTNREG_ROUTERS=python leaves it out")
+        raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
     wait_built()
     file = libraries.checked(CPU_KERNEL)
     try:

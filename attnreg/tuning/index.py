@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count, repeat
 from math import dist
 from statistics import median
 from typing import NamedTuple
 
-from attnreg.tuning.kinds import RATIO, Kind, Size, coordinates, distance_between, family_of, work
+from attnreg.tuning.kinds import RATIO, SHORT, Kind, Size, coordinates, distance_between, family_of, work
 from attnreg.tuning.points import Front, Measured, Point
 
 # How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
@@ -43,6 +44,7 @@ class Index:
     Attributes:
         family: their common kind.
         places: the points with their coordinates.
+        has_short: whether some points have a few queries only.
         low, high: the measured range of each coordinate.
         floors: for each backend the fixed cost of a call, in microseconds.
         hosts: for each backend the median host time of its function, in microseconds.
@@ -51,6 +53,8 @@ class Index:
 
     def __init__(self, family: Kind, places: list[Place]) -> None:
         self.family, self.places = family, places
+        self.has_short = any(place.point.size.max_q <= SHORT for place in places)
+        self._ats = [place.at for place in places]
         self.low, self.high = (
             tuple(map(end, zip(*(place.at for place in places), strict=True))) for end in (min, max)
         )
@@ -96,7 +100,7 @@ class Index:
         as windows and packed totals are none: `itself` then comes first.
         """
         # A family has some dozens of points: a full scan takes a few microseconds.
-        by_distance = sorted((dist(place.at, at), number) for number, place in enumerate(self.places))
+        by_distance = sorted(zip(map(dist, self._ats, repeat(at)), count(), strict=False))
         if by_distance[0][0] >= EXACT:
             complete = [one for one in by_distance if one[1] in self._complete]
             if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
@@ -116,29 +120,33 @@ class Kinds:
     """The families of a table, and which of them predicts a call.
 
     Attributes:
-        fronts: host times by backend, whether packed, direction, and whether routers are compiled.
+        fronts: host times by the `place` of a `Front`.
+        processors: how many multiprocessors the device has; 1 where that doesn't matter.
     """
 
-    def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = ()) -> None:
-        self.fronts = {one.place: one.host_us for one in fronts}
+    def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = (), processors: int = 1) -> None:
+        self.fronts, self.processors = {one.place: one.host_us for one in fronts}, processors
         places: dict[Kind, list[Place]] = {}
         for point in points:
             kind, size = point.kind, point.size
-            one = Place(coordinates(kind, size), point, work(kind, size))
+            one = Place(coordinates(kind, size), point, work(kind, size, processors))
             places.setdefault(family_of(kind), []).append(one)
         self._exact = {family: Index(family, found) for family, found in places.items()}
-        self._known: dict[Kind, Index | None] = dict(self._exact)
+        self._known: dict[tuple[Kind, bool], Index | None] = {}
 
-    def index_for(self, kind: Kind) -> Index | None:
-        """Return the points of that kind's family, else of the nearest family that may replace it."""
-        family = family_of(kind)
-        if family not in self._known:
+    def index_for(self, kind: Kind, max_q: int) -> Index | None:
+        """Return the points of that kind's family, else of the nearest family that may replace it.
+
+        For a few queries, of those that have points with as few, if any has: kernels take other ways then.
+        """
+        family, short = family_of(kind), max_q <= SHORT
+        if (family, short) not in self._known:
             near = {
-                other: distance
-                for other in self._exact
+                other: (short and not index.has_short, distance)
+                for other, index in self._exact.items()
                 if (distance := distance_between(family, other)) is not None
             }
-            if len(self._known) > 1000 + len(self._exact):
-                self._known = dict(self._exact)
-            self._known[family] = self._exact[min(near, key=near.__getitem__)] if near else None
-        return self._known[family]
+            if len(self._known) > 1000:
+                self._known = {}
+            self._known[family, short] = self._exact[min(near, key=near.__getitem__)] if near else None
+        return self._known[family, short]

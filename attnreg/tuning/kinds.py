@@ -32,6 +32,15 @@ TILE, PARTIAL = 128, 1.0
 # Kernels have other code paths for one query than for two.
 SINGLE = 2.0
 
+# What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
+# fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
+# blocks, and one more kernel adds up the parts. With one query the others do so from some keys on, too.
+HOST_SHAPES = MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
+ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS = 64, 200, 2**14, 512
+
+# The multiprocessors of an H100 and of an H200.
+PROCESSORS = 132
+
 
 class Kind(NamedTuple):
     """The properties that calls have to share for their times to depend on sizes alone.
@@ -86,6 +95,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         "bias": spec.bias,
         "deterministic": spec.deterministic and direction == "backward",  # forwards are anyway
         "dropout": spec.dropout > 0.0,
+        "grad_lse": spec.grad_lse and direction == "backward",
         "num_splits": spec.num_splits is not None,
         "page_size": spec.page_size is not None,
         "seqused_k": spec.seqused_k,
@@ -106,6 +116,18 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
 def size_of(spec: AttentionSpec) -> Size:
     """Return the size of a call."""
     return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
+
+
+def host_shape_of(kind: Kind, size: Size) -> str:
+    """Return which of `HOST_SHAPES` a call is, as the backends' kernels were seen to split keys."""
+    # The queries of a group of heads are rows of one block where there is one query.
+    heads = size.heads_q // max(kind.ratio, 1) if size.max_q == 1 else size.heads_q
+    blocks = size.batch * heads * -(-size.max_q // ROWS)
+    if kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS:
+        return MANY
+    if size.max_q > 1:
+        return FEW
+    return ONE if size.max_k <= MANY_KEYS else LONG
 
 
 def family_of(kind: Kind) -> Kind:
@@ -134,8 +156,20 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
     )
 
 
-def work(kind: Kind, size: Size) -> float:
-    """Return roughly how many multiplications a call takes; above 0."""
+def work(kind: Kind, size: Size, processors: int = 1) -> float:
+    """Return roughly how many multiplications a call takes; above 0.
+
+    Of a few queries so many multiprocessors count as busy all the time: a block that reads all keys of a
+    sequence takes as long with few others as with many. Kernels that split the keys take less then.
+    """
+    if size.max_q <= SHORT:
+        blocks = size.batch * max(size.heads_q // max(kind.ratio, 1), 1)
+        return work_of_all(kind, size) * max(1.0, processors / max(blocks, 1))
+    return work_of_all(kind, size)
+
+
+def work_of_all(kind: Kind, size: Size) -> float:
+    """Return roughly how many multiplications a call takes in all; above 0."""
     batch = max(size.batch, 1)
     queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
     read = size.heads_q * queries + max(size.heads_q / kind.ratio, 1.0) * keys

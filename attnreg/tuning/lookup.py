@@ -1,21 +1,26 @@
 """What a table predicts for a call, from the nearest points of its family, and the order that follows. Pure.
 
+Where a gradient is wanted, backends are ranked by what forward and backward take together, for both
+directions: so one backend runs both. On an H100 two backends, each the fastest in its direction by the table,
+weren't faster together than one.
+
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
 of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work; if the very
-call was measured, its own time counts. A host time is nearly the same for all sizes: it is that of a call
-through its front (SDPA or `varlen_attn`), where that was measured.
+call was measured, its own time counts. A host time depends on how many kernels a call launches: it is that
+of a call of the same `HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import dist, exp, log
 from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.tuning.index import EXACT, Index, Kinds, Place
-from attnreg.tuning.kinds import Kind, coordinates, family_of, kind_of, size_of, work
+from attnreg.tuning.kinds import MANY, Kind, coordinates, family_of, host_shape_of, kind_of, size_of, work
 from attnreg.tuning.points import Point
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
@@ -38,11 +43,14 @@ class Candidate:
 
     Attributes:
         backend: its name.
-        cost_us: what backends are ranked by: the larger of both times plus a share of the first call; in
-            a CUDA graph the GPU time alone. None if it must not be chosen.
+        cost_us: the larger of both times plus a share of the first call; in a CUDA graph the GPU time
+            alone. None if it must not be chosen.
         gpu_us, host_us: microseconds.
         first_call_s: seconds of the first call of a new shape.
         trouble: why it must not be chosen: its results were wrong, or it failed.
+        both_us: what forward and backward cost together, where a gradient is wanted and the table has times
+            of both. If it has none of this backend's other direction, that of the first choice counts.
+        by_host: whether the host's part of what it is ranked by is larger than the GPU's, and counts.
     """
 
     backend: str
@@ -51,6 +59,13 @@ class Candidate:
     host_us: float = 0.0
     first_call_s: float = 0.0
     trouble: str = ""
+    both_us: float | None = None
+    by_host: bool = False
+
+    @property
+    def rank_us(self) -> float | None:
+        """What backends are ranked by; None if it must not be chosen."""
+        return self.cost_us if self.both_us is None else self.both_us
 
 
 class Source(NamedTuple):
@@ -111,41 +126,83 @@ def predict(
     `compiled` says whether the compiled call cache is in use: the host takes less time with it.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
-    index = kinds.index_for(kind)
+    index = kinds.index_for(kind, size.max_q)
     if index is None or not size.batch or not size.heads_q:
         return None
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    amount = work(kind, size)
+    amount = work(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
-    hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward)
+    recorded = direction == "backward" or spec.needs_backward
+    hosts = _hosts(kinds, kind, names, compiled, recorded, host_shape_of(kind, size))
     found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
-    found.sort(key=lambda one: (one.cost_us is None, one.cost_us or 0.0))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
     points = tuple(
-        Source(point, point.kind.ratio == kind.ratio, dist(place, at), point.place == (kind, size))
-        for _, (place, point, _) in near
+        Source(
+            point,
+            point.kind.ratio == kind.ratio,
+            dist(place, at) if outside else distance,
+            distance < EXACT and point.place == (kind, size),
+        )
+        for distance, (place, point, _) in near
     )
-    return Prediction(table, tuple(found), points, tuple(notes))
+    return Prediction(table, _ranked(found), points, tuple(notes))
+
+
+def predict_both(
+    kinds: Kinds, spec: AttentionSpec, table: str, compiled: bool = False
+) -> dict[Direction, Prediction | None]:
+    """Return the predictions for a call whose gradient is wanted: each ranks by what both directions take."""
+    forward, backward = (
+        predict(kinds, spec, direction, table, compiled) for direction in ("forward", "backward")
+    )
+    return {"forward": _with(forward, backward), "backward": _with(backward, forward)}
+
+
+def _with(one: Prediction | None, other: Prediction | None) -> Prediction | None:
+    """Return the prediction of one direction, ranked by what it takes with the other direction."""
+    others = [found for found in other.candidates if found.cost_us is not None] if other else []
+    if one is None or not others:
+        return one
+    costs = {found.backend: found.cost_us for found in one.candidates}
+
+    def together(rest: Candidate) -> tuple[bool, float]:
+        own = costs.get(rest.backend)
+        return own is None, (own or 0.0) + (rest.cost_us or 0.0)
+
+    first, found = min(others, key=together), []
+    for candidate in one.candidates:
+        if candidate.cost_us is not None:
+            rest = next((other for other in others if other.backend == candidate.backend), first)
+            host, gpu = candidate.host_us + rest.host_us, candidate.gpu_us + rest.gpu_us
+            both = candidate.cost_us + (rest.cost_us or 0.0)
+            times = candidate.cost_us, candidate.gpu_us, candidate.host_us, candidate.first_call_s
+            candidate = Candidate(candidate.backend, *times, both_us=both, by_host=gpu < host <= both)
+        found.append(candidate)
+    return Prediction(one.table, _ranked(found), one.points, one.notes)
+
+
+def _ranked(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Return the fastest first, and last those that must not be chosen."""
+    return tuple(sorted(found, key=lambda one: (one.rank_us is None, one.rank_us or 0.0)))
 
 
 def _hosts(
-    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool
+    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shape: str
 ) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
     All or none, because calling a kernel's function directly takes less, and the compiled call
     cache less than Python.
     """
-    # Older tables have no times of calls that autograd doesn't record.
-    ways = (
-        (routers, way) for routers in (True, False) for way in (recorded, True) if compiled or not routers
-    )
-    for way in ways:
-        found = {name: kinds.fronts.get((name, kind.varlen, kind.direction, *way)) for name in names}
+    # Older tables have neither times of calls that autograd doesn't record nor of other shapes.
+    ways = product((True, False) if compiled else (False,), (shape, MANY), (recorded, True))
+    for routers, like, way in ways:
+        place = kind.varlen, kind.direction, routers, way, like
+        found = {name: kinds.fronts.get((name, *place)) for name in names}
         if None not in found.values():
             return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
     return dict.fromkeys(names)
@@ -180,7 +237,7 @@ def _candidate(
         host = closest.host_us if near[0][0] < EXACT else index.hosts[name]
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
-    return Candidate(name, cost, gpu, host, first)
+    return Candidate(name, cost, gpu, host, first, by_host=gpu < host <= cost)
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
@@ -197,7 +254,7 @@ def with_sources(
     """Return the order of backends where none is preferred, each with the source of its position."""
     if prediction is None:
         return dict.fromkeys(order, default)
-    known = {one.backend.casefold() for one in prediction.candidates if one.cost_us is not None}
+    known = {one.backend.casefold() for one in prediction.candidates if one.rank_us is not None}
     others = with_sources(order, able, prediction.rest, default)
     return {
         name: prediction.table if name in known else others[name]
@@ -212,7 +269,7 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
     measured keeps its position, unless the prediction `leads`. Those that were wrong or failed come last.
     """
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
-    costs = {name: one.cost_us for name, one in known.items() if one.cost_us is not None}
+    costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
     best = min((cost for name, cost in costs.items() if name in able), default=0.0)
     # Of those that are as fast as the best, chance aside, the first by default.
     first = next(
@@ -230,5 +287,4 @@ def reordered(default: Sequence[str], able: Collection[str], prediction: Predict
 
 def _within(best: float, one: Candidate) -> float:
     """Return up to which cost a candidate is as fast as the best, chance aside."""
-    by_host = one.cost_us is not None and one.gpu_us < one.host_us <= one.cost_us
-    return best * (1 + (HOST_MARGIN if by_host else MARGIN))
+    return best * (1 + (HOST_MARGIN if one.by_host else MARGIN))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-from attnreg.tuning.kinds import MASKS, Kind, Size
+from attnreg.tuning.kinds import HOST_SHAPES, MANY, MASKS, Kind, Size
 
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError
@@ -82,7 +82,7 @@ class Point:
 
 
 class Front(NamedTuple):
-    """The host time of one direction of a whole call through SDPA or `varlen_attn`, at any size.
+    """The host time of one direction of a whole call through SDPA or `varlen_attn`.
 
     A whole call goes through torch's dispatcher, a router, and autograd's thread, which takes several times
     as long as calling the kernel's function, by a factor that differs between backends.
@@ -94,6 +94,7 @@ class Front(NamedTuple):
         host_us: microseconds until the call returns, among other calls of one autograd graph.
         compiled: whether the compiled call cache was in use.
         recorded: whether autograd recorded the call; a forward alone may take another way through torch.
+        shape: which of `HOST_SHAPES` the call was.
     """
 
     backend: str
@@ -102,11 +103,12 @@ class Front(NamedTuple):
     host_us: float
     compiled: bool = False
     recorded: bool = True
+    shape: str = MANY
 
     @property
-    def place(self) -> tuple[str, bool, str, bool, bool]:
+    def place(self) -> tuple[str, bool, str, bool, bool, str]:
         """Its key in a table."""
-        return self.backend, self.varlen, self.direction, self.compiled, self.recorded
+        return self.backend, self.varlen, self.direction, self.compiled, self.recorded, self.shape
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
@@ -116,7 +118,7 @@ class Front(NamedTuple):
     def from_dict(cls, data: object, place: str = "") -> Front:
         """Return the host time of the row at that place in a file; raises `Malformed`."""
         row = checked(data, place, ("a host time", is_dict))
-        row = {"compiled": False, "recorded": True, **row}  # absent in older tables
+        row = {"compiled": False, "recorded": True, "shape": MANY, **row}  # absent in older tables
         return cls(**_fields(with_keys(row, cls._fields, place), cls._fields, place))
 
 
@@ -124,7 +126,7 @@ def _measured(data: object, place: str) -> Measured:
     row = checked(data, place, ("times of a backend, or wrong, or failed", is_dict))
     for trouble in ("wrong", "failed"):
         if trouble in row:
-            return Measured(**_fields(row, (trouble,), place))
+            return Measured(**_fields(with_keys(row, (trouble,), place), (trouble,), place))
     found = _fields(with_keys(row, TIMES, place), TIMES, place)
     if not found["gpu_us"]:
         raise Malformed(f"{place}.gpu_us: got 0, expected more")
@@ -195,6 +197,7 @@ _RULES: dict[str, tuple[Any, ...]] = {
     "varlen": (bool, _TRUTH),
     "compiled": (bool, _TRUTH),
     "recorded": (bool, _TRUTH),
+    "shape": (str, one_of(*HOST_SHAPES)),
     "extras": (tuple, ("a list of names", lambda value: isinstance(value, list))),
     "window": (tuple, ("two whole numbers", lambda value: isinstance(value, list) and len(value) == 2)),
     **dict.fromkeys(("ratio", "head_dim", "head_dim_v", "batch", "max_q", "max_k"), _COUNT),

@@ -58,14 +58,15 @@ class Session:
         for spec in specs:
             if todo := self.todo(spec):
                 begun = self.timer.now()
-                # The next call may be larger and have to compile: it may take as long as the longest so far.
+                # The next call may be larger and have to compile: it may take as long as the longest of late.
+                # The first one of a process, which loads packages, mustn't keep the last seconds unused.
                 if begun + longest > started + seconds:
                     return
                 try:
                     self._measure(spec, todo, started + seconds)
                 except TimeIsUpError:
                     return
-                longest = max(longest, self.timer.now() - begun)
+                longest = max(longest / 2, LEAST_S, self.timer.now() - begun)
             else:
                 against = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
                 if all(against.values()):

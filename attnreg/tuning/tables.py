@@ -21,7 +21,8 @@ from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.environments import environment, matched, matched_simulated
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import Prediction, predict
+from attnreg.tuning.kinds import PROCESSORS
+from attnreg.tuning.lookup import Prediction, predict, predict_both
 from attnreg.tuning.table import Table, load
 
 log = logging.getLogger("attnreg")
@@ -56,7 +57,7 @@ class Named:
     @functools.cached_property
     def kinds(self) -> Kinds:
         """Its points, indexed for predictions."""
-        return Kinds(self.table.points, self.table.fronts)
+        return Kinds(self.table.points, self.table.fronts, PROCESSORS if self.of_gpu else 1)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -92,13 +93,20 @@ class Tables:
         self._named = named
         self._entries = entries
         self._reports: dict[Device, Report] = {}
+        # A plan needs the predictions of both directions of a call, one right after the other.
+        self._last: tuple[AttentionSpec, dict[Direction, Prediction | None]] | None = None
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         """Return what the table in force predicts for one direction of a call; None if nothing."""
         table = self.report(spec.device).in_force
         if table is None:
             return None
-        return predict(table.kinds, spec, direction, str(table), self.compiled)
+        if not spec.needs_backward:
+            return predict(table.kinds, spec, direction, str(table), self.compiled)
+        last = self._last
+        if last is None or last[0] != spec:
+            last = self._last = spec, predict_both(table.kinds, spec, str(table), self.compiled)
+        return last[1][direction]
 
     def report(self, device: Device) -> Report:
         """Return which table is in force on a device, and why others aren't."""

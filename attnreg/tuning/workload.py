@@ -24,11 +24,29 @@ DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
 # Between powers of two, and no multiples of a kernel's tile: without a mask, kernels take longer for those.
 BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 
+# What `--grid quick` measures on a GPU, in its order, each size with three head dims: query heads for each
+# key head, whether packed, the mask, (batch, max_q, max_k). Few ratios, as FA4 compiles for seconds for each,
+# and lengths that are no multiples of a kernel's tile, as those of most calls. In a simulation with those of
+# an H200's 904 points that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well
+# as all points.
+QUICK = (
+    (4, False, CAUSAL, ((8, 1000, 1000),)),
+    (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
+    (4, True, CAUSAL, ((8, 1024, 1024),)),
+    (4, True, FULL, ((8, 1024, 1024),)),
+    (4, False, FULL, ((8, 1, 8192), (16, 4, 4096), (1, 4, 4096), (16, 250, 250), (4, 4000, 4000))),
+    (4, False, CAUSAL, ((16, 256, 256), (4, 4096, 4096))),
+    (1, False, CAUSAL, ((8, 1000, 1000), (16, 256, 256), (4, 4096, 4096))),
+    (1, False, FULL, ((8, 1000, 1000), (16, 250, 250), (4, 4000, 4000))),
+    (1, True, CAUSAL, ((8, 1024, 1024),)),
+)
+QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
+
 # Sequences of a packed batch differ in length: their tokens are this fraction of batch x longest.
 FILL = 0.6
 
 # Fields whose tensors can't be generated: their values are the program's.
-GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
+GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits", "grad_lse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +89,9 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
     lacks only sizes in between.
     """
     full = name == "full"
-    kinds = list(_gpu(full) if device.type == "cuda" else _cpu(full))
+    if device.type == "cuda" and not full:
+        return list(_quick_gpu(device))
+    kinds = list(_gpu() if device.type == "cuda" else _cpu(full))
     usual, rare = (
         list(coarse_to_fine([kind.specs(device) for kind in kinds if kind.usual is wanted]))
         for wanted in (True, False)
@@ -103,26 +123,33 @@ def _halving(count: int) -> list[int]:
     return order
 
 
-def _gpu(full: bool) -> Iterator[Kind]:
+def _quick_gpu(device: Device) -> Iterator[AttentionSpec]:
+    for ratio, varlen, window, shapes in QUICK:
+        for shape, dim in product(shapes, QUICK_DIMS):
+            yield from Kind(dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,)).specs(device)
+
+
+def _gpu() -> Iterator[Kind]:
     """Yield the kinds of a GPU, the most usual first."""
-    dims = ((128, 16), (64, 16), *(((96, 16), (256, 8), (192, 8), (32, 16)) if full else ()))
-    for (dim, heads), ratio in product(dims, (1, 4, 8) if full else (1, 4)):
-        if not full and (dim, ratio) == (64, 4):
-            continue
-        common = dim in (64, 128)
-        usual, both = common and ratio < 8, (heads, heads // ratio)
+    dims = ((128, 16), (64, 16), (96, 16), (256, 8), (192, 8), (32, 16))
+    for (dim, heads), ratio in product(dims, (1, 4, 8)):
+        usual, both = dim in (64, 128) and ratio < 8, (heads, heads // ratio)
         for varlen, window in product((False, True), (CAUSAL, FULL)):
-            shapes = _squares(full and usual, uneven=window == FULL and not varlen)
+            shapes = _squares(usual, uneven=window == FULL and not varlen)
             yield Kind(dim, both, window, varlen, shapes, usual=usual)
-        if common or not full:
-            for queries, window in DECODES if full else DECODES[:2]:
-                yield Kind(dim, both, window, False, _decodes(full and usual, window == FULL, queries))
+        if dim in (64, 96, 128):
+            for queries, window in DECODES:
+                yield Kind(dim, both, window, False, _decodes(usual, window == FULL, queries))
 
 
 def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
     """Yield self-attention of a few thousand tokens and more, by length."""
     if not fine:
-        yield from ((16, 256, 256), (8, 1024, 1024), (4, 4096, 4096), (1, 16384, 16384))
+        for batch, length in (
+            ((16, 250), (8, 1000), (4, 4000)) if uneven else ((16, 256), (8, 1024), (4, 4096))
+        ):
+            yield batch, length, length
+        yield 1, 16384, 16384
         return
     for length in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         for batch in dict.fromkeys((1, max(4096 // length, 1), max(32768 // length, 1))):

@@ -105,6 +105,7 @@ def backward(
     backend: str = "",
     choice: int = 0,
     softcap: float = 0.0,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes.
 
@@ -112,7 +113,8 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap))
+    call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, grad_lse)
+    call = with_aliased_offsets(call)
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
@@ -131,17 +133,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap = inputs[10:]
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
     ctx.numbers, ctx.last = (longest, is_causal, scale, window_size), (backend, 0, softcap)
-    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
 
 
-def _gradients(op: Any, ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    op: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return (None,) * 17
     *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
     longest, is_causal, scale, window_size = ctx.numbers
     given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
-    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last), *(None,) * 14)
+    grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse), *(None,) * 14)
 
 
-forward.register_autograd(lambda ctx, grad_out, *_: _gradients(backward, ctx, grad_out), setup_context=_save)
+forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)
 
 
 class Transformable(torch.autograd.Function):
@@ -158,8 +166,8 @@ class Transformable(torch.autograd.Function):
         return forward(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(_TransformableBackward.apply, ctx, grad_out)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(_TransformableBackward.apply, ctx, *grads)
 
 
 class _TransformableBackward(torch.autograd.Function):

@@ -24,7 +24,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.varlen import custom_op
-from attnreg.varlen.plans import autocast, call_of, check_heads, check_tensors, run, window
+from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, run, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -33,7 +33,7 @@ class AuxRequest(NamedTuple):
     """What `varlen_attn` returns with its output.
 
     Attributes:
-        lse: the log-sum-exp of the scaled scores, (H, T_q) float32, natural log; not differentiable.
+        lse: the log-sum-exp of the scaled scores, (H, T_q) float32, natural log; differentiable.
     """
 
     lse: bool = False
@@ -56,16 +56,17 @@ def varlen_attn(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,  # 0.0 would be a symbol in dynamic graphs, which are then compiled twice
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
-    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device. What
-    `torch.nn.attention.sdpa_kernel` allows isn't looked at, as torch's own does from 2.15 on: `backend` or
-    `attnreg.use_backend` chooses.
-    Differentiable in query, key and value, once. Rows past the last offset give output 0 and gradient 0;
-    so does a row that sees no key.
+    Takes what every version of `torch.nn.attention.varlen.varlen_attn` takes, on every device.
+    `torch.nn.attention.sdpa_kernel` has no effect, as it has on torch's own from 2.15 on: use `backend` or
+    `attnreg.use_backend`.
+    Differentiable in query, key, value and sinks, once. Rows past the last offset give output 0 and gradient
+    0; so does a row that sees no key.
 
     Args:
         query: (T_q, H, D), the sequences one after the other.
@@ -86,6 +87,9 @@ def varlen_attn(
             unless given.
         softcap: bound on the scores: `softcap * tanh(score / softcap)` takes the place of each scaled score
             before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
+        sinks: (H,), for each head the score of one more key, without a value: the weights of a row's keys add
+            up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. A backward then
+            runs on a backend that takes a gradient of the LSE.
         backend: run on this backend or not at all.
 
     Returns:
@@ -99,7 +103,9 @@ def varlen_attn(
         BackendUnavailableError: that `backend` can't load here.
     """
     compiling = torch.compiler.is_compiling()
-    choice = None
+    choice, returns_lse = None, return_aux is not None and bool(return_aux.lse)
+    if sinks is not None:
+        check_sinks(query, sinks)
     if not compiling:
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
@@ -114,10 +120,10 @@ def varlen_attn(
         ):
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
-                enable_gqa, 0 if choice is None else choice.number,
+                enable_gqa, 0 if choice is None else choice.number, returns_lse or sinks is not None,
             )  # fmt: skip
             if results is not None:
-                return _returned(results[0], results[1], return_aux)
+                return _returned(results[0], results[1], returns_lse, sinks)
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     check_tensors(
@@ -144,7 +150,7 @@ def varlen_attn(
     else:
         call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
         (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
-    return _returned(out, lse, return_aux)
+    return _returned(out, lse, returns_lse, sinks)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -162,10 +168,25 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _returned(out: Tensor, lse: Tensor, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, Tensor]:
-    if return_aux is None or not return_aux.lse:
-        return out
-    return out, lse.detach().float().contiguous()
+def _returned(
+    out: Tensor, lse: Tensor, with_lse: bool, sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    return (out, lse.float().contiguous()) if with_lse else out
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results as if each row saw one more key, of a given score and without a value.
+
+    It takes no more of a kernel than a gradient of its LSE. Rows that see no key stay as they are.
+    """
+    unseen = lse == -torch.inf
+    # Masked before, too: a gradient of a row that gives none may be NaN, and so is one of -inf.
+    sinks, lse = sinks.to(lse.dtype)[:, None], lse.masked_fill(unseen, 0.0)
+    share = (lse - sinks).sigmoid().masked_fill(unseen, 0.0)
+    out = (out * share.mT[..., None]).to(out.dtype)
+    return out, torch.logaddexp(lse, sinks).masked_fill(unseen, -torch.inf)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:
@@ -202,26 +223,35 @@ class _VarlenAttention(torch.autograd.Function):
         (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _, softcap = arguments
         ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table)
         ctx.numbers, ctx.choice = (longest, scale, bound, softcap), choice
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        if grad_out is None:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
             return (None,) * 11
         query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
         longest, scale, bound, softcap = ctx.numbers
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.compiler.is_compiling():  # by compiled autograd
             tensors = grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k
             number = 0 if ctx.choice is None else ctx.choice.number
             rest = *longest, False, None, scale, list(bound), seqused_k, block_table, "", number
-            return (*custom_op.backward(*tensors, *rest, softcap or 0.0), *(None,) * 8)
+            return (*custom_op.backward(*tensors, *rest, softcap or 0.0, grad_lse), *(None,) * 8)
         lengths = cu_seq_q, cu_seq_k, *longest
-        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap)
-        # Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them
-        # memory that kernels can read, but it isn't asked here.
-        grad_out = out.new_zeros(out.shape) if grad_out._is_zerotensor() else grad_out.resolve_neg()
-        grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, ctx.choice)
+        grad_lse = None if grad_lse is None else in_memory(grad_lse)
+        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, grad_lse)
+        grads, _ = run("backward", (in_memory(grad_out), query, key, value, out, lse), call, ctx.choice)
         return (*grads, *(None,) * 8)
+
+
+def in_memory(grad: Tensor) -> Tensor:
+    """Return a gradient as memory that kernels can read.
+
+    Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them memory,
+    but it isn't asked here.
+    """
+    if grad._is_zerotensor():
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    return grad.resolve_neg()

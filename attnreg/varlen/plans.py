@@ -16,7 +16,14 @@ from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_scale, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
-from attnreg.dispatch.calls import bounds, keys_used, plan_for, scale_of, wants_deterministic
+from attnreg.dispatch.calls import (
+    keys_used,
+    packed_bounds,
+    plan_for,
+    scale_of,
+    wants_batch_invariant,
+    wants_deterministic,
+)
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
@@ -51,6 +58,15 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> 
         )
 
 
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Check sinks: one floating-point number for each head of the query, on its device."""
+    check_tensors(query=query, sinks=sinks)
+    got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+    if sinks.shape != query.shape[1:2] or not sinks.is_floating_point() or sinks.device != query.device:
+        expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
+        raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
     device = query.device.type
@@ -82,6 +98,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    grad_lse: Tensor | None = None,
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
 
@@ -94,9 +111,10 @@ def call_of(
     if scale is not None and type(scale) is not float:
         check_scale(scale)  # the call's key compares it
     return Call(
-        scale_of(query, scale), max_q, max_k, bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
+        scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
         keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(), checked_softcap(softcap) if softcap else 0.0,
+        wants_deterministic(), wants_batch_invariant(),
+        checked_softcap(softcap) if softcap else 0.0, grad_lse,
     )  # fmt: skip
 
 
@@ -159,8 +177,8 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
-    is_causal, window_size, scale, choice = arguments[10:]
-    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal))
+    is_causal, window_size, scale, choice, grad_lse = arguments[10:]
+    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal), grad_lse=grad_lse)
     grads, kept = run("backward", tensors, call, scope.by_number(choice))
     return *grads, call_cache.described(kept)
 

@@ -24,9 +24,16 @@ def routes():
     return {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES) if aten._is_present(route)}
 
 
-@pytest.fixture(params=["python", "compiled"])
+def pytest_generate_tests(metafunc):
+    """Run tests of either routers once where those of the command line are the compiled ones anyway."""
+    if "either_routers" in metafunc.fixturenames:
+        others = ["python"] * (metafunc.config.getoption("--routers") == "python")
+        metafunc.parametrize("either_routers", [*others, "compiled"], indirect=True)
+
+
+@pytest.fixture
 def either_routers(request):
-    """Have the routers of a test be in Python unless the command line says otherwise, and compiled."""
+    """Have the routers of a test be those of the command line, and compiled."""
     if request.param == "compiled":
         request.getfixturevalue("compiled_routers")
 

@@ -301,7 +301,7 @@ def test_attnreg_routers_python_leaves_the_compiled_kernel_out(installed, loads,
     assert loads() is not None
     monkeypatch.setenv("ATTNREG_ROUTERS", "Python")
     assert loads() is None and caplog.messages == []
-    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves it out"):
+    with pytest.raises(BuildError, match="ATTNREG_ROUTERS=python leaves compiled libraries out"):
         building.loaded_cpu_kernel()
 
 

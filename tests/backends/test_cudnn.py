@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import fake_cudnn, launchers
+from support.chosen_cases import is_for_fakes
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
 from support.truth import assert_accurate
@@ -35,7 +36,10 @@ def runs(case):
 CASES = [
     case
     for case in QUICK
-    if runs(case) and (case.dtype == "bfloat16" or case.name == "length 33") and case.max_k < 300
+    if runs(case)
+    and (case.dtype == "bfloat16" or case.name == "length 33")
+    and case.max_k < 300
+    and is_for_fakes(case)
 ]
 
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from support.chosen_cases import is_chosen
 from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -203,7 +204,7 @@ def test_sequences_that_share_a_page_add_up_their_gradients():
     assert_same((pool_grad_k, pool_grad_v), (grad_k.sum(0, True), grad_v.sum(0, True)))
 
 
-FLOAT64 = [case for case in QUICK if case.dtype == "float64"]
+FLOAT64 = [case for case in QUICK if case.dtype == "float64" and is_chosen(case)]
 
 
 @pytest.mark.parametrize("case", [case for case in FLOAT64 if case.varlen or case.seqused_k], ids=str)
@@ -215,9 +216,12 @@ def test_unread_lengths_change_nothing(case, request):
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-# One length, one head dim and one number of heads of each kind of call: shapes are read in any case.
+# One length, head dim and number of heads of each kind of call, and one window over few queries or keys:
+# shapes and windows are read in any case.
 KINDS = {
-    re.sub(r"(length|dim|head)s? .*", r"\1", case.name): case for case in FLOAT64 if case.max_k < 300
+    re.sub(r"(length|dim|head)s? .*|window .*, ", r"\1", case.name): case
+    for case in FLOAT64
+    if case.max_k < 300
 }.values()
 
 

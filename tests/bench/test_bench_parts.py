@@ -21,7 +21,7 @@ from attnreg.measure.timing import Timer
 from attnreg.selection import policy
 from attnreg.selection.sources import Sources, without_implementation
 from attnreg.torchlib import captured
-from attnreg.tuning.kinds import kind_of, size_of
+from attnreg.tuning.kinds import MANY, ONE, kind_of, size_of
 from attnreg.tuning.table import load
 from attnreg.tuning.workload import grid
 
@@ -137,14 +137,16 @@ def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_ro
     monkeypatch.setattr(compiled_routers, "_wanted", lambda: wanted)
     monkeypatch.setattr(fronts, "LAYERS", 2)
     monkeypatch.setattr(fronts, "SHAPES", (packed([5, 3], 2, 2, 8, False), dense(2, 5, 2, 2, 8, False)))
+    monkeypatch.setattr(fronts, "OTHERS", ((ONE, shapes.decode(2, 1, 7, 2, 2, 8)),))
     aten.ensure()
     found = fronts.host_costs(torch.device("cpu"), ["cpu", "math"], rounds=1)
     assert [one.place for one in found] == [
-        (name, varlen, direction, compiled, recorded)
+        (name, varlen, direction, compiled, recorded, like)
         for compiled in ((False, True) if wanted == "compiled" else (False,))
-        for varlen in (True, False)
+        for varlen, like in ((True, MANY), (False, MANY), (False, ONE))
         for name in ("cpu", "math")
         for direction, recorded in (("forward", True), ("backward", True), ("forward", False))
+        if like == MANY or not recorded
     ]
     assert captured.call_cache_in_use is (wanted == "compiled")
     aten.restore()

@@ -93,6 +93,9 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     ways = {CHOSEN, ADAPTIVE, ORDER, "always cpu", "always math"}
     assert {one["way"] for one in found["summary"]} == ways
     assert row["ran"][ADAPTIVE] == "cpu"
+    # Each round is there, of which the median counts: here the only one.
+    for step, times in row["microseconds"].items():
+        assert row["rounds"][step] == {way: [time] for way, time in times.items()}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

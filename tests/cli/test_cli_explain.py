@@ -46,7 +46,7 @@ def test_a_scale_that_is_no_number_is_refused(call, scale):
     assert f"--scale: got {scale}, expected a finite number" in result.stderr
 
 
-FLAGS = ("bias", "alibi", "seqused-k", "deterministic")
+FLAGS = ("bias", "alibi", "seqused-k", "grad-lse", "deterministic")
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_every_field_of_a_spec_has_an_option(call):
     everything = (
         "--q 3,65,8,40 --kv 3,49,4,40 --device sm_90 --dtype fp32 --window 7,3 --varlen --tokens-q 100"
         " --tokens-k 90 --dropout 0.1 --bias --alibi --paged 16 --seqused-k --head-dim-v 64 --num-splits 4"
-        " --softcap 30 --deterministic --capture --backward --scale 0 --json"
+        " --softcap 30 --grad-lse --deterministic --capture --backward --scale 0 --json"
     )
     found = json.loads(call("explain", *everything.split()).stdout)["spec"]
-    assert {field for field in plain if plain[field] == found[field]} == set()
+    assert {field for field in plain if plain[field] == found[field]} == {"batch_invariant"}  # a setting
 
 
 def test_explain_without_a_device_is_about_this_machine(call):
@@ -105,7 +105,9 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(call, monkeypatch):
 def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
     refused = call("explain", *CALL, "--backend", "PICKY")
     assert refused.exit_code == 1
-    assert refused.output.startswith("no attention backend can run this forward on cpu: --backend picky is")
+    assert refused.output.startswith(
+        "no attention backend can run this forward on cpu: --backend picky allows"
+    )
     data = call("explain", *CALL, "--backend", "PICKY", "--json")
     found = json.loads(data.stdout)
     assert (data.exit_code, found["runs"], found["backend"]) == (1, False, None)

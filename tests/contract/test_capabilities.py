@@ -70,8 +70,12 @@ REASONS = [
     ({}, {"num_splits": 4}, "num_splits must be None, got 4", {"num_splits": True}),
     ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
     ({}, {"softcap": 30.0}, "softcap must be 0, got 30.0", {"softcap": True}),
+    ({}, {"grad_lse": True}, "grad_lse must be None, got a tensor: no gradient of the LSE",
+     {"grad_lse": True}),
     ({}, {"deterministic": True}, "not deterministic, and deterministic algorithms are on",
      {"deterministic": True}),
+    ({}, {"batch_invariant": True}, "not batch-invariant, and policy is batch_invariant",
+     {"batch_invariant": True}),
     ({}, {"capturing": True}, "can't be recorded in a CUDA graph", {"capture": True}),
 ]  # fmt: skip
 
@@ -92,8 +96,8 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
     assert against(
         {"devices": ("cuda",), "compute_capability": ((8, 0), (9, 0)), "head_dim": Range(8, 32)},
         device=Device("cuda", (7, 5)), dtype="float64", head_dim_v=8, page_size=16, varlen=True, heads_k=1,
-        window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, softcap=5.0, seqused_k=True,
-        num_splits=2, deterministic=True, capturing=True,
+        window=(4, 0), dropout=0.5, bias=True, alibi=True, positive_scale=False, softcap=5.0, grad_lse=True,
+        seqused_k=True, num_splits=2, deterministic=True, batch_invariant=True, capturing=True,
     ) == (
         "compute capability must be 8.0 to 9.0, got 7.5 (too old)",
         "dtype must be float32, got float64",
@@ -108,10 +112,13 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         "attn_bias must be None, got a tensor",
         "alibi_slopes must be None, got a tensor",
         "scale must be above 0",
+        "grad_lse must be None, got a tensor: no gradient of the LSE",
         "softcap must be 0, got 5.0",
         "seqused_k must be None, got a tensor",
         "num_splits must be None, got 2",
         "not deterministic, and deterministic algorithms are on",
+        "not batch-invariant, and policy is batch_invariant",
+        "dropout_p must be 0 where policy is batch_invariant, got 0.5",
         "can't be recorded in a CUDA graph",
     )  # fmt: skip
 
@@ -151,8 +158,8 @@ def test_a_range_holds_both_ends_and_multiples_of_its_step_only(numbers, inside,
 
 NAMES, VERSIONS, RANGE = (
     "a non-empty tuple of names",
-    "((major, minor), (major, minor)) or None",
-    "a Range of whole numbers, its step 1 or more",
+    "((major, minor), (major, minor)), the lowest first, or None",
+    "a Range of whole numbers from low to high, its step 1 or more",
 )
 DEVICES = "torch's own names: cpu, cuda, mps, xpu, hpu, mtia, npu, xla, maia, vulkan, privateuseone, meta"
 DTYPES = (
@@ -164,8 +171,11 @@ BAD = [
     *(("devices", value, DEVICES) for value in (("gpu",), ("cpu", "cuda:0"), ("CUDA",), ("sm_90",))),
     *(("dtypes", value, NAMES) for value in (("float32", 16), None)),
     *(("dtypes", value, DTYPES) for value in (("bf16",), ("float16", "half"), ("torch.float32",), ("int8",))),
-    *(("compute_capability", value, VERSIONS) for value in ((8, 0), ((8, 0), "9.0"), ((8, 0), (9,)), "8.0")),
-    *(("head_dim", value, RANGE) for value in (None, (8, 256), Range("8", 256))),
+    *(
+        ("compute_capability", value, VERSIONS)
+        for value in ((8, 0), ((8, 0), "9.0"), ((8, 0), (9,)), "8.0", ((9, 0), (8, 0)))
+    ),
+    *(("head_dim", value, RANGE) for value in (None, (8, 256), Range("8", 256), Range(256, 8))),
     ("head_dim_v", Range(8, 256, 0), RANGE),
     ("batch", None, RANGE),
     ("heads", (0, 1), RANGE),

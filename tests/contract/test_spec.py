@@ -153,7 +153,9 @@ OPTIONS = [
     ({"positive_scale": False}, "scale 0 or below"),
     ({"softcap": 30.0}, "softcap 30.0"),
     ({"needs_backward": True}, "needs grad"),
+    ({"grad_lse": True}, "gradient of the LSE"),
     ({"deterministic": True}, "deterministic"),
+    ({"batch_invariant": True}, "batch-invariant"),
     ({"capturing": True}, "in a CUDA graph"),
 ]
 

@@ -179,6 +179,7 @@ REST = {
     "scale": None,
     "enable_gqa": False,
     "choice": 0,
+    "returns_lse": False,
 }
 
 

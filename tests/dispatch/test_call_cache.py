@@ -127,6 +127,7 @@ CHANGES = {
     "remove": (lambda handle: handle.remove(), "math"),
     "configure": (lambda _: attnreg.configure({"disabled": ["cpu"]}), "math"),
     "reload": (lambda _: attnreg.reload(), "cpu"),
+    "policy": (lambda _: attnreg.configure({"policy": "batch_invariant"}), "cpu"),
 }
 
 

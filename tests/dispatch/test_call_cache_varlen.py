@@ -94,7 +94,9 @@ FIELDS = {
     "rng_state": None,
     "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),
+    "batch_invariant": None,  # a setting: a change drops everything
     "softcap": lambda given: attend(given, softcap=1.0),
+    "grad_lse": None,
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),
@@ -322,3 +324,18 @@ def test_an_lse_of_any_strides_comes_out_contiguous(packed_plan, pair):
         _, lse = attnreg.varlen_attn(*inputs, pair, pair, 4, 4, return_aux=attnreg.AuxRequest(lse=True))
         assert lse.is_contiguous()
         assert torch.equal(lse, lse_of(inputs[0]))
+
+
+def test_only_an_lse_that_is_returned_is_a_result_of_the_node_and_its_gradient_leaves_the_cache(
+    packed_plan, pair
+):
+    inputs = tensors(PACKED)
+    leaf = inputs[0].requires_grad_()
+    for _ in range(3):
+        _, (out, lse) = packed_plan.planned(*inputs, pair, pair)
+        assert (out.requires_grad, lse.requires_grad) == (True, False)
+        _, (out, lse) = packed_plan.planned(*inputs, pair, pair, returns_lse=True)
+        assert out.grad_fn is lse.grad_fn
+        grad = torch.randn(lse.shape)
+        assert packed_plan.planned_back(lse, [leaf], grad)[0]
+        assert torch.equal(packed_plan.given[-1], grad)

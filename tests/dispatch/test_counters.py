@@ -139,7 +139,7 @@ def test_a_fallback_logged_at_info_is_logged_at_warning_once_the_backend_is_pref
     assert [level for level, _ in lines(caplog)] == ["INFO", "WARNING"]
     for _, line in lines(caplog):
         assert line.startswith("first can't run this call, ")
-        assert line.endswith(" does: dtype must be float16, got float32")
+        assert line.endswith(" runs it: dtype must be float16, got float32")
 
 
 def test_a_check_that_fails_is_a_reason_logged_once_and_with_strict_an_error(routers, fake, caplog):

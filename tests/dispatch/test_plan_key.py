@@ -32,7 +32,9 @@ OTHER = {
     "rng_state": (None, torch.zeros(2, dtype=torch.uint64)),
     "num_splits": (2, None),
     "deterministic": (True, False),
+    "batch_invariant": (True, False),
     "softcap": (20.0, 0.0),
+    "grad_lse": (torch.zeros(2, 6), None),
 }
 
 

@@ -45,7 +45,7 @@ def test_what_is_written_to_between_forward_and_backward_is_an_error(inputs, pla
 @pytest.mark.parametrize("name", ["cpu", "math"])
 def test_compiled_autograd_computes_the_same_gradients_with_the_same_backend(inputs, name, ran):
     ran()
-    for scale in (None, 0.3, 0.4):  # a scale is part of the graph that compiled autograd keeps
+    for scale in (None, 0.3):  # a scale is part of the graph that compiled autograd keeps
         with attnreg.use_backend(name):
             out = attend(inputs, scale=scale)
         expected = gradients(out, inputs, retain_graph=True)
@@ -129,7 +129,7 @@ def test_what_a_graph_saved_goes_with_it(packed):
             gradients(out, inputs)
         return held, out
 
-    for _ in range(4):
+    for _ in range(2):
         held, out = step(keep_graph=False)
         gc.collect()
         assert [x() is None for x in held[3:]] == [True] * 2  # released by the backward

@@ -116,6 +116,25 @@ def test_the_dropped_weights_are_refused_and_the_lse_alone_is_not():
     assert flash_attn.flash_attn_func(*inputs, return_attn_probs=True)[1].shape == (BATCH, HEADS, 7)
 
 
+# The gradient of the LSE
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_lse_has_a_gradient(alone):
+    inputs = batch()
+    copies = [x.detach().double().requires_grad_() for x in inputs]
+    out, lse, _ = flash_attn.flash_attn_func(*inputs, alibi_slopes=SLOPES["of heads"], return_attn_probs=True)
+    right = attend(*copies, DIM**-0.5, alibi_slopes=SLOPES["of heads"])
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    first = 1 if alone else 0
+    found = torch.autograd.grad((out, lse)[first:], inputs, grads[first:], materialize_grads=True)
+    expected = torch.autograd.grad(
+        right[first:], copies, [x.double() for x in grads[first:]], materialize_grads=True
+    )
+    for one, other in zip(found, expected, strict=True):
+        truth.assert_near(one, other, torch.float32)
+
+
 # Deterministic gradients
 
 
@@ -206,7 +225,7 @@ def test_slopes_of_another_shape_or_dtype_are_refused(slopes, got):
     ("lengths", "problem"),
     [
         (([0, 5], [0, 5], 5, 5), "cu_seq_q: got [0, 5], expected a tensor"),
-        ((offsets(5), offsets(5), 5.0, 5), "max_seqlen_q and max_seqlen_k: got 5.0 and 5, expected integers"),
+        ((offsets(5), offsets(5), 5.0, 5), "max_q: got 5.0, expected an integer"),
         ((offsets(5), offsets(5), 4, 5), "max_q: got 4, expected at least 5, the longest sequence"),
     ],
 )

@@ -16,19 +16,29 @@ SHAPES = {
 }
 
 
+OPTIONS = {
+    "softcap": {"softcap": 30.0, "magnitude": 3.0},
+    "grad_lse": {"grad_lse": True},
+    "both": {"softcap": 2.0, "grad_lse": True},
+}
+
+
+def with_options(backend):
+    """Return a backend whose limits admit the options."""
+    wider = {"softcap": True, "grad_lse": True}
+    limits = {x: dataclasses.replace(getattr(backend, x), **wider) for x in ("forward", "backward")}
+    return dataclasses.replace(backend, name=f"{backend.name} with options", **limits)
+
+
 @pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (8, 2)], ids=str)
 @pytest.mark.parametrize(("dim", "heads"), [(64, (4, 4)), (128, (6, 2))], ids=str)
-def test_a_softcap_is_right_in_both_directions(named, lengths, window, dim, heads):
-    limits = {
-        name: dataclasses.replace(getattr(fa4, name.upper()), softcap=True)
-        for name in ("forward", "backward")
-    }
-    backend = dataclasses.replace(fa4.BACKEND, name="with a softcap", **limits)
-    options = {"dims": (dim, dim), "heads": heads, "window": window, "softcap": 30.0, **lengths}
+def test_an_option_is_right_in_both_directions(named, option, lengths, window, dim, heads):
+    kit = Conformance(with_options(fa4.BACKEND), "cuda")
+    options = {"dims": (dim, dim), "heads": heads, "window": window, **option, **lengths}
     for dtype in ("bfloat16", "float16"):
-        case = Case(name=f"softcap {options}", dtype=dtype, magnitude=3.0, **options)
-        outcome = Conformance(backend, "cuda").run(case)
+        outcome = kit.run(Case(name=f"{options}", dtype=dtype, **options))
         assert outcome.passed, outcome
         assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}, outcome.reasons

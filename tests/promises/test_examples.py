@@ -14,9 +14,10 @@ from attnreg.testing import check_backend
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed(name):
+def printed(name, *arguments):
     """Run an example in a process of its own, as its reader would, and return what it prints."""
-    ended = forked(f"import runpy; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')")
+    file = str(EXAMPLES / name)
+    ended = forked(f"import runpy; runpy.run_path({file!r}, run_name='__main__')", *arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -44,6 +45,15 @@ def test_varlen_training_learns_through_packed_attention():
     assert losses[-1] < 1
     forwards, backwards = map(int, re.search(r"ran (\d+) forwards and (\d+) backwards", text).groups())
     assert forwards == backwards == 40
+
+
+def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
+    text = printed("finetune_packed.py", "--steps", "2", "--layers", "2", "--context", "64")
+    losses = re.findall(r"packed (\d+\.\d+)  padded (\d+\.\d+)", text)
+    assert len(losses) == 3
+    assert all(abs(float(packed) - float(padded)) < 1e-3 for packed, padded in losses)
+    assert len(re.findall(r"^(?:packed|padded): [\d,]+ tokens/s", text, re.MULTILINE)) == 2
+    assert "'forward': 6, 'backward': 6" in text  # the padded training runs without attnreg
 
 
 def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():

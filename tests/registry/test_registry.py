@@ -75,7 +75,7 @@ SOME = "expected some of those that mine supports: cpu, xpu"
         (
             ["cpu", "xpu:1"],
             RegistrationError,
-            "devices: got xpu:1, expected a kind of device ('cuda', 'sm_90'), not one of it",
+            "devices: got xpu:1, expected a kind of device ('cuda', 'sm_90'), not a single one",
         ),
         ("gpu 0", InvalidInputError, "device: got 'gpu 0', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
     ],

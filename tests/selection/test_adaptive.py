@@ -53,14 +53,35 @@ def test_what_was_seen_is_explained_and_explaining_takes_no_turn(taking, runs):
     assert explained.forward.predicted.of("fast").gpu_us == pytest.approx(1e6)
 
 
-def test_forward_and_backward_are_chosen_separately(taking, ran):
-    taking(one=(1.0, 4.0), two=(2.0, 3.0))
+@pytest.mark.parametrize("forwards_before", [0, MOST_TURNS])
+def test_the_backend_that_takes_least_for_both_directions_runs_both(taking, ran, forwards_before):
+    taking(one=(1.0, 4.0), two=(1.9, 2.5))
     attnreg.configure(ADAPTIVE)
+    for _ in range(forwards_before):
+        attend()
     for _ in range(MOST_TURNS):
         attend(grad=True)
     ran()
     attend(grad=True)
-    assert ran() == {"one": (1, 0), "two": (0, 1)}
+    assert ran() == {"two": (1, 1)}
+    attend()
+    assert ran() == {"one": (1, 0)}
+
+
+def test_a_forward_waits_for_the_turns_of_its_backward_for_a_few_calls_only(taking, runs):
+    taking(one=2.0, two=1.0)
+    attnreg.configure(ADAPTIVE)
+    query = torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+
+    def without_backward():
+        attnreg.varlen_attn(query, query, query, offsets, offsets, 8, 8)
+
+    assert set(runs(MOST_CALLS, without_backward)[12:]) == {"two"}
+    (forward,) = learned().turns.values()
+    assert (forward.closed, forward.calls) == (True, MOST_CALLS)
+    assert runs(3, without_backward) == ["two"] * 3
+    assert forward.calls == MOST_CALLS
 
 
 def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin_anew(taking, runs):
@@ -188,7 +209,7 @@ def test_a_broken_file_is_named_and_written_anew(taking, runs, kept, caplog):
     file.write_text("{", encoding="utf-8")
     with caplog.at_level(logging.WARNING, "attnreg"):
         assert set(runs(12)) == {"one", "two"}
-    assert f"what was measured earlier isn't used: {file}: got no JSON" in caplog.text
+    assert f'what policy = "adaptive" measured earlier isn\'t used: {file}: got no JSON' in caplog.text
     runs(1)
     assert len(load(file).points) == 1
 
@@ -199,7 +220,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(taking, runs,
     attnreg.configure(ADAPTIVE)
     with caplog.at_level(logging.INFO, "attnreg"):
         assert runs(14)[12:] == ["two"] * 2
-    assert "what was measured can't be kept" in caplog.text
+    assert "has measured can't be kept" in caplog.text
 
 
 def by_table(monkeypatch, *candidates):
@@ -359,9 +380,9 @@ def test_what_has_failed_is_tried_again_by_the_next_process(taking, runs, kept, 
 
 def test_a_misspelt_policy_names_the_right_one(monkeypatch):
     said = refusal(attnreg.configure, {"policy": "adaptiv"})
-    assert "'measured', 'order' or 'adaptive'; did you mean 'adaptive'?" in said
+    assert "'measured', 'order', 'adaptive' or 'batch_invariant'; did you mean 'adaptive'?" in said
     monkeypatch.setenv("ATTNREG_POLICY", "adaptiv")
-    assert "measured, order or adaptive; did you mean 'adaptive'?" in refusal(attnreg.reload)
+    assert "measured, order, adaptive or batch_invariant; did you mean 'adaptive'?" in refusal(attnreg.reload)
 
 
 def test_attnreg_policy_adaptive_needs_no_other_setting(taking, runs, monkeypatch):

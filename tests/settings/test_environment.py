@@ -48,7 +48,7 @@ def test_booleans_are_read_in_any_case(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
-POLICIES = "expected measured, order or adaptive"
+POLICIES = "expected measured, order, adaptive or batch_invariant"
 ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
 PATH = "expected a path (there is no home folder for its ~)"
 UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you mean"
@@ -69,6 +69,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
         ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
         ("ATTNREG_AS_FLASH_ATTN", "2", f"got '2', {BOOLEANS}"),
+        ("ATTNREG_TRANSFORMERS", "yes", "got 'yes', expected 1, 0 or flash_attention_2"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )
@@ -85,7 +86,7 @@ def test_all_problems_are_listed_one_on_each_line():
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
-    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "", None)
+    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "", "", None)
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):

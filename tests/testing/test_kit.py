@@ -95,7 +95,9 @@ def test_what_is_declared_is_checked_however_narrow_it_is(fake, limits):
 
 def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     reason = "heads must be equal, got others"
-    shy = fake("mine", refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else ()).backend
+    shy = fake(
+        "mine", batch_invariant=True, refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else ()
+    ).backend
     kit = Conformance(shy, "cpu")
     found = kit.never_ran(
         lambda check: kit.run(check if check.case.heads[0] != check.case.heads[1] else SMALL)

@@ -76,6 +76,36 @@ def with_noise(*gradients):
     return tuple(x + torch.randn_like(x) * 1e-3 * x.abs() for x in gradients)
 
 
+def off_by_a_bit(first, *others):
+    """Return results of which the first has the next larger numbers: as right, with other bits."""
+    return torch.nextafter(first, torch.full_like(first, torch.inf)), *others
+
+
+def off_by_a_bit_if(condition):
+    """Return a kernel whose bits depend on its batch."""
+
+    def run(*given):
+        results = (MATH.forward if len(given) == 4 else MATH.backward)(*given)
+        return off_by_a_bit(*results) if condition(given[-1]) else results
+
+    return run
+
+
+def beside_others(call):
+    return call.cu_seqlens_q is not None and len(call.cu_seqlens_q) > 2
+
+
+def other_bits_first(q, k, v, call):
+    out, lse = MATH.forward(q, k, v, call)
+    out[:1] = off_by_a_bit(out[:1])[0]
+    return out, lse
+
+
+def off_by_a_bit_again(direction, tensors, call):
+    run = getattr(MATH, direction)
+    return lambda *given: off_by_a_bit(*run(*given[: len(tensors)], call))
+
+
 def half_dropped(call):
     return call.dropout / 2
 
@@ -192,6 +222,16 @@ FIELDS = {
         only("backward", called_with(softcap=lambda call: 0.0)),
         "softcap 30, values x5",
     ),
+    "gradient of the LSE": (
+        "grad_lse",
+        called_with(grad_lse=lambda call: None),
+        "varlen gradient of the LSE",
+    ),
+    "sign of the gradient of the LSE": (
+        "grad_lse",
+        called_with(grad_lse=lambda call: None if call.grad_lse is None else -call.grad_lse),
+        "gradient of the LSE",
+    ),
     "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
     "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
     "dropout of the backward": ("dropout", only("backward", called_with(dropout=half_dropped)), "dropout"),
@@ -209,6 +249,22 @@ FIELDS = {
         "num_splits",
         first_keys(lambda call: call.max_k // call.num_splits),
         "varlen num_splits",
+    ),
+    "other bits beside others": (
+        "batch_invariant",
+        {"forward": off_by_a_bit_if(beside_others)},
+        "batch-invariant",
+    ),
+    "other bits by the longest length": (
+        "batch_invariant",
+        {"backward": off_by_a_bit_if(lambda call: call.max_k > 500)},
+        "varlen batch-invariant",
+    ),
+    "other bits in the first place": ("batch_invariant", {"forward": other_bits_first}, "varlen batch-inv"),
+    "other bits in a repeated call": (
+        "batch_invariant",
+        {"specialize": off_by_a_bit_again},
+        "batch-invariant",
     ),
     "other bits each time": ("deterministic", results("backward", with_noise), "deterministic"),
 }

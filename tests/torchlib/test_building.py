@@ -163,7 +163,7 @@ def test_info_says_why_nothing_is_compiled(cache, compiler, monkeypatch):
     compiler.does("exit 1")
     assert info() == not_built("ATTNREG_BUILD=off forbids it; `attnreg build` does it", "off")
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
-    assert info() == not_built("ATTNREG_ROUTERS=python leaves it out", "off")
+    assert info() == not_built("ATTNREG_ROUTERS=python leaves compiled libraries out", "off")
     monkeypatch.delenv("ATTNREG_ROUTERS")
     monkeypatch.setenv("ATTNREG_BUILD", "background")
     assert info() == not_built(

@@ -18,6 +18,7 @@ from attnreg.selection import policy
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
 from attnreg.tuning.checks import DeviceLostError
+from attnreg.tuning.kinds import FEW, MANY
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import load
 
@@ -83,7 +84,7 @@ def measured_fronts(monkeypatch):
 
     def host_costs(device, names):
         asked_of.append((device.type, names))
-        return [Front(name, False, "forward", 9.0, recorded=False) for name in names]
+        return [Front(name, False, "forward", 9.0, recorded=False, shape=FEW) for name in names]
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     return asked_of
@@ -95,25 +96,25 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     made = session(entry("a"), entry("b"))
     measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
-    made.fronts = (Front("a", False, "forward", 8.0, recorded=False),)
+    few = Front("a", False, "forward", 8.0, recorded=False, shape=FEW)
+    made.fronts = (few,)
     measure_fronts(made)
     measure_fronts(made)
     assert measured_fronts == [("cuda", ["b"])]
-    made.fronts += (Front("a", False, "backward", 30.0),)
+    made.fronts += (Front("a", False, "backward", 30.0, shape=FEW),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
     assert host_rows(made.fronts) == [
-        ("a", "SDPA", "Python", "-", "30.0", "8.0"),
-        ("b", "SDPA", "Python", "-", "-", "9.0"),
-        ("a", "SDPA", "compiled", "-", "29.0", "-"),
+        ("a", "SDPA", "Python", FEW, "-", "30.0", "8.0"),
+        ("b", "SDPA", "Python", FEW, "-", "-", "9.0"),
+        ("a", "SDPA", "compiled", MANY, "-", "29.0", "-"),
     ]
-    # Those anew whose forwards were only timed with a gradient, as in older tables.
-    made.fronts = (Front("a", False, "forward", 8.0), Front("b", False, "forward", 8.0, recorded=False))
+    # Those anew of which only calls of many queries were timed, as in older tables.
+    made.fronts = (few._replace(shape=MANY), few._replace(backend="b"))
     measure_fronts(made)
     assert measured_fronts[1:] == [("cuda", ["a"])]
     # With the call cache those anew that were measured without.
     monkeypatch.setattr(captured, "call_cache_in_use", True)
-    alone = Front("a", False, "forward", 8.0, recorded=False)
-    made.fronts = alone, alone._replace(backend="b", compiled=True)
+    made.fronts = few, few._replace(backend="b", compiled=True)
     measure_fronts(made)
     assert measured_fronts[2:] == [("cuda", ["a"])]
 
@@ -180,7 +181,8 @@ def test_tune_takes_a_recorded_workload_that_is_measured_by_what_it_costs(tune, 
 
 
 def test_tune_stops_in_time_and_says_what_is_left(tune, backends, clock):
-    result = tune("--grid", "quick", "--budget", "0.4s", "--backend", "slow", "--json")
+    shapes = [option for length in (16, 24, 32, 40) for option in ("--q", f"2,{length},4,64")]
+    result = tune(*shapes, "--budget", "0.4s", "--backend", "slow", "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["end"]) == (0, "budget spent")
     assert 0 < data["left"] < data["calls"]
@@ -212,7 +214,7 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr
 
 
-WITHOUT_Q = "got it without --q, the call that it describes"
+WITHOUT_Q = "got no --q, expected the call that it describes"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from support.tuned import point, spec_with, took
 
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import coordinates, kind_of, size_of, work
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, reordered
+from attnreg.tuning.kinds import FEW, LONG, MANY, ONE, coordinates, host_shape_of, kind_of, size_of, work
+from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, predict_both, reordered
 from attnreg.tuning.points import Front, Measured
 
 
@@ -68,7 +68,7 @@ def test_the_nearest_points_are_found_among_many_as_by_looking_at_all():
     draw = random.Random(0)
     sizes = {(draw.randrange(1, 64), draw.randrange(1, 9000), draw.randrange(1, 9000)) for _ in range(600)}
     points = [point(spec_with(batch=b, max_q=q, max_k=k), a=1.0) for b, q, k in sizes]
-    index = Kinds(points).index_for(points[0].kind)
+    index = Kinds(points).index_for(points[0].kind, 100)
     for _ in range(50):
         at = tuple(draw.uniform(low, high) for low, high in zip(index.low, index.high, strict=True))
         every = sorted(math.dist(place.at, at) for place in index.places)
@@ -125,6 +125,43 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
     assert first(fronts + alone, False) == ("b", 20.0 * USUAL_HOST)
     # In older tables there are none.
     assert first(fronts, False) == first(fronts + alone[:1], False) == ("a", 20.0 * USUAL_HOST)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (MANY, {"batch": 2, "max_q": 256, "max_k": 256}),  # one tile of keys
+        (FEW, {"batch": 2, "max_q": 257, "max_k": 257}),
+        (FEW, {"batch": 10, "max_q": 257, "max_k": 257}),
+        (MANY, {"batch": 11, "max_q": 257, "max_k": 257}),  # as many blocks as a GPU runs at once
+        (MANY, {"batch": 2, "max_q": 257, "max_k": 257, "varlen": True}),
+        (FEW, {"batch": 2, "max_q": 129, "max_k": 129, "head_dim": 128}),
+        (FEW, {"max_q": 4, "max_k": 9000}),
+        (ONE, {"max_q": 1, "max_k": 512}),
+        (LONG, {"max_q": 1, "max_k": 513}),
+        (LONG, {"batch": 50, "max_q": 1, "max_k": 513}),
+        (MANY, {"batch": 51, "max_q": 1, "max_k": 513}),
+        (LONG, {"batch": 51, "max_q": 1, "max_k": 513, "heads_k": 2}),  # its heads share blocks
+    ],
+)
+def test_a_call_launches_the_kernels_of_one_of_the_shapes_whose_host_times_are_measured(shape, changes):
+    spec = spec_with(**changes)
+    assert host_shape_of(kind_of(spec, "forward"), size_of(spec)) == shape
+
+
+def test_the_host_time_of_a_call_is_that_of_its_shape_or_else_of_many_queries():
+    decoding = spec_with(max_q=1, max_k=4096, needs_backward=False)
+    kinds = [point(spec, a=took(1.0, 60.0), b=took(1.0, 15.0)) for spec in (spec_with(), decoding)]
+    many = fronts_of("forward", a=20.0, b=30.0)
+    long = [one._replace(host_us=50.0 - one.host_us, recorded=False, shape=LONG) for one in many]
+
+    def first(fronts, spec):
+        found = predict(Kinds(kinds, fronts), spec, "forward", "t").candidates[0]
+        return found.backend, pytest.approx(found.host_us)
+
+    assert first(many + long, decoding) == ("b", 20.0 * USUAL_HOST)
+    assert first(many + long, spec_with()) == first(many, decoding) == ("a", 20.0 * USUAL_HOST)
+    assert first(many + long[:1], decoding) == ("a", 20.0 * USUAL_HOST)
 
 
 def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():
@@ -203,6 +240,31 @@ def test_of_several_kinds_that_stand_in_the_nearest_does():
     points = [point(spec_with(head_dim=d, head_dim_v=d), a=float(d)) for d in (64, 96, 128)]
     points.append(point(spec_with(head_dim=96, head_dim_v=80), a=1.0))
     assert "head dim 96/80," in said(points, spec_with(head_dim=80, head_dim_v=80)).notes[0]
+
+
+def test_a_few_queries_are_compared_by_points_with_as_few_of_a_larger_head_dim_if_there_are_none_of_theirs():
+    wide = {"head_dim": 128, "head_dim_v": 128}
+    points = [
+        point(spec_with(), a=1.0, b=2.0),
+        point(spec_with(**wide), a=1.0, b=2.0),
+        point(spec_with(max_q=1, **wide), a=2.0, b=1.0),
+    ]
+    assert fastest(points, spec_with(max_q=4)) == fastest(points, spec_with(max_q=16)) == "b"
+    assert fastest(points, spec_with(max_q=17)) == "a"
+    assert fastest(points[:2], spec_with(max_q=4)) == "a"  # nobody has any
+
+
+def test_a_block_that_reads_all_keys_takes_as_long_with_few_others_as_with_many():
+    def took_at(batch, processors, **changes):
+        kinds = Kinds([point(spec_with(max_q=1, max_k=4096, **changes), a=1000.0)], (), processors)
+        found = predict(kinds, spec_with(max_q=1, max_k=4096, batch=batch, **changes), "forward", "t")
+        return round(found.candidates[0].gpu_us)
+
+    # Of the point's 1000 us, 15 are a fixed cost. It has 2 x 4 blocks, or 2 x 1 with one key head.
+    assert took_at(1, processors=100) == took_at(25, processors=100) == 1000
+    assert took_at(50, processors=100) == 15 + 2 * 985
+    assert took_at(50, processors=100, heads_k=1) == 1000
+    assert took_at(1, processors=1) == round(15 + 985 / 2)
 
 
 def test_the_ratio_of_heads_is_one_more_direction_in_which_a_point_may_be_near():
@@ -316,3 +378,52 @@ def test_the_order_is_that_of_times_where_they_differ_by_more_than_chance(defaul
     able = [name for name in default.split() if "(" not in name]
     names = [name.strip("()") for name in default.split()]
     assert reordered(names, able, said([point(**times)], spec_with())) == order.split()
+
+
+# Forward and backward together
+
+
+def ranked_for_both(forward, backward):
+    """Return the first choice for each direction of a call whose gradient is wanted."""
+    kinds = Kinds([point(**forward), point(spec_with(), "backward", **backward)])
+    found = predict_both(kinds, spec_with(needs_backward=True), "t")
+    able = {"forward": set(forward), "backward": set(backward)}
+    ranked = {one: reordered([*forward], able[one], found[one]) for one in able}
+    return tuple(next(name for name in ranked[one] if name in able[one]) for one in able)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "chosen"),
+    [
+        ({"a": 10.0, "b": 12.0}, {"a": 60.0, "b": 50.0}, ("b", "b")),
+        ({"a": 10.0, "b": 30.0}, {"a": 60.0, "b": 50.0}, ("a", "a")),
+        # Within chance of the best in the sum, though not in the forward, is the first by default.
+        ({"a": 11.0, "b": 10.0}, {"a": 60.0, "b": 60.0}, ("a", "a")),
+        # One without a backward leaves it to the one that is chosen for the backward.
+        ({"a": 10.0, "b": 30.0, "c": 19.0}, {"b": 55.0, "c": 60.0}, ("a", "c")),
+        ({"a": 10.0, "b": 30.0, "c": 7.0}, {"b": 55.0, "c": 60.0}, ("c", "c")),
+        ({"a": 10.0, "b": 30.0}, {"a": Measured(wrong="dq"), "b": 50.0}, ("a", "b")),
+        ({"a": Measured(failed="boom"), "b": 30.0}, {"a": 10.0, "b": 50.0}, ("b", "a")),
+        # Of the hosts' times a lead of less than a tenth in the sum is chance, too.
+        (
+            {"a": took(1.0, 21.0), "b": took(1.0, 20.0)},
+            {"a": took(9.0, 88.0), "b": took(9.0, 80.0)},
+            ("a", "a"),
+        ),
+        (
+            {"a": took(1.0, 21.0), "b": took(1.0, 20.0)},
+            {"a": took(9.0, 99.0), "b": took(9.0, 80.0)},
+            ("b", "b"),
+        ),
+    ],
+)
+def test_where_a_gradient_is_wanted_the_backend_that_takes_least_for_both_directions_runs_both(
+    forward, backward, chosen
+):
+    assert ranked_for_both(forward, backward) == chosen
+
+
+def test_without_times_of_the_other_direction_each_is_ranked_by_its_own():
+    found = predict_both(Kinds([point(a=20.0, b=10.0)]), spec_with(needs_backward=True), "t")
+    assert [one.backend for one in found["forward"].candidates] == ["b", "a"]
+    assert found["backward"] is None and found["forward"].candidates[0].both_us is None

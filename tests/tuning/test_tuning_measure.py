@@ -208,7 +208,8 @@ def test_the_quick_grid_is_small_and_the_full_one_has_more_of_everything(device)
 
 def test_the_grids_of_a_gpu_cover_what_models_ask():
     quick, full = (grid(name, Device("cuda", (9, 0))) for name in ("quick", "full"))
-    assert {spec.head_dim for spec in quick} == {64, 128}
+    assert {spec.head_dim for spec in quick} == {64, 96, 128}
+    assert {spec.heads_q // spec.heads_k for spec in quick} == {1, 4}
     assert {spec.head_dim for spec in full} == {32, 64, 96, 128, 192, 256}
     assert {spec.heads_q // spec.heads_k for spec in full} == {1, 4, 8}
     assert {spec.max_q for spec in full} >= {1, 16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
@@ -218,6 +219,13 @@ def test_the_grids_of_a_gpu_cover_what_models_ask():
 
 def test_coarse_sizes_come_first_and_no_kind_is_left_out():
     assert list(coarse_to_fine([[1, 2, 3, 4, 5], ["a", "b"], []])) == [3, "b", 1, "a", 5, 2, 4]
+    # Of the quick grid a third has each head dim, layout and mask, a gradient and a decode.
+    third = grid("quick", Device("cuda", (9, 0)))[:18]
+    for varlen, causal, needs_backward in ((False, True, True), (True, True, True), (True, False, True)):
+        kind = {"varlen": varlen, "causal": causal, "needs_backward": needs_backward}
+        found = [spec for spec in third if all(getattr(spec, name) == value for name, value in kind.items())]
+        assert sorted(spec.head_dim for spec in found) == [64, 96, 128]
+    assert {spec.head_dim for spec in third if spec.max_q == 1} == {64, 96, 128}
     first = grid("full", Device("cuda", (9, 0)))[:20]
     assert {spec.varlen for spec in first} == {True, False}
     assert {spec.head_dim for spec in first} == {64, 128}
@@ -317,6 +325,17 @@ def test_a_budget_stops_before_it_is_spent(session, entry, clock):
     assert 0 < len(done) < len(specs)
     assert clock.seconds <= 0.5
     assert list(session(entry("a")).run(specs, 0.0)) == []
+
+
+def test_a_first_call_that_took_long_leaves_no_part_of_the_budget_unused(session, entry, clock, monkeypatch):
+    made, seconds = session(entry("a")), iter([20.0, *[1.0] * 50])
+
+    def measure(self, spec, todo, deadline):
+        clock.seconds += next(seconds)
+
+    monkeypatch.setattr(type(made), "_measure", measure)
+    assert len(list(made.run([spec_with(n) for n in range(16, 80)], 40.0))) == 21
+    assert clock.seconds == 40.0
 
 
 def test_a_budget_stops_between_backends_and_keeps_no_half_point(session, entry, clock):

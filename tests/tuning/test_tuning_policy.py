@@ -20,8 +20,10 @@ from attnreg.dispatch import planning
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
+from attnreg.selection import policy
 from attnreg.tuning import tables
 from attnreg.tuning.environments import environment
+from attnreg.tuning.lookup import predict_both
 from attnreg.tuning.points import Measured
 from attnreg.tuning.tables import file_name
 
@@ -318,13 +320,13 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     start = lines.index(f"  predicted by {TABLE}, in eager mode")
     assert "  third   could run it, but failed: RuntimeError: no" in lines
     assert lines[start + 1 : start + 6] == [
-        "    second  10.0 µs (first call 0 s)",
-        "    first   32.5 µs (first call 0.25 s)",
+        "    second  10.0 µs (first call 0 s), with the other direction 20.0 µs",
+        "    first   32.5 µs (first call 0.25 s), with the other direction 39.5 µs",
         "    third   failed: RuntimeError: no",
         "    math    not measured",
         "    from B 2, 256 x 256, H 4, this very call",
     ]
-    assert f"backward on cpu: first, by {TABLE}" in lines
+    assert f"backward on cpu: second, by {TABLE}" in lines
     data = json.loads(json.dumps(found.to_dict()))
     assert data["forward"]["predicted"]["candidates"][0]["backend"] == "second"
     assert data["backward"]["predicted"]["points"] == [{"size": "B 2, 256 x 256, H 4", "distance": 0.0}]
@@ -386,3 +388,22 @@ def test_info_shows_the_table_in_force_or_why_there_is_none(here):
     found = of_cpu()
     assert found["in_force"] is None
     assert found["refused"][0].startswith(f"{TABLE} is refused: measured with device abacus, here")
+
+
+def test_both_directions_of_a_call_are_looked_up_once(here, routers, monkeypatch):
+    attnreg.configure(
+        here(point(first=30.0, second=10.0), point(spec_with(), "backward", first=9.0, second=9.0))
+    )
+    looked_up = []
+
+    def counting(kinds, spec, *rest):
+        looked_up.append(spec.max_q)
+        return predict_both(kinds, spec, *rest)
+
+    monkeypatch.setattr(tables, "predict_both", counting)
+    found = policy.current().tables
+    for length in (256, 300):
+        for direction in ("backward", "forward"):
+            predicted = found.predict(spec_with(length, needs_backward=True), direction)
+            assert [one.backend for one in predicted.candidates] == ["second", "first"]
+    assert looked_up == [256, 300]

@@ -171,7 +171,7 @@ def test_a_backend_that_is_not_deterministic_gives_way_or_is_warned_of(
             run_and_compare(given)
         assert ran() == {"mine": (3, 3)}
         assert [record.getMessage() for record in caplog.records] == [
-            f"mine runs a {direction}, as deterministic algorithms only warn: {reason}"
+            f"mine runs a {direction} that isn't deterministic, as torch only warns: {reason}"
             for direction in ("forward", "backward")
         ]
         deterministic()

@@ -35,6 +35,8 @@ def test_the_signature_takes_what_every_torch_takes():
     assert list(ours)[7:9] == ["is_causal", "return_aux"]
     assert all(ours[name].kind is ours[name].POSITIONAL_OR_KEYWORD for name in list(ours)[:9])
     assert torch_varlen.AuxRequest._fields == attnreg.AuxRequest._fields
+    # Dynamo takes a float for a symbol in dynamic graphs, and compiles these twice.
+    assert float not in {type(parameter.default) for parameter in ours.values()}
 
 
 def test_torchs_own_aux_request_is_taken_as_well(packed):
@@ -42,13 +44,6 @@ def test_torchs_own_aux_request_is_taken_as_well(packed):
     theirs = attnreg.varlen_attn(*given, return_aux=torch_varlen.AuxRequest(lse=True))
     assert all(map(torch.equal, theirs, attnreg.varlen_attn(*given, return_aux=LSE)))
     assert isinstance(attnreg.varlen_attn(*given, return_aux=attnreg.AuxRequest()), torch.Tensor)
-
-
-def test_the_lse_is_not_differentiable(front, packed):
-    out, lse = attnreg.varlen_attn(*packed((3, 4)), return_aux=LSE)
-    assert (out.requires_grad, lse.requires_grad) == (True, False)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
 
 
 def test_varlen_attn_out_writes_into_the_given_tensor(front, packed):

@@ -88,6 +88,8 @@ def test_the_op_and_its_backward_pass_the_checks_of_torch(arguments, lengths, op
     found = opcheck(BACKWARD, of_backward(given, results), test_utils=checks)
     assert found == dict.fromkeys(checks, "SUCCESS")
     assert all(x.is_contiguous() for x in (*results, *BACKWARD(*of_backward(given, results))))
+    with_lse = *of_backward(given, results), random_like(results[1])
+    assert opcheck(BACKWARD, with_lse, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
 
 
 @pytest.mark.parametrize("name", ["_varlen_attn", "_varlen_attn_backward"])
@@ -171,9 +173,9 @@ def test_a_mode_sees_the_op_of_a_function_that_was_compiled(front, packed, ran, 
     assert total(ran()) == (1, 1)
 
 
-def test_of_its_results_the_output_alone_is_differentiable(arguments):
+def test_of_its_results_output_and_lse_are_differentiable(arguments):
     results = OP(*arguments(LENGTHS_Q, LENGTHS_K))
-    assert [x.requires_grad for x in results] == [True, False, False]
+    assert [x.requires_grad for x in results] == [True, True, False]
 
 
 @pytest.mark.parametrize("dim_v", [16, 8])

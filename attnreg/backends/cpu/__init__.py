@@ -29,7 +29,9 @@ CAPABILITIES = Capabilities(
     num_splits=True,
     any_scale=True,
     softcap=True,
+    grad_lse=True,
     deterministic=True,
+    batch_invariant=True,
 )
 
 
@@ -52,14 +54,13 @@ def version() -> str:
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     """Say what of a call only the compiled kernel can do, where that can't run it."""
-    if not spec.softcap:
-        return ()
-    if spec.dtype not in choice.DTYPES:
-        return (f"dtype must be {one_of(choice.DTYPES)} with softcap, got {spec.dtype}",)
-    if spec.bias:
-        return ("attn_bias must be None with softcap, got a tensor",)
-    if compiled.load() is None:
-        return ("softcap needs the compiled kernel, which `attnreg build` makes",)
+    option = "softcap" if spec.softcap else "grad_lse" if spec.grad_lse else ""
+    if option and spec.dtype not in choice.DTYPES:
+        return (f"dtype must be {one_of(choice.DTYPES)} with {option}, got {spec.dtype}",)
+    if option and spec.bias:
+        return (f"attn_bias must be None with {option}, got a tensor",)
+    if option and compiled.load() is None:
+        return (f"{option} needs the compiled kernel, which `attnreg build` makes",)
     return ()
 
 

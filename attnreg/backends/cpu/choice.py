@@ -70,8 +70,11 @@ def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
     """Return whether the backend runs a forward by torch's kernel although the compiled one could.
 
     Torch's multiplies bfloat16 by AMX, the compiled one in float32; and torch's reads float32 keys without
-    packing them, which for a few queries takes longer than the products.
+    packing them, which for a few queries takes longer than the products. Both gains are those of a batch, so
+    that neither counts where the results may not depend on it.
     """
+    if call.batch_invariant:
+        return False
     if q.dtype == torch.bfloat16:
         if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
             return False

@@ -30,9 +30,10 @@ log = logging.getLogger("attnreg")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # The library's operands by their places among a call's tensors and then its results: q, k, v, out, lse, and
-# in the backward grad_out, grad_q, grad_k, grad_v.
+# in the backward grad_out, grad_q, grad_k, grad_v. A gradient of the LSE comes last; calls with one have no
+# launcher.
 _FORWARD, _BACKWARD = (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 0, 6, 7, 8)
-_LSE = 4
+_LSES = (4, 9)
 
 
 class _Problem(ctypes.Structure):
@@ -40,11 +41,13 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         ("dtype", ctypes.c_int64),
+        ("operand_count", ctypes.c_int64),
         ("sizes", ctypes.c_int64 * 5),
         ("sequences", ctypes.c_int64),
-        ("operands", ctypes.c_int64 * (9 * 4)),
+        ("operands", ctypes.c_int64 * (10 * 4)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
+        ("batch_invariant", ctypes.c_int64),
     )
     owner: Sequences  # of the memory at `sequences`
 
@@ -88,7 +91,9 @@ class Compiled(NamedTuple):
             grad_k.zero_()
             grad_v.zero_()
         q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
-        operands = (q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v)
+        operands = [q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v]
+        if call.grad_lse is not None:
+            operands.append(call.grad_lse.float())
         _run(self.backward_entry, operands, sequences, call)
         return grad_q, grad_k, grad_v
 
@@ -163,6 +168,7 @@ def _takes_backward(
         and grad_out.shape == out.shape == (*q.shape[:-1], v.size(-1))
         and lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
         and grad_out.dtype == out.dtype == q.dtype
+        and (call.grad_lse is None or call.grad_lse.shape == lse.shape)
     )
 
 
@@ -230,7 +236,8 @@ def _problem_of(operands: Sequence[Tensor], sequences: Sequences, call: Call) ->
     q, k, v = operands[:3]
     sizes = (q.size(-2), k.size(-2), q.size(-1), v.size(-1))
     strides = tuple([x.stride() for x in operands])
-    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, call.softcap)
+    both = call.softcap, call.batch_invariant
+    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, *both)
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,14 +248,17 @@ def _problem(
     sequences: Sequences,
     scale: float,
     softcap: float,
+    batch_invariant: bool,
 ) -> _Problem:
     operands: list[int] = []
     for number, each in enumerate(strides):
-        if number == _LSE:  # (B, H, S) or (H, T), as it were (B, S, H, 1) or (T, H, 1)
+        if number in _LSES:  # (B, H, S) or (H, T), as it were (B, S, H, 1) or (T, H, 1)
             each = (*each[:-2], each[-1], each[-2], 1)
         operands += 0, each[0] if len(each) == 4 else 0, each[-3], each[-2]
     address, count = sequences.table.buffer_info()[0], len(sequences.each)
-    problem = _Problem(dtype, (*sizes, count), address, (*operands,), scale, softcap)
+    problem = _Problem(
+        dtype, len(strides), (*sizes, count), address, (*operands,), scale, softcap, batch_invariant
+    )
     problem.owner = sequences
     return problem
 
@@ -257,4 +267,4 @@ def _raise_for(status: int) -> None:
     if status == 1:
         raise MemoryError("no memory for the blocks that attention works on")
     if status:
-        raise RuntimeError("torch refused its threads to attention on the CPU")
+        raise RuntimeError("torch couldn't start its threads for attention on the CPU")

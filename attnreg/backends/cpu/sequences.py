@@ -121,7 +121,7 @@ class _Lengths(NamedTuple):
         begin, end = self.offsets[index], self.offsets[index + 1]
         if not 0 <= begin <= end <= self.tokens:
             raise InvalidInputError(
-                f"offsets: got {begin} to {end} at index {index}, expected some of {self.tokens} tokens"
+                f"offsets: got {begin} to {end} at index {index}, expected a range of {self.tokens} tokens"
             )
         return begin, end - begin
 
@@ -141,7 +141,7 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
     if not of_q.sequences == of_k.sequences == counts:
         raise InvalidInputError(
             f"sequences: got {of_q.sequences} of the query, {of_k.sequences} of the key "
-            f"and {counts} counts of keys, expected as many of each"
+            f"and {counts} counts of keys, expected equal numbers"
         )
     is_dense = of_q.offsets is None
     each = []

@@ -7,7 +7,7 @@ each batch of equally long neighbours is faster than sorting and padding sequenc
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 import torch
@@ -28,11 +28,59 @@ _FEW_KEYS = 16
 
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
+    if call.batch_invariant:
+        return _each_forward(flash, q, k, v, call)
     out, lse = _forward(flash, q, k, v, call)
     if q.dtype != torch.float32 or not _needs_float64(q, lse):
         return out, lse
     out, lse = _forward(flash, q.double(), k.double(), v.double(), call)
     return out.float(), lse.float()
+
+
+def _each(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], Call]]:
+    """Yield the rows and keys of each sequence, and the call of it alone, as a dense one.
+
+    How the kernel, MKL and oneDNN round depends on the number of their tasks, on shapes and on alignment.
+    """
+    alone = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, batch_invariant=False)
+    bias = additive(call.attn_bias, forward_dtype(q))
+    for one in sequences_of(q, k, call).each:
+        batch = () if call.varlen else (slice(one.batch, one.batch + 1),)
+        if bias is not None:  # of all rows and keys, which it may hide
+            part = bias[batch] if len(bias) > 1 else bias
+            yield batch, batch, alone._replace(attn_bias=part.clone())
+            continue
+        rows, keys = slice(one.row, one.row + one.rows), slice(one.key, one.key + one.keys)
+        alone = alone._replace(max_q=one.rows, max_k=one.keys, window=(one.left, one.right))
+        yield (*batch, rows), (*batch, keys), alone
+
+
+def _alone(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
+    """Return a sequence as a dense batch in memory of its own."""
+    return x[rows].clone(memory_format=torch.contiguous_format).view(1, -1, *x.shape[-2:])
+
+
+def _each_forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q))
+    for rows, keys, alone in _each(q, k, call):
+        found = forward(flash, _alone(q, rows), _alone(k, keys), _alone(v, keys), alone)
+        out[rows], lse[rows] = found[0].view(out[rows].shape), found[1].mT.reshape(lse[rows].shape)
+    return out, lse.mT.contiguous()
+
+
+def _each_backward(flash: Flash, tensors: Sequence[Tensor], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v, out, lse = tensors
+    grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    of_rows = grad_out, q, out, lse.mT.unsqueeze(-1)
+    for rows, keys, alone in _each(q, k, call):
+        grad_part, query, out_part, lse_part = (_alone(x, rows) for x in of_rows)
+        key, value = _alone(k, keys), _alone(v, keys)
+        lse_part = lse_part[..., 0].mT.contiguous()
+        found = backward(flash, grad_part, query, key, value, out_part, lse_part, alone)
+        for grad, place, part in zip(grads, (rows, keys, keys), found, strict=True):
+            grad[place] = part.view(grad[place].shape)
+    return grads
 
 
 def _needs_float64(q: Tensor, lse: Tensor) -> bool:
@@ -60,6 +108,8 @@ def backward(
     flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
+    if call.batch_invariant:
+        return _each_backward(flash, (grad_out, q, k, v, out, lse), call)
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     _check_options(call)
@@ -91,6 +141,8 @@ def _check_options(call: Call) -> None:
     """Decline what the kernel has no argument for, and `refuses` couldn't see."""
     if call.softcap:
         raise UnsupportedInputError(f"softcap must be 0 for torch's kernel, got {call.softcap}")
+    if call.grad_lse is not None:
+        raise UnsupportedInputError("grad_lse must be None for torch's kernel, got a tensor")
 
 
 def _sees_few(call: Call) -> bool:

@@ -118,7 +118,7 @@ class Package:
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
         self._ops["_flash_attn_varlen_backward" if call.varlen else "_flash_attn_backward"](
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
-            dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.deterministic,
+            dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.repeatable,
             rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
             **_shared_arguments(call, *inputs),
         )  # fmt: skip

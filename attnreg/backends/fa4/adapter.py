@@ -104,7 +104,9 @@ class _Adapter(NamedTuple):
         if query.numel() == 0 or key.numel() == 0:
             return _zeros(query), _zeros(key), _zeros(value)
         call = _with_dense_integers(call)
-        options = _options(call, call.softcap) | {"deterministic": call.deterministic}
+        options = _options(call, call.softcap) | {"deterministic": call.repeatable}
+        if call.grad_lse is not None:
+            options["dlse"] = call.grad_lse.float().contiguous()
         if not _none_unused(query, key, call):
             description = None
             # Here each row is a factor of a sum over a whole tile: all four have to be finite.

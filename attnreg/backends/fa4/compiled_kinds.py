@@ -30,7 +30,8 @@ def kind_of(direction: str, query: Tensor, key: Tensor, value: Tensor, call: Cal
     tensors = query.device.index, query.dtype, query.shape[-1], value.shape[-1], group
     page_size = None if call.block_table is None else key.shape[1]
     packed = None if offsets is None else len(offsets) - 1
-    return _kind(direction, call, tensors, call.seqused_k is not None, page_size, packed)
+    given = call.seqused_k is not None, call.grad_lse is not None
+    return _kind(direction, call, tensors, given, page_size, packed)
 
 
 def kind_of_spec(direction: str, spec: AttentionSpec) -> Kind:
@@ -38,7 +39,8 @@ def kind_of_spec(direction: str, spec: AttentionSpec) -> Kind:
     dtype, group = getattr(torch, spec.dtype), spec.heads_q // spec.heads_k
     tensors = spec.device.index, dtype, spec.head_dim, spec.head_dim_v, group
     packed = spec.batch if spec.varlen else None
-    return _kind(direction, spec, tensors, spec.seqused_k, spec.page_size, packed)
+    given = spec.seqused_k, spec.grad_lse
+    return _kind(direction, spec, tensors, given, spec.page_size, packed)
 
 
 def repeated_dims(*tensors: Tensor) -> Kind:
@@ -51,17 +53,18 @@ def repeated_dims(*tensors: Tensor) -> Kind:
 
 def _kind(
     direction: str,
-    given: Call | AttentionSpec,
+    call: Call | AttentionSpec,
     tensors: tuple[Any, ...],
-    seqused_k: bool,
+    given: tuple[bool, bool],
     page_size: int | None,
     packed: int | None,
 ) -> Kind:
-    (left, right), (*_, group) = given.window, tensors
+    (left, right), (*_, group) = call.window, tensors
     return (
-        direction, *tensors, seqused_k, page_size, left >= 0, right >= 0, left < 0 and right == 0,
-        given.deterministic and direction == "backward", packed is not None, (packed or 0) > MANY,
-        _tiles(given.max_q), _tiles(given.max_q * group), _tiles(given.max_k), given.softcap,
+        direction, *tensors, *given, page_size, left >= 0, right >= 0, left < 0 and right == 0,
+        direction == "backward" and (call.deterministic or call.batch_invariant),
+        packed is not None, (packed or 0) > MANY,
+        _tiles(call.max_q), _tiles(call.max_q * group), _tiles(call.max_k), call.softcap,
     )  # fmt: skip
 
 

@@ -21,11 +21,15 @@ from attnreg.backends.math.batch import Group, as_rows, groups, sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask, Tile
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
+from attnreg.contract.spec import AttentionSpec
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
 # Scores of a block of rows that a backward keeps; of more it computes the products twice.
 HELD = 2**23
+
+# Up to so many rows a sum over a group of heads is short.
+FEW_ROWS = 16
 
 EVERYTHING = Capabilities(
     devices=("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "privateuseone", "meta"),
@@ -43,9 +47,18 @@ EVERYTHING = Capabilities(
     num_splits=True,
     any_scale=True,
     softcap=True,
+    grad_lse=True,
     deterministic=True,
+    batch_invariant=True,
     capture=True,
 )
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.batch_invariant and spec.device.type != "cpu":
+        # It doesn't read lengths there, so it pads each sequence to the batch's longest.
+        return (f"device must be cpu to be batch-invariant, got {spec.device.type}",)
+    return ()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -73,6 +86,7 @@ def backward(
     """Return the gradients of query, key and value."""
     work = _working_dtype(q)
     of_queries = as_rows(grad_out), as_rows(q)
+    grad_lse = None if call.grad_lse is None else as_rows(call.grad_lse.mT[..., None])
     of_keys = as_rows(k), as_rows(v)
     grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
     with _without_autocast(q.device):
@@ -80,7 +94,8 @@ def backward(
             grad, query = (group.queries.gather(x, work) for x in of_queries)
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, mask)
+            of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -94,7 +109,8 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
     cost = q.shape[-2] * max(q.shape[-1], v.shape[-1], TILE_QUERIES)
     queries = sequences(q, call.cu_seqlens_q, call.max_q)
     keys = sequences(k, call.cu_seqlens_k, call.max_k, call.block_table, call.seqused_k)
-    return groups(queries, keys, cost, GROUP_SIZE)
+    # How matrix products round depends on their shapes: each sequence by itself.
+    return groups(queries, keys, cost, 0 if call.batch_invariant else GROUP_SIZE)
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
@@ -163,9 +179,9 @@ class _Softmax:
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_lse: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
     The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
     sum(grad_out * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
@@ -181,7 +197,7 @@ def _attend_backward(
         for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-        delta = delta / softmax.divisor
+        delta = delta / softmax.divisor - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
             queries, grads = (_seen_rows(x, tile) for x in of_rows)
             weights = softmax.weights(scores) / softmax.divisor
@@ -251,8 +267,16 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _summed(weights: Tensor, x: Tensor, k: Tensor) -> Tensor:
-    """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads."""
-    return _folded(weights, k.shape[1]).mT @ _folded(x, k.shape[1])
+    """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads.
+
+    Each head's rows are summed by themselves: the longer a sum in float32, the further off it is, most of all
+    that of equal numbers, as the gradient of `out.sum()` has. Of a few rows one sum is faster.
+    """
+    heads = k.shape[1]
+    if weights.shape[2] <= FEW_ROWS:
+        return _folded(weights, heads).mT @ _folded(x, heads)
+    sums = weights.mT @ x
+    return sums.view(len(sums), heads, -1, *sums.shape[2:]).sum(2)
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
@@ -267,5 +291,6 @@ BACKEND = Backend(
     backward=EVERYTHING,
     load=lambda: Kernels(forward, backward),
     version=lambda: str(torch.__version__),
+    refuses=_refuses,
     priority=-100,
 )

@@ -20,17 +20,21 @@ inline bool is_observed() {
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-inline void record(const Tensors& tensors, const VarlenCall& call, bool known, Tensors& results) {
+inline void record(const Tensors& tensors, const VarlenCall& call, bool known, bool returns_lse, Tensors& results) {
   const auto node = make_node<VarlenBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2]));
   node->call = call;
   node->known = known;
+  node->returns_lse = returns_lse;
   torch::autograd::set_history(results[0], node);
+  if (returns_lse) {
+    torch::autograd::set_history(results[1], node);
+  }
   for (size_t i = 0; i < 3; i++) {
     node->saved[i] = torch::autograd::SavedVariable(tensors[i], false);
   }
   node->saved[3] = torch::autograd::SavedVariable(results[0], true);
-  node->saved[4] = torch::autograd::SavedVariable(results[1], false);
+  node->saved[4] = torch::autograd::SavedVariable(results[1], returns_lse);
   node->saved[5] = torch::autograd::SavedVariable(tensors[3], false);
   node->saved[6] = torch::autograd::SavedVariable(tensors[4], false);
 }
@@ -50,12 +54,13 @@ inline Tensors planned_forward(
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd.
+// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last of the
+// arguments says whether the program gets the LSE.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;
   VarlenCall call{};
-  if (count != 12 || !enabled || !plan_forward || is_observed()) {
+  if (count != 13 || !enabled || !plan_forward || is_observed()) {
     Py_RETURN_NONE;
   }
   if (!read_varlen(arguments, tensors, call)) {
@@ -81,7 +86,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     }
   }
   if (needs_gradient) {
-    record(tensors, call, known, results);
+    record(tensors, call, known, arguments[12] == Py_True, results);
   }
   const Object out = owned(THPVariable_Wrap(results[0])), lse = owned(THPVariable_Wrap(results[1]));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -37,6 +38,7 @@ struct VarlenBackward final : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
   VarlenCall call{};
   bool known = false;  // whether every row was known to see a key
+  bool returns_lse = false;  // whether the LSE is a result of the node, too
   bool released = false;
 
   std::string name() const override {
@@ -54,21 +56,24 @@ struct VarlenBackward final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
-    if (!grads[0].defined()) {
+    const at::Tensor grad_lse = returns_lse ? grads[1] : at::Tensor();
+    if (!grads[0].defined() && !grad_lse.defined()) {
       return torch::autograd::variable_list(3);
     }
-    Tensors tensors{as_memory(grads[0])};
+    Tensors tensors{grads[0]};
     for (size_t i = 0; i < saved.size(); i++) {
-      tensors.push_back(saved[i].unpack(i == 3 ? getptr() : nullptr));
+      tensors.push_back(saved[i].unpack(is_result(i) ? getptr() : nullptr));
     }
+    tensors[0] = grads[0].defined() ? as_memory(grads[0]) : at::zeros_like(tensors[4]);
     torch::autograd::variable_list results;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      for (at::Tensor& one : gradients(tensors)) {
+      for (at::Tensor& one : gradients(tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse)) {
         results.push_back(std::move(one));
       }
     }
     if (c10::GradMode::is_enabled()) {
+      tensors.push_back(grad_lse);
       refuse_second(tensors, results);
     }
     return results;
@@ -79,9 +84,9 @@ struct VarlenBackward final : public torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
     for (size_t i = 0; i < saved.size(); i++) {
-      args.collect(saved[i], i == 3);
+      args.collect(saved[i], is_result(i));
     }
-    for (const int64_t number : {call.max_q, call.max_k, call.left, right(), call.choice}) {
+    for (const int64_t number : {call.max_q, call.max_k, call.left, right(), call.choice, int64_t{returns_lse}}) {
       args.collect(number);
     }
     args.collect(call.scale);
@@ -117,6 +122,10 @@ struct VarlenBackward final : public torch::autograd::Node {
   }
 
  private:
+  bool is_result(size_t number) const {
+    return number == 3 || (number == 4 && returns_lse);
+  }
+
   int64_t right() const {
     return call.causal ? 0 : call.right;
   }
@@ -124,31 +133,33 @@ struct VarlenBackward final : public torch::autograd::Node {
   // The backward as the op that torch.compile keeps of a call, which has a fake.
   static torch::autograd::variable_list traceable(
       const torch::autograd::variable_list& grads, const std::vector<c10::IValue>& packed) {
-    if (!grads[0].defined()) {
+    const bool has_lse = grads.size() > 1 && grads[1].defined();
+    if (!grads[0].defined() && !has_lse) {
       return torch::autograd::variable_list(3);
     }
     // Packed: query, key, value, output, LSE, both offsets, longest query and key, scale, window, choice.
     const auto& p = packed;
     const c10::IValue none;
-    torch::jit::Stack stack{grads[0], p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7],
-                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0};
+    const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(p[3].toTensor());
+    torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7],
+                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0, has_lse ? c10::IValue(grads[1]) : none};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
     op.callBoxed(stack);
     return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
   }
 
-  Tensors gradients(const Tensors& tensors) const {
-    const bool use_cache = enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
+  Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse) const {
+    const bool use_cache = !grad_lse.defined() && enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
     const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors) : Key{};
     const LookedUp found = look_up(key);
     Tensors results;
     if (!run_varlen(key, found, tensors, 1, known, results)) {
-      results = planned(key, found.generation, tensors);
+      results = planned(key, found.generation, tensors, grad_lse);
     }
     return results;
   }
 
-  Tensors planned(const Key& key, uint64_t generation, const Tensors& tensors) const {
+  Tensors planned(const Key& key, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse) const {
     const WithGil gil;
     std::vector<Object> given;
     for (const at::Tensor& one : tensors) {
@@ -161,6 +172,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     given.push_back(owned(Py_BuildValue("(LL)", static_cast<long long>(call.left), static_cast<long long>(call.right))));
     given.push_back(call.scale ? owned(PyFloat_FromDouble(*call.scale)) : (Py_INCREF(Py_None), owned(Py_None)));
     given.push_back(owned(PyLong_FromLongLong(call.choice)));
+    given.push_back(owned(grad_lse.defined() ? THPVariable_Wrap(grad_lse) : Py_NewRef(Py_None)));
     const Object returned = call_python(plan_backward, given);
     PyObject *one = nullptr, *two = nullptr, *three = nullptr, *described = nullptr;
     if (!PyArg_ParseTuple(returned.get(), "OOOO", &one, &two, &three, &described)) {
@@ -172,11 +184,12 @@ struct VarlenBackward final : public torch::autograd::Node {
 
   // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.
   static void refuse_second(const Tensors& tensors, torch::autograd::variable_list& results) {
-    if (std::none_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.requires_grad(); })) {
+    if (std::none_of(tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.defined() && x.requires_grad(); })) {
       return;
     }
     const auto error = make_node<torch::autograd::NotImplemented>("the backward of attnreg.varlen_attn");
-    error->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3]));
+    error->set_next_edges(
+        torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3], tensors.back()));
     for (at::Tensor& one : results) {
       torch::autograd::set_history(one, error);
     }

@@ -135,16 +135,18 @@ OTHER = {
     "max_k": 65,
     "window": (-1, 0),
     "deterministic": True,
+    "batch_invariant": True,
     "seqused_k": ENDS,
     "block_table": ENDS[None],
     "attn_bias": torch.ones(1),
     "alibi_slopes": torch.ones(4),
     "dropout": 0.5,
     "softcap": 20.0,
+    "grad_lse": torch.ones(4, 64),
     "cu_seqlens_q": ENDS,
     "cu_seqlens_k": ENDS,
 }
-DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic")
+DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic", "batch_invariant")
 
 
 def test_a_description_holds_each_field_of_a_call_or_there_is_none():

@@ -101,9 +101,7 @@ class Backward {
     Panels q, q_columns, grad_out, grad_out_columns, grad_q;
     Panels k, k_columns, v_columns, weights, grad_scores, slopes;
     int64_t lanes;
-    // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum
-    // of its weights times their gradients.
-    float *base, *rest, *delta;
+    float *base, *rest, *delta, *grad_lse;  // as `RowStatistics` has them
   };
 
   // `before` and `after` are called around adding to sums of keys before some key.
@@ -116,6 +114,9 @@ class Backward {
     const bool is_large = load_statistics(task, packed);
     if (is_large) {
       compute_statistics(task, packed);
+    }
+    for (int64_t row = 0; row < packed.lanes; row++) {
+      packed.delta[row] -= packed.grad_lse[row];
     }
     const int64_t q_panels = padded(size, kLanes) / kLanes, v_panels = padded(problem_.value_size, kLanes) / kLanes;
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
@@ -133,7 +134,7 @@ class Backward {
         for (int64_t i = 0, here = lane; i < kWidth; i++, here += kLanes) {
           gradients_of_block<Number>(
               packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all, scale_.to_exponent,
-              {packed.base + here, packed.rest + here, packed.delta + here});
+              {packed.base + here, packed.rest + here, packed.delta + here, packed.grad_lse + here});
         }
         if (scale_.is_capped) {
           multiply(packed.grad_scores, packed.slopes, kWidth, span.from, span.to);
@@ -175,7 +176,7 @@ class Backward {
         k_.panels(size, kKeys), k_columns_.panels(kKeys, size), v_columns_.panels(kKeys, value_size),
         weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys),
         scale_.is_capped ? slopes_.panels(kMaxPanels * kLanes, kKeys) : Panels{}, lanes,
-        base_.take(lanes), rest_.take(lanes), delta_.take(lanes)};
+        base_.take(lanes), rest_.take(lanes), delta_.take(lanes), grad_lse_.take(lanes)};
     pack_rows(queries, task.row, task.rows, size, packed.q);
     pack_columns(queries, task.row, task.rows, size, scale_.sign, packed.q_columns);
     pack_rows(grads, task.row, task.rows, value_size, packed.grad_out);
@@ -211,6 +212,7 @@ class Backward {
   bool load_statistics(const Task& task, const Packed& packed) {
     const int64_t group = problem_.group(), size = problem_.value_size;
     const auto lses = query_rows<Float32>(problem_.lse, task, group);
+    const auto grads = query_rows<Float32>(problem_.grad_lse, task, group);
     bool is_large = false;
     for (int64_t row = 0; row < packed.lanes; row++) {
       // A weight is exp(score - LSE): 0 in a row that sees no key, and in lanes after the last row.
@@ -219,6 +221,8 @@ class Backward {
       const float base = static_cast<float>(lse / scale_.size);
       packed.base[row] = std::isfinite(base) ? base : 0.0f;
       packed.rest[row] = static_cast<float>((lse - packed.base[row] * scale_.size) / kLog2);
+      const bool counts = problem_.grad_lse.data && std::isfinite(found);
+      packed.grad_lse[row] = counts ? *grads[task.row + row] : 0.0f;
       is_large = is_large || (std::isfinite(lse) && std::abs(lse) > kLarge<Number>);
     }
     // Summed in the order in which the product of value and gradient is: in a row that sees one key the two are
@@ -284,7 +288,7 @@ class Backward {
   const Scale scale_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_;
+  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_, grad_lse_;
 };
 
 }  // namespace attnreg

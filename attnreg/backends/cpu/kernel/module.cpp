@@ -54,7 +54,8 @@ double cost_of(const std::vector<Task>& tasks, int64_t group) {
   return cost;
 }
 
-// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads.
+// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads. Under a window the
+// blocks of keys begin at the first key that a task sees, so that the task of a row shows in its bits.
 std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
   const int64_t group = problem.group(), threads = at::get_num_threads();
   int64_t rows = 0;
@@ -62,7 +63,7 @@ std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
     rows += problem.sequences[i].rows * problem.heads;
   }
   const int64_t tile = kMaxPanels * kLanes;
-  if (threads > 1) {
+  if (threads > 1 && !problem.batch_invariant) {
     most = std::clamp(padded(rows / (threads * 4), tile), tile, most);
   }
   std::vector<Task> tasks;
@@ -141,13 +142,13 @@ void backward(const Problem& problem) {
       });
 }
 
-// Runs a body for the dtype of a problem whose first `count` operands are at the addresses; no exception may leave.
+// Runs a body for the dtype of a problem whose operands are at the addresses; no exception may leave.
 template <class Body>
-int64_t run_for_dtype(const Problem* description, void* const* addresses, int64_t count, Body&& body) {
+int64_t run_for_dtype(const Problem* description, void* const* addresses, Body&& body) {
   try {
     // A copy: several threads may run calls of one description at once.
     Problem problem = *description;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < problem.operand_count; i++) {
       problem.operands[i].data = addresses[i];
     }
     switch (problem.dtype) {
@@ -173,15 +174,15 @@ int64_t run_for_dtype(const Problem* description, void* const* addresses, int64_
 extern "C" {
 
 // Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
-// each operand: 5 in a forward, 9 in a backward.
+// each operand.
 int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, 5, [](auto number, const attnreg::Problem& problem) {
+  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
     attnreg::forward<decltype(number)>(problem);
   });
 }
 
 int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, 9, [](auto number, const attnreg::Problem& problem) {
+  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
     attnreg::backward<decltype(number)>(problem);
   });
 }

@@ -40,18 +40,20 @@ struct Sequence {
   }
 };
 
-// Like `_Problem` in `compiled.py`, where the addresses of operands are left out.
+// Like `_Problem` in `compiled.py`, where the addresses of operands are left out. Of a forward there are 5 operands, of a
+// backward 9, or 10 with a gradient of the LSE.
 struct Problem {
-  int64_t dtype;
+  int64_t dtype, operand_count;
   int64_t heads, key_heads, size, value_size, count;
   const Sequence* sequences;
   union {
-    Operand operands[9];
+    Operand operands[10];
     struct {
-      Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v;
+      Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v, grad_lse;
     };
   };
   double scale, softcap;
+  int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
 
   int64_t group() const { return heads / key_heads; }
 };

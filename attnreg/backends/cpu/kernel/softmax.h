@@ -121,9 +121,9 @@ void softmax_of_tile(
 }
 
 // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum of
-// its weights times their gradients.
+// its weights times their gradients, less the gradient of its LSE, and that.
 struct RowStatistics {
-  const float *base, *rest, *delta;
+  const float *base, *rest, *delta, *grad_lse;
 };
 
 // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple of
@@ -145,8 +145,9 @@ void gradients_of_block(
     sum += grad_of_score;
   }
   // The delta is that of an output in 16 bits. With few keys its rounding is most of a gradient's error, and plain
-  // PyTorch operations haven't got it: gradients of a row's scores add up to 0. With one key they are 0 already.
+  // PyTorch operations haven't got it: gradients of a row's scores add up to that of its LSE, mostly 0.
   if (is_all && !std::is_same_v<Number, Float32>) {
+    sum -= load<Floats>(of.grad_lse);
     for (int64_t i = from; i < to; i++) {
       store(grads.at(0, i), load<Floats>(grads.at(0, i)) - load<Floats>(weights.at(0, i)) * sum);
     }

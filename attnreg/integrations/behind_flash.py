@@ -1,0 +1,96 @@
+"""attnreg behind transformers' name `flash_attention_2`, for programs and libraries with a list of names.
+
+It changes what transformers keeps for itself (read in 5.23): `_lazy_imports` and the table of what flash-attn
+needs, both in `modeling_flash_attention_utils`, and `is_flash_attn_2_available`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.errors import UnsupportedInputError
+from attnreg.integrations.packing import Options, Packing, attend, of_equal_lengths
+
+NAME = "flash_attention_2"
+
+
+def stand_behind_flash() -> None:
+    """Have transformers take the functions below for those of the package flash-attn, and find it usable."""
+    from transformers import modeling_flash_attention_utils as theirs
+
+    usual = theirs._lazy_imports
+    if not hasattr(usual, "before_attnreg"):
+
+        def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple[Any, ...]:
+            if implementation not in (None, NAME):
+                return usual(implementation, *rest, **options)  # type: ignore[no-any-return]
+            # Without a function for pages, continuous batching goes on without them.
+            return flash_attn_func, flash_attn_varlen_func, None, theirs._pad_input, theirs._unpad_input
+
+        lazy_imports.before_attnreg = usual  # type: ignore[attr-defined]
+        theirs._lazy_imports = lazy_imports
+        theirs._loaded_implementation = None
+    needs = theirs.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    devices = (*needs["supported_devices"], (lambda: True, "cpu"))
+    needs.update(
+        general_availability_check=is_flash_attn_2_available, pkg_availability_check=lambda *_, **__: True
+    )
+    needs["supported_devices"] = devices
+    # Modules have it under its name: of those that are loaded later each takes it from these.
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "transformers" and "is_flash_attn_2_available" in vars(module):
+            module.is_flash_attn_2_available = is_flash_attn_2_available  # type: ignore[attr-defined]
+
+
+def is_flash_attn_2_available(kernels_fallback_ok: bool = False) -> bool:
+    """Say yes, for attnreg's functions."""
+    return True
+
+
+# As transformers marks its own: torch.compile takes the result for a constant.
+is_flash_attn_2_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Their names and those of their arguments are the package flash-attn's. `s_aux` is what transformers calls
+# sinks, and leaves out without a word where a function doesn't have it.
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Compute attention over packed sequences: (T, H, D)."""
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedInputError(
+            "attnreg: got deterministic=True for a call, expected torch.use_deterministic_algorithms(True), "
+            "which all backends follow"
+        )
+    lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
+    left, right = window_size
+    options = Options(dropout_p, softmax_scale, softcap, s_aux)
+    return attend(q, k, v, Packing(None, None, *lengths), (left, 0 if causal else right), options)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Compute attention over sequences of one length, (B, S, H, D); the options are those above."""
+    batch, length_q, length_k = q.shape[0], q.shape[1], k.shape[1]
+    packing = of_equal_lengths(batch, length_q, length_k, q.device)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    lengths = packing.cu_seq_q, packing.cu_seq_k, length_q, length_k
+    out = flash_attn_varlen_func(q, k, v, *lengths, *rest, **options)
+    return out.view(batch, length_q, *out.shape[1:])

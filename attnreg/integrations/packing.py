@@ -1,0 +1,199 @@
+"""How the tokens of a batch (B, S) lie as sequences one after the other, and attention over these.
+
+A `Packing` is made once for all layers of a forward, with one read-back; under torch.compile with none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.errors import UnsupportedInputError
+from attnreg.varlen.front import AuxRequest, varlen_attn
+
+Window = tuple[int, int]
+
+
+class Packing(NamedTuple):
+    """Which tokens attention is about, and where each sequence begins.
+
+    Attributes:
+        rows_q: the query's rows that count, as indices into its (B * S, H, D), one sequence after the other;
+            None for all, in order.
+        rows_k: the same for key and value.
+        cu_seq_q: int32 (sequences + 1,), where each sequence of the query begins, and the end of the last.
+        cu_seq_k: the same for key and value.
+        max_q: the longest sequence of the query, in tokens, or more.
+        max_k: the same for the key.
+        has_holes: whether padding lies between tokens of one sequence; None where that isn't known.
+    """
+
+    rows_q: Tensor | None
+    rows_k: Tensor | None
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+    has_holes: bool | None = False
+
+    def on(self, device: torch.device) -> Packing:
+        """Return the packing for layers on another device than the mask's."""
+        return self._replace(
+            rows_q=None if self.rows_q is None else self.rows_q.to(device),
+            rows_k=None if self.rows_k is None else self.rows_k.to(device),
+            cu_seq_q=self.cu_seq_q.to(device),
+            cu_seq_k=self.cu_seq_k.to(device),
+        )
+
+
+def read(numbers: Tensor) -> Tensor:
+    """Read numbers back from the device. Nothing else here waits for it, so tests count the calls."""
+    return numbers.cpu()
+
+
+def of_equal_lengths(batch: int, length_q: int, length_k: int, device: torch.device) -> Packing:
+    """Return the packing of a batch without padding."""
+    cu_seq_q = _of_all(batch, length_q, device)
+    cu_seq_k = cu_seq_q if length_k == length_q else _of_all(batch, length_k, device)
+    return Packing(None, None, cu_seq_q, cu_seq_k, length_q, length_k)
+
+
+class Batch(NamedTuple):
+    """What is known of a batch's tokens on the device.
+
+    Attributes:
+        sizes: the number of rows, and the length of each row's query and key.
+        padding: which keys count, (B, S_k), and which queries, (B, S_q) or None for all; None if nothing is
+            padded.
+        starts: at which tokens a document starts, (B, S), or None; not looked at if something is padded.
+    """
+
+    sizes: tuple[int, int, int]
+    padding: tuple[Tensor, Tensor | None] | None
+    starts: Tensor | None
+
+
+def pack(batches: list[Batch]) -> list[Packing | None]:
+    """Return how each of the batches lies in sequences, with one read-back for all of them.
+
+    It is None for a batch that has no padding and one document in each row.
+    """
+    if all(one.padding is None and one.starts is None for one in batches):
+        return [None] * len(batches)
+    if torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ):
+        # How many rows count isn't known here: those that don't come last, behind the last offset.
+        return [None if one.padding is None else _padded(*one.padding, one.sizes[1], None) for one in batches]
+    numbers = [[] if one.padding is None else [_facts(*one.padding).flatten()] for one in batches]
+    for one, of_one in zip(batches, numbers, strict=True):
+        of_one += [] if one.starts is None else [one.starts.flatten().int()]
+    asked = [x for of_one in numbers for x in of_one]
+    parts = iter(torch.split(read(torch.cat(asked)), [len(x) for x in asked]))
+    return [_known(one, [next(parts) for _ in of_one]) for one, of_one in zip(batches, numbers, strict=True)]
+
+
+def _known(batch: Batch, known: list[Tensor]) -> Packing | None:
+    """Return the packing of a batch by the numbers that were read back of it."""
+    rows, length_q, length_k = batch.sizes
+    if batch.padding is not None:
+        facts = known[0].view(3, rows)
+        if (facts[0] < length_q).any() or (facts[1] < length_k).any():
+            return _padded(*batch.padding, length_q, facts)
+    return None if batch.starts is None else _documents(known[-1], rows, batch.starts.device)
+
+
+def _facts(keys: Tensor, queries: Tensor | None) -> Tensor:
+    """Return (3, B): how many queries and how many keys of each row count, and how far these keys reach.
+
+    Queries without a mask of their own all count, however many there are.
+    """
+    places = torch.arange(keys.shape[1], device=keys.device)
+    ends = torch.where(keys, places + 1, 0).amax(-1)
+    starts = torch.where(keys, places, keys.shape[1]).amin(-1)
+    counts_q = torch.full_like(ends, 2**30) if queries is None else queries.sum(-1)
+    return torch.stack([counts_q, keys.sum(-1), ends - starts]).int()
+
+
+def _padded(keys: Tensor, queries: Tensor | None, length_q: int, facts: Tensor | None) -> Packing:
+    length_k, total_q, total_k, has_holes = keys.shape[1], None, None, None
+    longest_q, longest_k = length_q, length_k
+    if facts is not None:
+        total_q, total_k = facts[:2].long().sum(-1).tolist()
+        longest_q = length_q if queries is None else int(facts[0].max())
+        longest_k, has_holes = int(facts[1].max()), bool((facts[2] > facts[1]).any())
+    rows_k, cu_seq_k = _rows(keys, total_k), _offsets(keys)
+    if queries is keys:
+        rows_q, cu_seq_q = rows_k, cu_seq_k
+    elif queries is not None:
+        rows_q, cu_seq_q = _rows(queries, total_q), _offsets(queries)
+    else:
+        rows_q, cu_seq_q = None, _of_all(len(keys), length_q, keys.device)
+    return Packing(rows_q, rows_k, cu_seq_q, cu_seq_k, longest_q, longest_k, has_holes)
+
+
+def _documents(starts: Tensor, batch: int, device: torch.device) -> Packing | None:
+    places = starts.nonzero().flatten()
+    if len(places) == batch:
+        return None
+    offsets = torch.nn.functional.pad(places, (0, 1), value=len(starts))
+    cu_seq, longest = offsets.to(device, torch.int32), int(offsets.diff().max())
+    return Packing(None, None, cu_seq, cu_seq, longest, longest)
+
+
+def _rows(counted: Tensor, total: int | None) -> Tensor:
+    flat = counted.flatten()
+    if total is None:
+        return flat.logical_not().to(torch.int8).argsort(stable=True)
+    return torch.nonzero_static(flat, size=total).flatten()
+
+
+def _offsets(counted: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counted.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _of_all(batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+
+
+class Options(NamedTuple):
+    """What a layer's call says besides its tensors and its mask."""
+
+    dropout: float
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
+) -> Tensor:
+    """Compute attention over the sequences of a packing: (T, H, D)."""
+    if options.dropout:
+        raise UnsupportedInputError(
+            f"attnreg: got dropout {options.dropout} for a batch that is packed or padded or has a window, a "
+            "softcap or sinks, expected 0 (attention_dropout in the model's config)"
+        )
+    wants_lse = None if options.sinks is None else AuxRequest(lse=True)
+    result: Any = varlen_attn(
+        query, key, value, packing.cu_seq_q, packing.cu_seq_k, packing.max_q, packing.max_k,
+        return_aux=wants_lse, scale=options.scale, window_size=window, enable_gqa=True,
+        softcap=options.softcap,
+    )  # fmt: skip
+    if options.sinks is None:
+        return result  # type: ignore[no-any-return]
+    out, lse = result
+    if (
+        (out.requires_grad or options.sinks.requires_grad)
+        and not lse.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise UnsupportedInputError(
+            "attnreg: got sinks (s_aux) and a gradient to compute, expected none: there is no gradient "
+            "through the LSE (torch.no_grad, or attn_implementation='eager')"
+        )
+    # A sink is one more key without a value: it takes exp(sink) of a row's exp(sink) + exp(lse).
+    share = torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])
+    return (out * share.mT[..., None]).to(out.dtype)  # type: ignore[no-any-return]

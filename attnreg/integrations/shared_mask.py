@@ -1,0 +1,235 @@
+"""What all layers of a model share of a mask: its structure in place of transformers' (B, 1, S, S) tensor."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.integrations.packing import Batch, Packing, Window, pack
+
+_unpacked = threading.local()
+
+
+class Structure(NamedTuple):
+    """A window, (left, right) as `varlen_attn` takes it, and the number of each token's document, (B, S)."""
+
+    window: Window
+    documents: Tensor | None = None
+
+
+class SharedMask:
+    """A mask that `shared_mask` has made; each layer gets it as `attention_mask`.
+
+    Attributes:
+        sizes: how many rows the batch has, and how many queries and keys each row. Behind these keys there
+            may be others (of a static cache) that no query sees.
+        structure: None if the mask is more than a window, documents and padding: then only `dense` says it.
+        padding: which keys count, (B, S_k), and which queries (None: all); None if all of both do.
+        is_overlaid: whether the mask lets queries see more than causality, a window and documents allow.
+    """
+
+    # transformers passes an `attention_mask` that isn't of two dimensions on to the mask function: `generate`
+    # makes the masks of a static cache before the model's forward, which would make them of a tensor.
+    ndim = 4
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        structure: Structure | None,
+        padding: tuple[Tensor, Tensor | None] | None,
+        is_overlaid: bool,
+        make_dense: Callable[[], Any],
+    ) -> None:
+        self.sizes, self.structure, self.padding = sizes, structure, padding
+        self.is_overlaid, self._make_dense = is_overlaid, make_dense
+        self._dense: Tensor | None = None
+        self._packing: Packing | None = None
+        self._is_packed = False
+        self._siblings: list[weakref.ref[SharedMask]] = []
+        if not torch.compiler.is_compiling():
+            # The masks that a model makes before its first layer runs are read back together.
+            before: list[weakref.ref[SharedMask]] = getattr(_unpacked, "masks", [])
+            whole = [mask for mask in (sibling() for sibling in before) if mask is not None]
+            if len(whole) == len(before) and not any(mask._is_packed for mask in whole):
+                self._siblings = before
+            self._siblings.append(weakref.ref(self))
+            _unpacked.masks = self._siblings
+
+    def _others(self) -> list[SharedMask]:
+        if torch.compiler.is_compiling():
+            return []  # nothing is read back there, also if layers are compiled and the mask was made before
+        masks = (sibling() for sibling in self._siblings)
+        return [mask for mask in masks if mask is not None and mask is not self]
+
+    def contiguous(self) -> SharedMask:
+        """Return the mask itself; `generate` asks for it."""
+        return self
+
+    def packing(self, positions: Tensor | None) -> Packing | None:
+        """Return how the batch lies in sequences, None for one in each row without padding.
+
+        `positions` are those that a layer was given: where they start anew, another document does, unless
+        something is padded. The first layer's call does the work for all.
+        """
+        if not self._is_packed:
+            masks = [self, *self._others()]
+            for mask, packing in zip(masks, pack([mask._batch(positions) for mask in masks]), strict=True):
+                mask._packing, mask._is_packed = packing, True
+        return self._packing
+
+    def _batch(self, positions: Tensor | None) -> Batch:
+        documents = None if self.structure is None else self.structure.documents
+        if documents is not None:
+            return Batch(self.sizes, self.padding, starts_of(documents, 0))
+        return Batch(self.sizes, self.padding, starts_of_positions(positions, self.sizes))
+
+    def dense(self) -> Tensor:
+        """Return the mask as transformers makes it for SDPA, (B, 1, S_q, S_k), with all keys of a cache."""
+        if self._dense is None:
+            self._dense = self._make_dense()
+        return self._dense
+
+
+def starts_of(numbers: Tensor, step: int) -> Tensor:
+    """Return where numbers (B, S) don't go on by `step`, the first of each row included."""
+    first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
+    return torch.cat([first, numbers.diff(dim=-1) != step], -1)
+
+
+def starts_of_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
+    """Return where documents start by a layer's positions; None if these can't mean documents."""
+    batch, length_q, length_k = sizes
+    if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
+        return None
+    if positions.ndim != 2 or positions.shape[0] not in (1, batch):
+        return None
+    return starts_of(positions.expand(batch, -1), 1)
+
+
+def shared_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | SharedMask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    config: Any = None,
+    **others: Any,
+) -> Any:
+    """Return a `SharedMask`, or a tensor for a static cache: transformers calls this, with these names.
+
+    It does so for each kind of mask of a model's forward.
+    """
+    from transformers import masking_utils
+
+    if isinstance(attention_mask, SharedMask):
+        return attention_mask
+    make_dense = functools.partial(
+        masking_utils.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
+        mask_function or masking_utils.causal_mask_function, attention_mask, local_size,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
+    )  # fmt: skip
+    is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
+    # A static cache. Its length is on the device, or the mask is made outside of the code that is compiled,
+    # which would be compiled anew for another object.
+    if isinstance(q_offset, Tensor) or (q_length == 1 and not is_plain):
+        return make_dense()
+    structure = None
+    is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if is_plain and not (use_vmap or is_chunked):
+        # A causal window counts the token itself, a bidirectional one only those on either side.
+        left = -1 if local_size is None else local_size - (1 if allow_is_causal_skip else 0)
+        structure = Structure((left, 0 if allow_is_causal_skip else left))
+    elif not (use_vmap or torch.compiler.is_compiling()):
+        structure = _structure(mask_function)
+    sizes, keys = (batch_size, q_length, kv_length), None
+    if structure is not None:
+        sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
+        if attention_mask is not None:
+            keys = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = None
+    if keys is not None and structure is not None:
+        padding = _padding(keys, sizes, q_offset, kv_offset, structure.window[1] == 0 or _is_of_itself())
+    is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
+    return SharedMask(sizes, structure, padding, is_overlaid, make_dense)
+
+
+def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
+    """Return what one of transformers' functions (row, head, query, key) -> bool means, or None.
+
+    Functions that it makes are known by their code, and what they were made of is in their closures.
+    """
+    from transformers import masking_utils as theirs
+
+    if mask_function in (None, theirs.causal_mask_function):
+        return Structure((-1, 0))
+    if mask_function is theirs.bidirectional_mask_function:
+        return Structure((-1, -1))
+    nothing = torch.empty(0)
+    parts = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function).get("mask_functions", ())
+    if len(parts) != 2:
+        return None
+    window = _made_by(theirs.sliding_window_overlay(1), parts[0]).get("sliding_window")
+    if window is not None and parts[1] is theirs.causal_mask_function:
+        return Structure((window - 1, 0))
+    documents = _made_by(theirs.packed_sequence_mask_function(nothing), parts[0]).get("packed_sequence_mask")
+    remap = theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, nothing)
+    inner = _structure(_made_by(remap, parts[1]).get("mask_function", parts[1]))
+    return None if documents is None or inner is None else inner._replace(documents=documents)
+
+
+def _made_by(like: Any, function: Any) -> dict[str, Any]:
+    """Return the closure of a function by name if it was made where `like` was, else nothing."""
+    code = getattr(function, "__code__", None)
+    if code is not like.__code__:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+
+
+def _aligned(
+    sizes: tuple[int, int, int], q_offset: int, kv_offset: int, structure: Structure
+) -> tuple[tuple[int, int, int], Structure | None]:
+    """Return the sizes with the keys that queries see; no structure if these don't end with the queries."""
+    batch, length_q, length_k = sizes
+    if structure.window == (-1, -1):
+        return sizes, structure
+    end = q_offset + length_q - kv_offset
+    if end > length_k or (end < length_k and structure.window[1] != 0):
+        return sizes, None
+    return (batch, length_q, end), structure
+
+
+def _padding(
+    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, is_of_itself: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return which keys count, and which queries, from the mask of all tokens so far."""
+    counted = keys[:, kv_offset : kv_offset + sizes[2]]
+    if not is_of_itself or sizes[1] == 1:
+        return counted, None
+    if sizes[1] == sizes[2] and q_offset == kv_offset:
+        return counted, counted
+    return counted, keys[:, q_offset : q_offset + sizes[1]]
+
+
+def _is_of_itself() -> bool:
+    """Whether a mask that isn't causal is for tokens that attend to themselves, not to an encoder's.
+
+    transformers doesn't tell its mask functions, but an encoder's padding says nothing about the query's.
+    Where it can't be seen the query counts as not padded: that is right in any case, and takes longer.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    caller = sys._getframe(2).f_locals
+    return caller.get("encoder_hidden_states", caller) is None

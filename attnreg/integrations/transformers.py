@@ -1,0 +1,243 @@
+"""attnreg for transformers: `attn_implementation="attnreg"`, or behind the name `flash_attention_2`.
+
+    import attnreg.integrations.transformers
+    attnreg.integrations.transformers.install()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnreg")
+
+docs/transformers.md says what is served and what isn't.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
+from attnreg.integrations import behind_flash
+from attnreg.integrations.packing import Batch, Options, Packing, Window, attend, of_equal_lengths, pack
+from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_positions
+
+__all__ = ["install"]
+
+NAME = "attnreg"
+
+
+def install(*, behind: str | None = None) -> None:
+    """Make "attnreg" a name that `attn_implementation` takes; a second call changes nothing.
+
+    Args:
+        behind: "flash_attention_2" to run attnreg under that name as well. transformers then takes the
+            package flash-attn for installed, on a CPU too.
+
+    Raises:
+        InvalidInputError: `behind` is another name.
+        RegistrationError: the installed transformers is too old.
+    """
+    if behind not in (None, behind_flash.NAME):
+        raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise RegistrationError(
+            f"transformers: got {transformers.__version__}, whose mask functions take no q_offset, expected "
+            "5.23 or later"
+        )
+    for name in (NAME,) if behind is None else (NAME, behind):
+        AttentionMaskInterface.register(name, shared_mask)
+        AttentionInterface.register(name, attention)
+    if behind is not None:
+        behind_flash.stand_behind_flash()
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: SharedMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention: what transformers calls, with these names.
+
+    query, key and value are (B, H, S, D); the result is (B, S, H, D_v).
+    """
+    _refuse(others)
+    if cache is not None:
+        # Of continuous batching: it writes the new keys, returns all, and puts their offsets into `others`.
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    left = -1 if sliding_window is None else sliding_window - 1
+    options = Options(dropout, scaling, softcap or 0.0, s_aux)
+    return _attend(query, key, value, attention_mask, (left, 0 if causal else left), options, others), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: SharedMask | Tensor | None,
+    window: Window,
+    options: Options,
+    others: dict[str, Any],
+) -> Tensor:
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    given = None if others.get("cu_seq_lens_q") is None else _given(sizes, mask, others)
+    if isinstance(mask, Tensor):
+        return _masked(query, key, value, mask, options)
+    positions = others.get("position_ids")
+    if mask is not None:
+        window = _window(mask, window, sizes[2])
+    if given is not None:
+        packing: Packing | None = given
+    elif mask is None:
+        packing = pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
+    else:
+        sizes = _sizes(mask, sizes)
+        packing = mask.packing(positions)
+        # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
+        may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
+        if mask.structure is None or may_have_holes:
+            return _masked(query, key, value, mask.dense(), options)
+        key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
+    if packing is None:
+        return _dense(query, key, value, window, options)
+    return _packed(query, key, value, packing.on(query.device), window, options)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: Options) -> Tensor:
+    """Compute a call without padding: by PyTorch's own function, if that knows all of the options."""
+    batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
+    left = -1 if window[0] >= length_k - 1 else window[0]
+    is_square = window[1] == -1 or length_q in (1, length_k)
+    if left == -1 and is_square and not options.softcap and options.sinks is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=options.dropout, is_causal=window[1] == 0 and length_q > 1,
+            scale=options.scale, enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return out.transpose(1, 2)
+    packing = of_equal_lengths(batch, length_q, length_k, query.device)
+    return _packed(query, key, value, packing, window, options)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
+) -> Tensor:
+    """Compute a call whose tokens are sequences one after the other; rows that are padding give 0."""
+    batch, heads, length, _ = query.shape
+    rows_q, rows_k = packing.rows_q, packing.rows_k
+    out = attend(_rows(query, rows_q), _rows(key, rows_k), _rows(value, rows_k), packing, window, options)
+    if rows_q is not None:
+        padded = out.new_zeros(batch * length, heads, out.shape[-1])
+        out = padded.index_copy(0, rows_q, out)
+    return out.view(batch, length, heads, -1)
+
+
+def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Return (B, H, S, D) as (T, H, D), the rows that count."""
+    flat = tensor.transpose(1, 2).flatten(0, 1)
+    return flat if rows is None else flat.index_select(0, rows)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
+    """Compute a call with a mask of scores; PyTorch's own function knows neither softcap nor sinks."""
+    if mask.ndim != 4:
+        raise InvalidInputError(f"attention_mask: got shape {tuple(mask.shape)}, expected (B, 1, S_q, S_k)")
+    mask = mask[..., : key.shape[2]]
+    groups = query.shape[1] // key.shape[1]
+    # With a mask, SDPA's `enable_gqa` leads to the math kernel on a GPU.
+    key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
+    if options.softcap or options.sinks is not None:
+        return _by_scores(query, key, value, mask, options).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=options.dropout, scale=options.scale
+    )
+    return out.transpose(1, 2)
+
+
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
+    """Compute attention by PyTorch operations over the whole matrix of scores, which no backend takes."""
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (query @ key.transpose(-1, -2)) * scale
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    hidden = mask.logical_not() if mask.dtype == torch.bool else mask.isneginf()
+    scores = scores.masked_fill(hidden, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    # A row that sees no key, such as padding, gives 0, as from SDPA.
+    weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return F.dropout(weights, options.dropout).to(value.dtype) @ value
+
+
+def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others: dict[str, Any]) -> Packing:
+    """Return the packing that a collator, or a model, has made."""
+    batch, length_q, length_k = sizes
+    is_shared = isinstance(mask, SharedMask) and mask.padding is None and not mask.is_overlaid
+    if mask is not None and not is_shared:
+        raise InvalidInputError(
+            "attention_mask: got one with cu_seq_lens_q, expected one of them: a packed batch has no padding"
+        )
+    cu_seq_q = others["cu_seq_lens_q"].to(torch.int32)
+    cu_seq_k = others.get("cu_seq_lens_k")
+    max_q, max_k = others.get("max_length_q"), others.get("max_length_k")
+    # A tensor isn't read back in every layer: more than the longest is allowed.
+    return Packing(
+        None, None, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k.to(torch.int32),
+        max_q if isinstance(max_q, int) else batch * length_q,
+        max_k if isinstance(max_k, int) else batch * length_k,
+    )  # fmt: skip
+
+
+def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the sizes that a mask is for, checked against those of a layer's tensors."""
+    if mask.sizes[:2] != sizes[:2] or mask.sizes[2] > sizes[2]:
+        raise InvalidInputError(
+            f"attention_mask: got one for (batch, queries, keys) {mask.sizes}, expected one for {sizes}, the "
+            "sizes of the layer's query and key"
+        )
+    return mask.sizes
+
+
+def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
+    """Return the window of a mask, checked against a layer's own."""
+    if mask.structure is None:
+        return of_layer
+    left, right = mask.structure.window
+    if left == -1 and 0 <= of_layer[0] < length_k - 1:
+        raise InvalidInputError(
+            f"sliding_window: got {of_layer[0] + 1} from a layer whose mask has no window, expected the same "
+            "of both (with 'eager' the mask decides, with 'flash_attention_2' the layer)"
+        )
+    return left, right
+
+
+_REFUSED = {
+    "position_bias": "attn_implementation='sdpa' or 'eager'",
+    "output_attentions": "attn_implementation='eager'",
+    "block_table": "attn_implementation='flash_attention_2' without attnreg",
+}
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raise an error if a layer passes an argument that changes the result and isn't served here."""
+    for name, instead in _REFUSED.items():
+        got = others.get(name)
+        if got is not None and got is not False:
+            raise UnsupportedInputError(f"attnreg: got {name}, expected none of it; {instead} takes it")

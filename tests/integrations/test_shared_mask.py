@@ -1,0 +1,156 @@
+"""Promises of the masks that layers share: which are structure, which are dense, what contradicts them."""
+
+import pytest
+import torch
+import transformers
+from support import transformers_models as models
+from transformers import masking_utils
+
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.integrations.transformers import attention
+
+
+def call(mask, length=6, module=None, **options):
+    """Call attention as a layer does, over two rows of random tensors."""
+    torch.manual_seed(0)
+    tensors = torch.randn(3, 2, 4, length, 8, dtype=torch.float64).unbind()
+    return attention(module or torch.nn.Module(), *tensors, mask, **options)[0], tensors
+
+
+def by_scores(tensors, visible):
+    query, key, value = tensors
+    scores = (query @ key.transpose(-1, -2) * 8**-0.5).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ value).transpose(1, 2)
+
+
+def made(name="Gemma3", create=masking_utils.create_sliding_window_causal_mask, **options):
+    """Return a mask of transformers for two rows of 6 tokens, of `attnreg` and as a tensor."""
+    masks = []
+    for implementation in ("attnreg", "sdpa"):
+        config = models.CONFIGS[name]()
+        config.sliding_window, config._attn_implementation = 3, implementation
+        given = {"config": config, "inputs_embeds": torch.empty(2, 6, 0), "past_key_values": None}
+        masks.append(create(**given | {"attention_mask": None} | options))
+    return masks
+
+
+def test_a_hole_in_a_rows_padding_counts_for_its_window_as_in_a_mask():
+    holes = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]])
+    shared, visible = made(attention_mask=holes)
+    assert shared.packing(None).has_holes
+    out, tensors = call(shared, sliding_window=3)
+    torch.testing.assert_close(out[holes.bool()], by_scores(tensors, visible)[holes.bool()])
+
+
+def test_images_whose_tokens_see_each_other_take_the_mask_of_scores():
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1], [-1, -1, 1, 1, 1, 1]])
+    shared, visible = made(create=masking_utils.create_causal_mask, block_sequence_ids=blocks)
+    assert shared.structure is None
+    out, tensors = call(shared)
+    torch.testing.assert_close(out, by_scores(tensors, visible))
+    assert visible[0, 0, 1, 3]
+
+
+def test_chunks_take_the_mask_of_scores():
+    shared, visible = [], []
+    for implementation in ("attnreg", "sdpa"):
+        config = models.CONFIGS["Llama"]()
+        config.attention_chunk_size, config._attn_implementation = 4, implementation
+        mask = masking_utils.create_chunked_causal_mask(config, torch.empty(2, 6, 0), None, None)
+        (shared if implementation == "attnreg" else visible).append(mask)
+    out, tensors = call(shared[0])
+    assert shared[0].structure is None
+    torch.testing.assert_close(out, by_scores(tensors, visible[0]))
+    assert not visible[0][0, 0, 5, 3]
+
+
+def test_masks_of_one_forward_are_read_back_together_and_those_of_the_next_by_themselves(read_backs):
+    padding = torch.ones(2, 6, dtype=torch.long)
+    padding[1, 4:] = 0
+    for _ in range(2):
+        full, _ = made(create=masking_utils.create_causal_mask, attention_mask=padding)
+        window, _ = made(attention_mask=padding)
+        assert full.packing(None).max_q == window.packing(None).max_q == 6
+        assert full.packing(None).cu_seq_k.tolist() == [0, 6, 10]
+    assert len(read_backs) == 2
+
+
+def test_several_documents_in_each_of_several_rows_are_apart(read_backs):
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]])
+    shared, visible = made(position_ids=positions)  # transformers has found them
+    out, tensors = call(shared, sliding_window=3)
+    torch.testing.assert_close(out, by_scores(tensors, visible))
+    with_cache, _ = made(
+        past_key_values=transformers.DynamicCache(), position_ids=positions
+    )  # it doesn't look
+    out, _ = call(with_cache, sliding_window=3, position_ids=positions)
+    torch.testing.assert_close(out, by_scores(tensors, visible))
+    assert len(read_backs) == 2
+
+
+def test_dropout_is_sdpas_or_an_error():
+    out, (_, _, value) = call(made(create=masking_utils.create_causal_mask)[0], dropout=1.0)
+    assert out.count_nonzero() == 0 < value.count_nonzero()
+    with pytest.raises(
+        UnsupportedInputError, match=r"got dropout 0\.1 for a batch that is packed or padded or"
+    ):
+        call(made()[0], dropout=0.1)
+
+
+def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()[None, None].expand(2, 1, 6, 6)
+    sinks = torch.randn(4, dtype=torch.float64)
+    out, (query, key, value) = call(visible, softcap=2.0, s_aux=sinks)
+    scores = 2 * torch.tanh(query @ key.transpose(-1, -2) * 8**-0.5 / 2)
+    weights = scores.masked_fill(~visible, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + sinks.exp().view(1, 4, 1, 1)
+    torch.testing.assert_close(out, (weights / total @ value).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"position_bias": torch.zeros(1)},
+            "got position_bias, expected none of it; attn_implementation='sdpa'",
+        ),
+        (
+            {"output_attentions": True},
+            "got output_attentions, expected none of it; attn_implementation='eager'",
+        ),
+        ({"block_table": torch.zeros(1)}, "got block_table, expected none of it; attn_implementation='flash"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_what_would_change_the_result_and_is_not_served_is_an_error(options, message):
+    with pytest.raises(UnsupportedInputError) as error:
+        call(None, **options)
+    assert message in str(error.value)
+
+
+def test_a_window_of_a_layer_that_its_mask_does_not_have_is_an_error():
+    shared, _ = made(create=masking_utils.create_causal_mask)
+    with pytest.raises(
+        InvalidInputError, match="sliding_window: got 3 from a layer whose mask has no window"
+    ):
+        call(shared, sliding_window=3)
+    call(shared, sliding_window=6)  # hides nothing
+
+
+def test_a_mask_for_other_lengths_than_the_layers_is_an_error():
+    shared, _ = made()
+    with pytest.raises(InvalidInputError) as error:
+        call(shared, length=5)
+    assert "got one for (batch, queries, keys) (2, 6, 6), expected one for (2, 5, 5)" in str(error.value)
+
+
+def test_offsets_of_a_collator_beside_padding_are_an_error():
+    shared, _ = made(attention_mask=torch.ones(2, 6))
+    offsets = torch.tensor([0, 6, 12], dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match="got one with cu_seq_lens_q, expected one of them"):
+        call(shared, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+
+
+def test_a_mask_of_two_dimensions_that_reaches_a_layer_is_an_error():
+    with pytest.raises(InvalidInputError, match=r"got shape \(2, 6\), expected \(B, 1, S_q, S_k\)"):
+        call(torch.ones(2, 6, dtype=torch.bool))

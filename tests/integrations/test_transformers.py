@@ -1,0 +1,181 @@
+"""Promises of attn_implementation="attnreg": each document of a batch in any form as if it were alone."""
+
+import pytest
+import torch
+import transformers
+from support import transformers_models as models
+
+import attnreg
+from attnreg.errors import UnsupportedInputError
+
+# transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
+# the results by a thousand times as much.
+TOLERANCE = 2e-6
+
+FORMS = {
+    "packed, offsets by the collator": (lambda docs: models.packed(docs, True), 0),
+    "packed, positions that start anew": (lambda docs: models.packed(docs, False), 1),
+    "padded on the right": (lambda docs: models.padded(docs, "right"), 1),
+    "padded on the left": (lambda docs: models.padded(docs, "left"), 1),
+}
+DECODERS = [name for name in models.CONFIGS if name not in models.ENCODERS]
+
+
+def assert_close(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * max(1.0, other.abs().max().item()))
+
+
+def alone(name, docs):
+    """Return what eager attention makes of each document by itself, and the gradients of all together."""
+    eager = models.model(name, "eager")
+    outs = [models.results(eager, {"input_ids": doc})[0] for doc in docs]
+    return outs, models.gradients(eager, outs)
+
+
+# That of sinks takes a gradient through the LSE.
+WITH_GRADIENTS = [name for name in models.CONFIGS if name != "GptOss"]
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(name, read_backs):
+    docs = models.documents()
+    expected, expected_grads = alone(name, docs)
+    one = models.model(name, "attnreg")
+    layers = one.config.num_hidden_layers
+    for form, (batch_of, reads) in FORMS.items():
+        if name in models.ENCODERS and form == "packed, positions that start anew":
+            continue  # encoders pass no positions to their attention
+        batch = batch_of(docs)
+        attnreg.reset_stats()
+        read_backs.clear()
+        outs = models.by_document(models.results(one, batch), batch, docs)
+        assert len(read_backs) == reads, form
+        assert_close(outs, expected)
+        grads = models.gradients(one, outs)
+        assert grads.keys() == expected_grads.keys()
+        assert_close(grads.values(), expected_grads.values())
+        backend = "math" if name == "Gemma2" else "cpu"
+        assert attnreg.stats().calls == {backend: {"forward": layers, "backward": layers}}, form
+
+
+def test_sinks_count_in_every_form_and_a_gradient_that_would_lack_a_part_is_an_error(read_backs):
+    docs = models.documents()
+    one = models.model("GptOss", "attnreg")
+    with torch.no_grad():
+        eager = models.model("GptOss", "eager")
+        expected = [models.results(eager, {"input_ids": doc})[0] for doc in docs]
+        for batch_of, _ in FORMS.values():
+            batch = batch_of(docs)
+            attnreg.reset_stats()
+            assert_close(models.by_document(models.results(one, batch), batch, docs), expected)
+            assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
+    with pytest.raises(UnsupportedInputError, match=r"got sinks \(s_aux\) and a gradient to compute"):
+        models.results(one, batch)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_a_batch_without_padding_runs_by_pytorchs_own_function_or_as_packed_where_that_lacks_an_option(
+    name, read_backs
+):
+    docs = models.documents(lengths=(9, 9))
+    expected, _ = alone(name, docs)
+    one = models.model(name, "attnreg")
+    attnreg.reset_stats()
+    with attnreg.use_backend("math"):
+        out = models.results(one, {"input_ids": torch.cat(docs), "attention_mask": torch.ones(2, 9)})
+    assert_close(out, expected)
+    # SDPA's calls run on `math` too while it is asked for.
+    assert attnreg.stats().calls == {"math": {"forward": 2, "backward": 0}}
+    assert read_backs == [2 * (3 * 2 + 2 * 9) if name == "Gemma2" else 3 * 2 + 2 * 9]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_generation_from_prompts_padded_on_the_left_is_that_from_each_prompt_alone(name, cache, read_backs):
+    docs, new = models.documents(), 8
+    one = models.model(name, "eager")
+    options = {
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
+    options |= {"output_logits": True, "use_cache": True, "disable_compile": True}
+    expected = [one.generate(doc, attention_mask=torch.ones_like(doc), **options) for doc in docs]
+    one.set_attn_implementation("attnreg")
+    batch = models.padded(docs, "left")
+    del batch["position_ids"]
+    got = one.generate(
+        **batch, **options, **({"cache_implementation": "static"} if cache == "static" else {})
+    )
+    for row, alone in enumerate(expected):
+        assert got.sequences[row, -new:].tolist() == alone.sequences[0, -new:].tolist()
+        assert_close([logits[row] for logits in got.logits], [logits[0] for logits in alone.logits])
+    # One for each forward; with a static cache the masks of decoding are tensors.
+    assert len(read_backs) == (new if cache == "dynamic" else 1)
+
+
+def test_the_keys_of_an_encoder_are_padded_and_the_queries_of_its_decoder_are_not_though_both_are_as_long():
+    sizes = {
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+    }
+    heads = {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+    torch.manual_seed(0)
+    config = transformers.BartConfig(**sizes, **heads, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    one = transformers.BartModel._from_config(config, attn_implementation="eager").double().eval()
+    batch = models.padded(models.documents(), "right")
+    del batch["position_ids"]
+    targets = torch.cat(models.documents(1, (12, 12, 12)))
+    outs = []
+    for implementation in ("eager", "attnreg"):
+        one.set_attn_implementation(implementation)
+        outs.append(one(**batch, decoder_input_ids=targets, use_cache=False).last_hidden_state)
+    assert_close(outs[1], outs[0])
+
+
+def test_each_image_of_a_vision_tower_is_computed_as_by_itself():
+    tower, patches, grids, expected = models.vision_tower()
+    tower.set_attn_implementation("attnreg")
+    attnreg.reset_stats()
+    with attnreg.use_backend("math"):
+        out = tower(patches, grid_thw=grids).last_hidden_state
+    assert_close([out], [torch.cat(expected)])
+    assert attnreg.stats().calls == {"math": {"forward": 4, "backward": 0}}  # one for each image and layer
+
+
+def test_layers_that_run_again_for_checkpoints_read_nothing_back(read_backs):
+    docs = models.documents()
+    _, expected = alone("Llama", docs)
+    one = models.model("Llama", "attnreg")
+    one.activation_checkpointing_enable()
+    one.train()
+    batch = models.padded(docs, "right")
+    outs = models.by_document(models.results(one, batch | {"use_cache": False}), batch, docs)
+    grads = models.gradients(one, outs)
+    assert_close(grads.values(), expected.values())
+    assert len(read_backs) == 1
+
+
+def test_a_compiled_model_has_no_graph_break_and_reads_nothing_back(read_backs):
+    docs = models.documents()
+    expected, _ = alone("Gemma2", docs)
+    compiled = torch.compile(models.model("Gemma2", "attnreg"), backend="eager", fullgraph=True)
+    # Of a padded batch it isn't known then whether a window would reach over a hole: that takes a mask.
+    varlen_layers = {"packed": 2, "padded": 1}
+    for form, batch in {"packed": models.packed(docs, True), "padded": models.padded(docs, "left")}.items():
+        attnreg.reset_stats()
+        with torch.no_grad():
+            out = models.results(compiled, batch | {"use_cache": False})
+        assert_close(models.by_document(out, batch, docs), expected)
+        assert attnreg.stats().calls == {"math": {"forward": varlen_layers[form], "backward": 0}}
+    assert read_backs == []

@@ -1,0 +1,66 @@
+"""Promises to programs that set ATTNREG_TRANSFORMERS and import transformers, whenever they do."""
+
+import json
+
+import pytest
+from support.processes import forked
+
+# What of transformers attnreg registers with, in a package of its name.
+INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
+MASKS = INTERFACE.format("AttentionMaskInterface") + "def sdpa_mask(q_offset): pass\n"
+MODULES = {
+    "__init__": "__version__ = '4.57.6'\n",
+    "interface": "class Interface:\n    names = {}\n    @classmethod\n"
+    "    def register(cls, name, function):\n        cls.names[name] = function.__name__\n",
+    "masking_utils": MASKS,
+    "modeling_utils": INTERFACE.format("AttentionInterface"),
+}
+PROGRAM = """\
+import json, sys
+sys.path.insert(0, {folder!r})
+import torch
+early = sorted(name for name in sys.modules if name.partition(".")[0] == "transformers")
+finders = len(sys.meta_path)
+from transformers import masking_utils, modeling_utils
+names = modeling_utils.AttentionInterface.names, masking_utils.AttentionMaskInterface.names
+print(json.dumps([early, names, finders - len(sys.meta_path), modeling_utils.__spec__.name]))
+"""
+
+
+def run(tmp_path, **variables):
+    folder = tmp_path / "transformers"
+    folder.mkdir()
+    for name, text in MODULES.items():
+        (folder / f"{name}.py").write_text(text)
+    done = forked(PROGRAM.format(folder=str(tmp_path)), **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_the_name_is_registered_as_soon_as_transformers_is_imported_and_not_before(tmp_path):
+    (early, names, removed, module), said = run(tmp_path, ATTNREG_TRANSFORMERS="1")
+    assert early == []
+    assert names == [{"attnreg": "attention"}, {"attnreg": "shared_mask"}]
+    assert (removed, module, said) == (1, "transformers.modeling_utils", "")
+
+
+@pytest.mark.parametrize("variables", [{}, {"ATTNREG_TRANSFORMERS": "0"}, {"ATTNREG_TRANSFORMERS": " "}])
+def test_without_the_variable_nothing_waits_for_transformers(variables, tmp_path):
+    (_, names, removed, _), said = run(tmp_path, **variables)
+    assert (names, removed, said) == ([{}, {}], 0, "")
+
+
+def test_a_value_that_is_none_is_a_warning_and_no_error_of_an_import(tmp_path):
+    (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="flash")
+    assert names == [{}, {}]
+    assert "ATTNREG_TRANSFORMERS: got 'flash', expected 1, 0 or flash_attention_2" in said
+
+
+def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODULES, "masking_utils", MASKS.replace("q_offset", "cache_position"))
+    (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="1")
+    assert names == [{}, {}]
+    message = (
+        "RegistrationError: transformers: got 4.57.6, whose mask functions take no q_offset, expected 5.23"
+    )
+    assert f"attnreg is not installed in transformers: {message}" in said

@@ -1,0 +1,205 @@
+"""Promises of `policy = "batch_invariant"`: neither a sequence's bits nor its backend depend on its batch."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.command_line import invoke
+from support.known import know
+from support.policies import SPEC, decided
+
+import attnreg
+from attnreg import _registry
+from attnreg.backends import cpu as cpu_backend
+from attnreg.backends import math as math_backend
+from attnreg.contract.spec import Device
+from attnreg.dispatch.counters import Fallback
+from attnreg.dispatch.state import state
+from attnreg.errors import UnsupportedInputError
+from attnreg.selection import policy, ranks
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+POLICY = 'policy = "batch_invariant"'
+BY = f"default order for cpu, {POLICY}"
+REASON = "not batch-invariant, and policy is batch_invariant"
+
+
+@pytest.fixture
+def known(monkeypatch, fake):
+    """Know a fake that isn't batch-invariant, two that are, one of them for small batches, and math."""
+    narrow = {"batch": attnreg.Range(0, 2), "batch_invariant": True}
+    fakes = {
+        "varying": fake("varying", priority=900),
+        "narrow": fake("narrow", priority=800, **narrow),
+        "wide": fake("wide", priority=700, batch_invariant=True),
+    }
+    know(monkeypatch, *(one.backend for one in fakes.values()), math_backend.BACKEND)
+    return fakes
+
+
+@pytest.fixture
+def in_force(monkeypatch):
+    monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant")
+    attnreg.reload()
+
+
+def attend(*lengths, **options):
+    tokens = torch.randn(sum(lengths), 2, 16)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    return attnreg.varlen_attn(
+        tokens, tokens, tokens, offsets, offsets, max(lengths), max(lengths), **options
+    )
+
+
+def refused(run, *arguments, **options):
+    with pytest.raises(UnsupportedInputError) as error:
+        run(*arguments, **options)
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("known")
+def test_the_default_order_of_invariant_backends_decides_whoever_sets_the_policy(monkeypatch, write, ran):
+    for put in (
+        lambda: attnreg.configure(write(POLICY)),
+        lambda: attnreg.configure({"policy": "batch_invariant"}),
+        lambda: (monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant"), attnreg.reload()),
+    ):
+        put()
+        assert decided() == ("narrow", BY)
+        assert attnreg.explain(SPEC).rejected["varying"] == (REASON,)
+        attend(3, 5)
+        F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))  # not torch's own kernel
+        assert ran() == {"narrow": (2, 0)}
+        attnreg.configure({})
+    assert policy.current().tables is None
+    assert ["policy", "batch_invariant", "ATTNREG_POLICY"] in [
+        [row["setting"], row["value"], row["source"]]
+        for row in json.loads(invoke("info", "--json").output)["settings"]["in_force"]
+    ]
+
+
+@pytest.mark.usefixtures("known", "in_force")
+def test_a_backend_that_is_asked_for_and_is_not_invariant_is_declined_with_the_reason(monkeypatch, ran):
+    with attnreg.use_backend("varying"):
+        attend(4)
+    assert attnreg.stats().fallbacks == (Fallback("varying", REASON, 1),)
+    assert ran() == {"narrow": (1, 0)}
+    assert REASON in refused(attend, 4, backend="varying")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    attnreg.reload()
+    with attnreg.use_backend("varying"):
+        assert REASON in refused(attend, 4)
+    with attnreg.use_backend("wide"):
+        attend(4)
+    assert ran()["wide"] == (1, 0)
+
+
+@pytest.mark.usefixtures("known")
+def test_no_backend_runs_a_batch_that_would_run_another_batch_elsewhere(in_force, ran):
+    attend(4, 5)
+    message = refused(attend, 4, 5, 6)
+    assert message.startswith(
+        "no attention backend can run this forward on cpu: "
+        f"by {POLICY} narrow runs such calls, whatever the batch"
+    )
+    assert "batch must be 0 to 2, got 3" in message
+    assert not attnreg.explain(dataclasses.replace(SPEC, batch=3)).runs
+    with attnreg.use_backend("wide"):
+        attend(4, 5, 6)
+    assert ran() == {"narrow": (1, 0), "wide": (1, 0)}
+
+
+def test_a_call_that_its_kernel_declines_goes_to_no_other_backend(monkeypatch, fake, in_force):
+    def declining(q, k, v, call):
+        raise UnsupportedInputError("no plan for these lengths")
+
+    kernels = attnreg.Kernels(declining)
+    first = fake("first", backward=False, batch_invariant=True, load=lambda: kernels).backend
+    know(monkeypatch, first, math_backend.BACKEND)
+    message = refused(attend, 4)
+    assert message.startswith(f"{POLICY}, so none but first may run it: no plan for these lengths: ")
+
+
+@pytest.mark.usefixtures("in_force")
+def test_a_mask_is_not_simplified_by_the_longest_sequence_of_a_batch(known):
+    for lengths in ((1, 1), (1, 9)):
+        attend(*lengths, window_size=(4, 0))
+    calls = [given[-1] for given in known["narrow"].forwards]
+    assert [(call.window, call.batch_invariant, call.repeatable) for call in calls] == [
+        ((4, 0), True, True)
+    ] * 2
+
+
+@pytest.mark.usefixtures("known")
+def test_a_lock_holds_the_backend_of_calls_of_any_batch(tmp_path, monkeypatch, ran):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attend(4, 5)
+        attend(6)
+    monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant")
+    attnreg.reload()
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "lock.json"
+    assert invoke("lock", "--from", trace, "--out", out).exit_code == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["backend"], row["source"], row["spec"]["batch_invariant"]) == ("narrow", BY, True)
+    monkeypatch.setenv("ATTNREG_LOCK", str(out))
+    attnreg.reload()
+    ran()
+    attend(7, 3)
+    assert ran() == {"narrow": (1, 0)}
+    assert "which can't run it here (batch must be 0 to 2, got 3)" in refused(attend, 4, 5, 6)
+    monkeypatch.delenv("ATTNREG_POLICY")
+    attnreg.reload()
+    assert "has no row for this forward" in refused(attend, 7, 3)
+
+
+@pytest.mark.usefixtures("known", "in_force")
+def test_ranks_compare_the_policy():
+    found = ranks._inputs(state().policy, _registry.entries(), Device("cpu"))
+    assert (found.requested, found.table_name) == (POLICY, POLICY)
+
+
+def bits_of(run, tensors):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = run(*leaves)
+    weights = torch.arange(out.numel()).view(out.shape).sin().to(out.dtype)
+    return out.detach(), *torch.autograd.grad((out * weights).sum(-1).sum(), leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_a_row_of_sdpa_has_the_same_bits_alone_and_beside_others_first_and_repeated(
+    backend, dtype, monkeypatch, in_force, ran
+):
+    know(monkeypatch, math_backend.BACKEND, *([cpu_backend.BACKEND] if backend == "cpu" else []))
+    batch = [x.to(dtype) for x in torch.randn(3, 5, 4, 70, 32)]
+
+    def attend(*qkv):
+        return F.scaled_dot_product_attention(*qkv, is_causal=True)
+
+    for _ in range(4):  # the call cache runs the later ones
+        whole = [x[3:4] for x in bits_of(attend, batch)[:1]]
+        assert torch.equal(bits_of(attend, [x[3:4] for x in batch])[0], whole[0])
+        assert torch.equal(attend(*(x[[3, 0]] for x in batch))[:1], whole[0])
+    assert ran().keys() == {backend}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, monkeypatch, in_force, ran):
+    know(monkeypatch, math_backend.BACKEND, *([cpu_backend.BACKEND] if backend == "cpu" else []))
+    lengths, dim = (130, 5, 300), 32
+    tokens = torch.randn(3, sum(lengths), 4, dim)
+
+    def attend_packed(*lengths):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        return lambda *qkv: attnreg.varlen_attn(
+            *qkv, offsets, offsets, max(lengths), max(lengths), window_size=(50, 0)
+        )
+
+    for _ in range(3):
+        together = attend_packed(*lengths)(*tokens)
+        assert torch.equal(together[135:], attend_packed(300)(*tokens[:, 135:]))
+        assert torch.equal(together[130:135], attend_packed(5)(*tokens[:, 130:135]))
+    assert ran().keys() == {backend}

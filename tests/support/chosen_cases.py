@@ -1,0 +1,20 @@
+"""Which cases of the input matrix stand for others of their kind, where what is tested takes them alike."""
+
+import re
+
+# Of lengths, heads, head dims and windows.
+CHOSEN = re.compile(
+    r"length (1|33|129|203|257)\b|lengths (7 and 8|64 and 1|113 and 211)\b|heads (1:1|4:1|6:3|8:1)"
+    r"|dims? (5|40|64|96|192|203|256)\b|window \((-1, 0|0, 0|4, 0|0, -1|-1, 4|8, 2|-1, 100)\)"
+)
+SEVERAL = re.compile(r"\b(lengths?|heads|dims?|window) \S*\d")
+
+
+def is_chosen(case):
+    """Return whether a case is the only one of its kind, or one of those that stand for it."""
+    return not SEVERAL.search(case.name) or bool(CHOSEN.search(case.name))
+
+
+def is_for_fakes(case):
+    """Return whether to run a case on a fake, which takes lengths, heads and queries one after the other."""
+    return is_chosen(case) or not re.search("length|heads|few queries", case.name)

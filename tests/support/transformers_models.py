@@ -1,0 +1,131 @@
+"""Small random models of transformers, made from configs, and batches of the same documents in every form."""
+
+import copy
+import functools
+
+import torch
+import transformers
+
+LENGTHS = (7, 12, 3)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+DECODER = SIZES | {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = SIZES | {"num_hidden_layers": 3, "pad_token_id": 0}
+GEMMA = {
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+CONFIGS = {
+    "Llama": lambda: transformers.LlamaConfig(**DECODER),
+    "Qwen2": lambda: transformers.Qwen2Config(
+        **DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "Gemma2": lambda: transformers.Gemma2Config(**DECODER, **GEMMA, attn_logit_softcapping=2.0),
+    "Gemma3": lambda: transformers.Gemma3TextConfig(**DECODER, **GEMMA),
+    "GptOss": lambda: transformers.GptOssConfig(
+        **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"], num_local_experts=2,
+        num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
+    ),
+    "Bert": lambda: transformers.BertConfig(**ENCODER),
+    "ModernBert": lambda: transformers.ModernBertConfig(
+        **ENCODER, local_attention=8, global_attn_every_n_layers=3, bos_token_id=1, cls_token_id=1,
+        eos_token_id=2, sep_token_id=2,
+    ),
+}  # fmt: skip
+ENCODERS = ("Bert", "ModernBert")
+
+
+@functools.cache
+def _model(name):
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    kind = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
+    one = kind.from_config(config, attn_implementation="eager").double().eval()
+    for layer in one.model.layers if name == "GptOss" else ():
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return one
+
+
+def model(name, attention):
+    """Return a model in float64 with an attention implementation; always the same weights."""
+    one = copy.deepcopy(_model(name))
+    one.set_attn_implementation(attention)
+    return one
+
+
+def documents(seed=0, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 64, (1, length), generator=generator) for length in lengths]
+
+
+def padded(docs, side, length=None):
+    """Return what a tokenizer makes of documents: padded on one side, with mask and positions."""
+    length = length or max(doc.shape[1] for doc in docs)
+    ids = torch.zeros(len(docs), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, doc in enumerate(docs):
+        place = slice(0, doc.shape[1]) if side == "right" else slice(length - doc.shape[1], length)
+        ids[row, place], mask[row, place] = doc[0], 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def packed(docs, with_offsets):
+    """Return what `DataCollatorWithFlattening` makes of documents."""
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=with_offsets)
+    batch = collator([{"input_ids": doc[0].tolist()} for doc in docs])
+    batch.pop("labels")
+    return dict(batch)
+
+
+def results(one, batch):
+    """Return logits, or the last hidden states, of a forward."""
+    out = one(**batch)
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def by_document(out, batch, docs):
+    """Return the rows of each document of a batch in any form."""
+    if "attention_mask" in batch:
+        return [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)]
+    return list(out[0].split([doc.shape[1] for doc in docs]))
+
+
+def gradients(one, outs):
+    """Return the gradients of all parameters of a loss over every result, the same in every form."""
+    one.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outs]
+    sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True)).backward()
+    return {name: x.grad for name, x in one.named_parameters() if x.grad is not None}
+
+
+def vision_tower():
+    """Return Qwen2-VL's vision tower, patches and sizes of two images, and what eager makes of each alone."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    torch.manual_seed(0)
+    config = Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=4, patch_size=4, mlp_ratio=2
+    )
+    tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="eager")
+    tower = tower.double().eval()
+    grids = torch.tensor([[1, 4, 4], [1, 2, 6]])
+    patches = torch.randn(28, 3 * 2 * 4 * 4, dtype=torch.float64)
+    parts = zip(patches.split([16, 12]), grids, strict=True)
+    return tower, patches, grids, [tower(x, grid_thw=grid[None]).last_hidden_state for x, grid in parts]

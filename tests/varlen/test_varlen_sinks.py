@@ -1,0 +1,189 @@
+"""Promises of `attnreg.varlen_attn` about sinks: one more score for each head, without a value."""
+
+import pytest
+import torch
+from support import truth
+from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, integers, random_like, total
+
+import attnreg
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+
+HEADS = 4
+SINKS = torch.tensor([0.25, -1.0, 4.0, 0.0])
+
+
+def by_the_formula(query, key, value, offsets_q, offsets_k, sinks, causal=False, softcap=0.0):
+    """Return output and LSE in float64, of a softmax over the scores and the sink, sequence by sequence."""
+    query, key, value, sinks = (x.double() for x in (query, key, value, sinks))
+    outs, lses = [], []
+    for q0, q1, k0, k1 in zip(
+        *(x.tolist() for x in (offsets_q, offsets_q[1:], offsets_k, offsets_k[1:])), strict=False
+    ):
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * query.shape[-1] ** -0.5
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        if causal:
+            late = torch.arange(k1 - k0) > torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+            scores = scores.masked_fill(late, -torch.inf)
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, q1 - q0, 1)), -1)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value[k0:k1]))
+        seen = (scores[..., :-1] > -torch.inf).any(-1)
+        lses.append(scores.logsumexp(-1).masked_fill(~seen, -torch.inf))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def assert_right(given, sinks, attend=attnreg.varlen_attn, precision=None, **options):
+    """Call with sinks and compare output, LSE and all gradients with the formula, by both results."""
+    meant = {"causal": options.get("window_size") == CAUSAL, "softcap": options.get("softcap", 0.0)}
+    precision = precision or given[0].dtype
+    results = attend(*given, sinks=sinks, return_aux=LSE, **options)
+    expected = by_the_formula(*given[:5], sinks, **meant)
+    for got, wanted in zip(results, expected, strict=True):
+        truth.assert_near(got, wanted, precision)
+    inputs = [*given[:3], sinks]
+    for of in ((0,), (1,), (0, 1)):
+        grads = [random_like(results[n]) for n in of]
+        finite = [torch.where(expected[n].isfinite(), expected[n], 0.0) for n in of]
+        found, right = (
+            torch.autograd.grad(
+                chosen,
+                inputs,
+                [g.to(x.dtype) for g, x in zip(grads, chosen, strict=True)],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            for chosen in ([results[n] for n in of], finite)
+        )
+        for one, other in zip(found, right, strict=True):
+            truth.assert_near(one, other.double(), precision)
+    return results
+
+
+def drawn(dtype=torch.float32):
+    return SINKS.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}], ids=str)
+def test_output_lse_and_all_gradients_are_right_at_every_repeated_call(front, packed, options):
+    for _ in range(3):
+        assert_right(packed(LENGTHS_Q, LENGTHS_K), drawn(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_is_right_and_sinks_may_have_another(front, packed, dtype):
+    given = packed(LENGTHS_Q, LENGTHS_K, dtype=dtype)
+    # The op returns the LSE in float32, as torch's own does.
+    precision = torch.float32 if (front, dtype) == ("custom op", torch.float64) else dtype
+    out, _ = assert_right(given, drawn(dtype), precision=precision)
+    sinks = drawn()
+    other = attnreg.varlen_attn(*given, sinks=sinks)
+    assert other.dtype == dtype and torch.equal(out, other)
+    (grad,) = torch.autograd.grad(other.sum(), sinks)
+    assert grad.dtype == torch.float32 and grad.all()
+
+
+@pytest.mark.parametrize("backend", ["math", "cpu"])
+def test_every_backend_that_runs_here_serves_them(packed, ran, backend, cpu_kernel):
+    out = attnreg.varlen_attn(*packed(LENGTHS_Q, LENGTHS_K), sinks=drawn(), backend=backend)
+    out.sum().backward()
+    assert ran() == {backend: (1, 1)}
+
+
+def test_shared_heads_and_a_paged_cache_have_them(packed):
+    query, _, _, cu_q, _, max_q, _ = packed((5, 1), grad=False)
+    pools = torch.randn(2, 4, 4, 2, 16, generator=torch.Generator().manual_seed(3))
+    table, used = integers(2, 0, 1, 3).view(2, 2), (7, 4)
+    options = {"seqused_k": integers(*used), "block_table": table, "enable_gqa": True, "sinks": SINKS}
+    out, lse = attnreg.varlen_attn(query, *pools, cu_q, None, max_q, 8, return_aux=LSE, **options)
+    flat = [torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(table, used, strict=True)]) for x in pools]
+    flat = [x.repeat_interleave(2, dim=1) for x in flat]
+    expected = by_the_formula(query, *flat, cu_q, integers(0, *used).cumsum(0), SINKS)
+    truth.assert_near(out, expected[0])
+    truth.assert_near(lse, expected[1])
+
+
+@pytest.mark.parametrize("of_row", [torch.nan, torch.inf, 1.0])
+def test_rows_that_see_no_key_stay_as_they_are_and_give_sinks_no_gradient(front, packed, of_row):
+    given, sinks = packed((6, 3), (2, 0)), drawn()
+    out, lse = attnreg.varlen_attn(*given, window_size=CAUSAL, sinks=sinks, return_aux=LSE)
+    unseeing = lse == -torch.inf
+    assert unseeing[0].tolist() == [True] * 4 + [False] * 2 + [True] * 3
+    assert not out[unseeing[0]].any()
+    grads = []
+    for value in (of_row, 0.0):
+        of_out = random_like(out).masked_fill(unseeing.mT[..., None], value)
+        of_lse = random_like(lse).masked_fill(unseeing, value)
+        grads.append(
+            torch.autograd.grad((out, lse), (*given[:3], sinks), (of_out, of_lse), retain_graph=True)
+        )
+    assert all(map(torch.equal, *grads))
+
+
+def test_sinks_of_minus_infinity_are_none(front, packed):
+    given = packed((6, 3), (2, 0))
+    sinks = torch.full((HEADS,), -torch.inf, requires_grad=True)
+    plain = attnreg.varlen_attn(*given, window_size=CAUSAL, return_aux=LSE)
+    results = attnreg.varlen_attn(*given, window_size=CAUSAL, sinks=sinks, return_aux=LSE)
+    assert all(map(torch.equal, plain, results))
+    of_both = [random_like(x).where(x.isfinite(), 0.0) for x in plain]
+    grads = torch.autograd.grad(results, (*given[:3], sinks), of_both)
+    wanted = torch.autograd.grad(plain, given[:3], of_both)
+    torch.testing.assert_close(grads, (*wanted, torch.zeros(HEADS)))
+
+
+def test_only_sinks_that_need_a_gradient_take_no_backward_of_a_kernel(front, packed, ran):
+    given, sinks = packed(LENGTHS_Q, LENGTHS_K, grad=False), drawn()
+    out = attnreg.varlen_attn(*given, sinks=sinks)
+    grad = random_like(out)
+    (found,) = torch.autograd.grad(out, sinks, grad)
+    (wanted,) = torch.autograd.grad(by_the_formula(*given[:5], sinks)[0], sinks, grad.double())
+    truth.assert_near(found, wanted.double(), torch.float32)
+    assert total(ran()) == (1, 0)
+
+
+def test_a_compiled_function_gives_the_same(packed):
+    torch._dynamo.reset()
+    assert_right(
+        packed(LENGTHS_Q, LENGTHS_K),
+        drawn(),
+        attend=torch.compile(attnreg.varlen_attn, backend="aot_eager", fullgraph=True),
+    )
+    torch._dynamo.reset()
+
+
+def test_a_backend_without_a_gradient_of_the_lse_serves_forwards_and_is_passed_over_for_backwards(
+    front, packed, fake, ran
+):
+    with attnreg.register_backend(fake("mine", grad_lse=False).backend):
+        out = assert_right(packed(LENGTHS_Q, LENGTHS_K), drawn())[0]
+        assert ran()["mine"] == (1, 0)
+        out = attnreg.varlen_attn(*packed(LENGTHS_Q, LENGTHS_K), sinks=drawn(), backend="mine")
+        with pytest.raises(UnsupportedInputError, match="no gradient of the LSE"):
+            out.sum().backward()
+
+
+def test_explain_says_who_runs_the_backward(packed, fake):
+    with attnreg.register_backend(fake("mine", grad_lse=False).backend):
+        found = attnreg.explain(*packed(LENGTHS_Q, LENGTHS_K), sinks=SINKS)
+    assert (found.backend, found.backward.backend) == ("mine", "math") or found.backward.backend == "cpu"
+    assert found.backward.rejected["mine"] == ("grad_lse must be None, got a tensor: no gradient of the LSE",)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "got"),
+    [
+        (torch.zeros(3), "shape (3,), torch.float32 on cpu"),
+        (torch.zeros(HEADS, 1), "shape (4, 1), torch.float32 on cpu"),
+        (torch.zeros(HEADS).int(), "shape (4,), torch.int32 on cpu"),
+        (torch.zeros(HEADS, device="meta"), "shape (4,), torch.float32 on meta"),
+    ],
+    ids=str,
+)
+def test_sinks_that_do_not_fit_are_an_error(packed, ran, sinks, got):
+    with pytest.raises(InvalidInputError) as error:
+        attnreg.varlen_attn(*packed(LENGTHS_Q, LENGTHS_K), sinks=sinks)
+    assert str(error.value) == (
+        f"sinks: got {got}, expected (4,), floating-point, on cpu: one for each head of the query"
+    )
+    with pytest.raises(InvalidInputError, match=r"sinks: got \[1.0\], expected a tensor"):
+        attnreg.varlen_attn(*packed(LENGTHS_Q, LENGTHS_K), sinks=[1.0])
+    assert ran() == {}
