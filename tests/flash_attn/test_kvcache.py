@@ -137,6 +137,21 @@ def test_a_window_a_softcap_and_slopes_hold_over_the_cache():
         truth.assert_near(lse[i], expected_lse[0], torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
+    def step(q, k_cache, v_cache, k, v):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, causal=True)
+
+    torch._dynamo.reset()
+    caches, q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    k, v = torch.randn(2, BATCH, 1, KEY_HEADS, DIM).unbind()
+    copies = [x.clone() for x in caches]
+    out = torch.compile(step, backend="aot_eager", fullgraph=True)(q, *copies, k, v)
+    truth.assert_near(out, step(q, *caches, k, v).double(), torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(caches, copies, strict=True))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("given", [11, torch.tensor([3, 11, 0], dtype=torch.int32)])
 def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given):
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)

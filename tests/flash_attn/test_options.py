@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import known, truth
 from support.packed_calls import offsets
+from torch.utils import checkpoint
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError, flash_attn
@@ -90,6 +91,16 @@ def test_dropout_repeats_by_torchs_generator_and_its_gradient_is_that_of_the_sam
     assert_right(out, None, inputs, window=(-1, 0), kept=kept)
     assert ran() == {"math": (3, 1)}
     assert not torch.equal(out, flash_attn.flash_attn_func(*inputs, **drop))
+
+
+def test_a_checkpointed_forward_draws_its_mask_again():
+    q = batch(6, 6)[0]
+    results = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint.checkpoint(f, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        out = run(lambda x: flash_attn.flash_attn_func(x, x, x, 0.3), q)
+        results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_packed_sequences_with_dropout_have_the_gradient_of_their_own_mask(fake, ran):
