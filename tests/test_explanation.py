@@ -162,11 +162,20 @@ def test_the_arguments_of_scaled_dot_product_attention_are_understood():
 
 def test_the_arguments_of_varlen_attn_are_understood(packed):
     inputs = packed((3, 5), (4, 4), heads=4, heads_k=2, dim=8)
-    explanation = explain(*inputs, True, window_size=(2, -1), enable_gqa=True, num_splits=2, softcap=9)
+    explanation = explain(
+        *inputs,
+        True,
+        window_size=(2, -1),
+        enable_gqa=True,
+        num_splits=2,
+        softcap=9,
+        sinks=torch.ones(4),
+        alibi_slopes=torch.ones(4),
+    )
     assert explanation.spec == attnreg.AttentionSpec(
         device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=5, max_k=4, heads_q=4, heads_k=2,
         head_dim=8, head_dim_v=8, tokens_q=8, tokens_k=8, varlen=True, window=(2, 0), num_splits=2,
-        softcap=9.0, needs_backward=True,
+        softcap=9.0, alibi=True, grad_lse=True, needs_backward=True,
     )  # fmt: skip
     assert explain(*inputs, window_size=None, enable_gqa=True).spec.window == (-1, -1)
 

@@ -49,10 +49,22 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     heads_q, heads_k = query.shape[-2], key.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
         raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
+    if call.alibi_slopes is not None:
+        _check_slopes(call.alibi_slopes, query, call)
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
         raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
+
+
+def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:
+    heads = query.shape[-2]
+    batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype != torch.float32:
+        got, expected = f"shape {tuple(slopes.shape)}, {slopes.dtype}", f"({heads},) or ({batch}, {heads})"
+        raise _wrong("alibi_slopes", got, f"{expected}, torch.float32")
+    if slopes.device != query.device:
+        raise _wrong("alibi_slopes", f"a tensor on {slopes.device}", f"{query.device}, where the query is")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:

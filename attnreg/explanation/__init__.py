@@ -101,6 +101,7 @@ def explain(
     num_splits: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -138,7 +139,7 @@ def explain(
             )
         described = packed(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
-            seqused_k, block_table, num_splits, softcap, enable_gqa,
+            seqused_k, block_table, num_splits, softcap, alibi_slopes, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)
@@ -151,6 +152,7 @@ def explain(
         "num_splits": num_splits is not None,
         "softcap": bool(softcap),
         "sinks": sinks is not None,
+        "alibi_slopes": alibi_slopes is not None,
     }
     if any(further.values()):
         named = ", ".join(name for name, given in further.items() if given)

@@ -85,6 +85,7 @@ def packed(
     block_table: Tensor | None,
     num_splits: int | None,
     softcap: float,
+    alibi_slopes: Tensor | None,
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
@@ -92,7 +93,8 @@ def packed(
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
+    rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
+    call = call_of(query, lengths, scale, bound, *rest)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

@@ -41,14 +41,15 @@ def forward(
     backend: str = "",
     needs_backward: bool = False,
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
-    call = with_aliased_offsets(call)
+    rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, *rest))
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
@@ -73,11 +74,16 @@ def _forward_fake(
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
-    *_: Any,
+    num_splits: int | None = None,
+    backend: str = "",
+    needs_backward: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not enable_gqa:
         check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
-    check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table))
+    call = Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    check(query, key, value, call._replace(alibi_slopes=alibi_slopes))
     tokens, heads, _dim = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
     return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.int64)
@@ -106,6 +112,7 @@ def backward(
     choice: int = 0,
     softcap: float = 0.0,
     grad_lse: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes.
 
@@ -113,8 +120,8 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, grad_lse)
-    call = with_aliased_offsets(call)
+    rest = seqused_k, block_table, None, softcap, alibi_slopes, grad_lse
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, *rest))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
@@ -130,8 +137,8 @@ def _backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size = inputs[:10]
-    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap = inputs[10:]
-    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap, slopes = inputs[10:]
+    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes)
     ctx.numbers, ctx.last = (longest, is_causal, scale, window_size), (backend, 0, softcap)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
@@ -141,12 +148,12 @@ def _gradients(
     op: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return (None,) * 17
-    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+        return (None,) * 18
+    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes = ctx.saved_tensors
     longest, is_causal, scale, window_size = ctx.numbers
     given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
     grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse), *(None,) * 14)
+    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse, slopes), *(None,) * 15)
 
 
 forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)

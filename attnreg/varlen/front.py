@@ -58,6 +58,7 @@ def varlen_attn(
     num_splits: int | None = None,
     softcap: float = 0,  # 0.0 would be a symbol in dynamic graphs, which are then compiled twice
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
@@ -90,6 +91,8 @@ def varlen_attn(
         sinks: (H,), for each head the score of one more key, without a value: the weights of a row's keys add
             up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. A backward then
             runs on a backend that takes a gradient of the LSE.
+        alibi_slopes: float32 (H,) or (B, H): from each score `slope` times the distance of query and key is
+            taken, aligned bottom-right (ALiBi). It has no gradient.
         backend: run on this backend or not at all.
 
     Returns:
@@ -116,6 +119,7 @@ def varlen_attn(
             and block_table is None
             and num_splits is None
             and not softcap
+            and alibi_slopes is None
             and GRAPH_TREES not in sys.modules
         ):
             results = cache.varlen(
@@ -128,7 +132,7 @@ def varlen_attn(
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     check_tensors(
         query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
-        block_table=block_table,
+        block_table=block_table, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
     if not enable_gqa:
@@ -137,18 +141,20 @@ def varlen_attn(
     query, key, value = autocast(query, key, value)
     out: Tensor
     lse: Tensor
-    if compiling or not is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table):
+    if compiling or not is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes):
         op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
             block_table, num_splits, backend or "", wants_gradient(query, key, value),
-            checked_softcap(softcap or 0.0),
+            checked_softcap(softcap or 0.0), alibi_slopes,
         )  # fmt: skip
     elif wants_gradient(query, key, value):
-        rest = lengths, scale, bound, seqused_k, block_table, num_splits, softcap
+        rest = lengths, scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
         out, lse = _VarlenAttention.apply(query, key, value, choice, *rest)  # type: ignore[no-untyped-call]
     else:
-        call = call_of(query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap)
+        call = call_of(
+            query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
+        )  # fmt: skip
         (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
     return _returned(out, lse, returns_lse, sinks)
 
@@ -220,8 +226,8 @@ class _VarlenAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, choice: ScopedChoice | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
         (out, lse), _ = run("forward", (query, key, value), call_of(query, *arguments), choice)
-        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _, softcap = arguments
-        ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table)
+        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _, softcap, slopes = arguments
+        ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes)
         ctx.numbers, ctx.choice = (longest, scale, bound, softcap), choice
         ctx.set_materialize_grads(False)
         return out, lse
@@ -230,20 +236,20 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 11
-        query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table = ctx.saved_tensors
+            return (None,) * 12
+        query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes = ctx.saved_tensors
         longest, scale, bound, softcap = ctx.numbers
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.compiler.is_compiling():  # by compiled autograd
             tensors = grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k
             number = 0 if ctx.choice is None else ctx.choice.number
             rest = *longest, False, None, scale, list(bound), seqused_k, block_table, "", number
-            return (*custom_op.backward(*tensors, *rest, softcap or 0.0, grad_lse), *(None,) * 8)
+            return (*custom_op.backward(*tensors, *rest, softcap or 0.0, grad_lse, slopes), *(None,) * 9)
         lengths = cu_seq_q, cu_seq_k, *longest
         grad_lse = None if grad_lse is None else in_memory(grad_lse)
-        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, grad_lse)
+        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, slopes, grad_lse)
         grads, _ = run("backward", (in_memory(grad_out), query, key, value, out, lse), call, ctx.choice)
-        return (*grads, *(None,) * 8)
+        return (*grads, *(None,) * 9)
 
 
 def in_memory(grad: Tensor) -> Tensor:

@@ -41,9 +41,11 @@ _AUTOCASTS = frozenset(
 def check_tensors(**given: object) -> None:
     """Check that arguments are tensors, or None where they may be; a list would fail inside torch."""
     for name, tensor in given.items():
-        is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table")
+        is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {reprlib.repr(tensor)}, expected a tensor")
+        if name == "alibi_slopes" and isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
@@ -98,6 +100,7 @@ def call_of(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     grad_lse: Tensor | None = None,
 ) -> Call:
     """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
@@ -112,8 +115,8 @@ def call_of(
         check_scale(scale)  # the call's key compares it
     return Call(
         scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
-        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, None, 0.0, None, num_splits or None,
-        wants_deterministic(), wants_batch_invariant(),
+        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, alibi_slopes, 0.0, None,
+        num_splits or None, wants_deterministic(), wants_batch_invariant(),
         checked_softcap(softcap) if softcap else 0.0, grad_lse,
     )  # fmt: skip
 

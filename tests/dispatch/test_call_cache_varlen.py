@@ -89,7 +89,7 @@ FIELDS = {
     "seqused_k": lambda given: attend(given, seqused_k=offsets(*LENGTHS)),
     "block_table": paged,
     "attn_bias": None,
-    "alibi_slopes": None,
+    "alibi_slopes": lambda given: attend(given, alibi_slopes=torch.tensor([0.5, 0.1, 0.3, 0.2])),
     "dropout": None,
     "rng_state": None,
     "num_splits": lambda given: attend(given, num_splits=2),

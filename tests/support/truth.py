@@ -6,12 +6,15 @@ from attnreg.measure import measure
 from attnreg.measure.reference import attend
 
 
-def attention(query, key, value, *, window=(-1, -1), scale=None, softcap=0.0, bias=None, top_left=False):
+def attention(
+    query, key, value, *, window=(-1, -1), scale=None, softcap=0.0, bias=None, slopes=None, top_left=False
+):
     """Return output (S_q, H, D_v) and LSE (H, S_q) of one sequence; a window is aligned bottom-right."""
     out, lse = attend(
         *(query[None], key[None], value[None], query.shape[-1] ** -0.5 if scale is None else scale, window),
         bias=bias,
         softcap=softcap,
+        alibi_slopes=slopes,
         len_q=len(key) if top_left else None,
     )
     return out[0], lse[0]
@@ -27,7 +30,7 @@ def dense(query, key, value, bias=None, **options):
     return torch.stack([out.transpose(0, 1) for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 
-def varlen(query, key, value, offsets_q, offsets_k, *, used=None, **options):
+def varlen(query, key, value, offsets_q, offsets_k, *, used=None, slopes=None, **options):
     """Return output (T, H, D_v) and LSE (H, T) of packed tensors; rows of no sequence are 0 and -inf."""
     query, key, value = (x.double() for x in (query, key, value))
     # A sum of nothing is 0 and has a gradient, 0 as well: there may be no sequence to give one.
@@ -38,6 +41,7 @@ def varlen(query, key, value, offsets_q, offsets_k, *, used=None, **options):
         stop = k1 if used is None else k0 + int(used[index])
         if q0 == q1 or k0 == stop:
             continue
+        options["slopes"] = slopes if slopes is None or slopes.dim() == 1 else slopes[index]
         part, part_lse = attention(query[q0:q1], key[k0:stop], value[k0:stop], **options)
         out = torch.cat((out[:q0], part, out[q1:]))
         lse = torch.cat((lse[:, :q0], part_lse, lse[:, q1:]), dim=1)

@@ -96,6 +96,7 @@ OPTIONS = {
     "grouped heads": ({"enable_gqa": True}, {}),
     "num_splits": ({"num_splits": 2}, {}),
     "softcap": ({"softcap": 0.8}, {"softcap": 0.8}),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, {"slopes": torch.ones(4)}),
     "backend": ({"backend": "math"}, {}),
     "seqused_k": ({"seqused_k": integers(3, 0, 8, 1)}, {"used": (3, 0, 8, 1)}),
 }

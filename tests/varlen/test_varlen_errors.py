@@ -34,6 +34,7 @@ RANK = "3 dimensions (tokens, heads, head_dim)"
 ROWS = "as cu_seq_q has length 3"
 TOKENS = "expected at most 7, the number of tokens"
 HERE = "expected cpu, where the query is"
+SLOPES = "expected (4,) or (2, 4), torch.float32"
 WINDOW = "(left, right), integers of -1 or more"
 # What is wrong, and what is said about it.
 BAD = [
@@ -111,6 +112,15 @@ BAD = [
             f"softcap: got {x!r}, expected 0 for none, or a number above 0 that float32 can hold",
         )
         for x in (-1.0, float("nan"), float("inf"), 1e-40, "x", [1.0])
+    ),
+    ({"alibi_slopes": [1.0]}, "alibi_slopes: got [1.0], expected a tensor"),
+    ({"alibi_slopes": torch.ones(3)}, f"alibi_slopes: got shape (3,), torch.float32, {SLOPES}"),
+    ({"alibi_slopes": torch.ones(3, 4)}, f"alibi_slopes: got shape (3, 4), torch.float32, {SLOPES}"),
+    ({"alibi_slopes": torch.ones(4).double()}, f"alibi_slopes: got shape (4,), torch.float64, {SLOPES}"),
+    ({"alibi_slopes": meta(torch.ones(4))}, f"alibi_slopes: got a tensor on meta, {HERE}"),
+    (
+        {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        "alibi_slopes: got a tensor that needs a gradient, expected none: it has none",
     ),
     ({"scale": "x"}, "scale: got 'x', expected a finite number"),
     ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),

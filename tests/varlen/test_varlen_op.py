@@ -43,7 +43,7 @@ def arguments(packed):
         inputs = [x.detach().requires_grad_(grad) for x in (query, key, value)]
         rest = {"is_causal": False, "scale": None, "window_size": [-1, -1], "enable_gqa": heads_k != 4}
         rest |= {"seqused_k": None, "block_table": None, "num_splits": None, "backend": ""}
-        rest |= {"needs_backward": grad, "softcap": 0.0} | options
+        rest |= {"needs_backward": grad, "softcap": 0.0, "alibi_slopes": None} | options
         return (*inputs, cu_q, cu_k, max_q, max_k, *rest.values())
 
     return make
@@ -51,9 +51,11 @@ def arguments(packed):
 
 def of_backward(given, results):
     """Return the arguments of the backward of a call."""
-    *lengths, is_causal, scale, window, _gqa, seqused_k, block_table, _splits, backend, _, softcap = given[3:]
+    *lengths, is_causal, scale, window, _gqa, seqused_k, block_table, _splits, backend, _, softcap, slopes = (
+        given[3:]
+    )
     out, lse, rng_state = results
-    rest = is_causal, rng_state, scale, window, seqused_k, block_table, backend, 0, softcap
+    rest = is_causal, rng_state, scale, window, seqused_k, block_table, backend, 0, softcap, None, slopes
     return random_like(out), *given[:3], out, lse, *lengths, *rest
 
 
@@ -69,6 +71,7 @@ SAMPLES = {
     "pages": (((5, 1), (5, 1)), PAGES),
     "num_splits and backend": ((LENGTHS_Q, LENGTHS_K), {"num_splits": 2, "backend": "math"}),
     "softcap": ((LENGTHS_Q, LENGTHS_K), {"softcap": 0.8}),
+    "slopes": ((LENGTHS_Q, LENGTHS_K), {"alibi_slopes": torch.ones(4)}),
     "an empty sequence": (((3, 0, 4), (3, 2, 0)), {}),
     "one token": (((1,), (1,)), {}),
 }
@@ -88,7 +91,8 @@ def test_the_op_and_its_backward_pass_the_checks_of_torch(arguments, lengths, op
     found = opcheck(BACKWARD, of_backward(given, results), test_utils=checks)
     assert found == dict.fromkeys(checks, "SUCCESS")
     assert all(x.is_contiguous() for x in (*results, *BACKWARD(*of_backward(given, results))))
-    with_lse = *of_backward(given, results), random_like(results[1])
+    *rest, _, slopes = of_backward(given, results)
+    with_lse = *rest, random_like(results[1]), slopes
     assert opcheck(BACKWARD, with_lse, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
 
 

@@ -22,6 +22,8 @@ import attnreg
 
 # ---- options
 
+SLOPES, BY_SEQUENCE = torch.tensor([0.5, 0.25, 0.1, -1.0]), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+
 # The options, and what of them the reference has to know.
 OPTIONS = {
     "none": ({}, {}),
@@ -43,6 +45,15 @@ OPTIONS = {
     "causal, negative scale": ({"is_causal": True, "scale": -0.4}, {"window": CAUSAL, "scale": -0.4}),
     "num_splits": ({"num_splits": 2}, {}),
     "softcap": ({"softcap": 0.8}, {"softcap": 0.8}),
+    "slopes": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}),
+    "slopes of each sequence": (
+        {"alibi_slopes": SLOPES * BY_SEQUENCE, "window_size": CAUSAL},
+        {"slopes": SLOPES * BY_SEQUENCE, "window": CAUSAL},
+    ),
+    "slopes, softcap and scale": (
+        {"alibi_slopes": SLOPES, "softcap": 0.8, "scale": 0.7},
+        {"slopes": SLOPES, "softcap": 0.8, "scale": 0.7},
+    ),
     "no softcap": ({"softcap": None}, {}),
     "softcap, scale and window": (
         {"softcap": 2, "scale": -1.5, "window_size": (2, 1)},

@@ -142,7 +142,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     const c10::IValue none;
     const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(p[3].toTensor());
     torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7],
-                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0, has_lse ? c10::IValue(grads[1]) : none};
+                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0, has_lse ? c10::IValue(grads[1]) : none, none};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
     op.callBoxed(stack);
     return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
