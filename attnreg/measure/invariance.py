@@ -78,6 +78,10 @@ def _batch(given: Inputs, order: Sequence[int], of_queries: list[slice], of_keys
 
     changes: dict[str, Any] = {name: each(getattr(call, name), dims) for name, dims in _PER_SEQUENCE.items()}
     call = call._replace(**changes)
+    if call.grad_lse is not None:  # (B, H, S_q), packed (H, T_q)
+        grad_lse = call.grad_lse if call.cu_seqlens_q is None else call.grad_lse.T
+        grad_lse = picked(grad_lse, of_queries)
+        call = call._replace(grad_lse=grad_lse if call.cu_seqlens_q is None else grad_lse.T.contiguous())
     if call.cu_seqlens_q is not None:
         call = call._replace(**_offsets("q", of_queries, order, call.cu_seqlens_q))
     if call.cu_seqlens_k is not None:

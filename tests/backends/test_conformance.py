@@ -70,13 +70,12 @@ TENSORS = {"": ["out", "lse", "dq", "dk", "dv"], "SDPA": ["out", "dq", "dk", "dv
 def test_a_backend_keeps_the_contract(name, check):
     outcome = KITS[name].run(check)
     assert outcome.passed, outcome
-    if outcome.refused:
-        assert {reason.partition(", got")[0] for reason in outcome.reasons} <= REFUSED[name].keys() | FURTHER[
-            name
-        ]
-    else:
-        assert not outcome.reasons
-        assert list(outcome.errors) == TENSORS["SDPA" if check.front.startswith("SDPA") else ""]
+    reasons = {reason.partition(", got")[0] for reason in outcome.reasons}
+    assert reasons <= {*REFUSED[name], *FURTHER[name]}
+    if not outcome.refused:
+        names = TENSORS["SDPA" if check.front.startswith("SDPA") else ""]
+        # A backward alone may be refused.
+        assert list(outcome.errors) == (names[:2] if reasons else names)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -6,7 +6,6 @@ import transformers
 from support import transformers_models as models
 
 import attnreg
-from attnreg.errors import UnsupportedInputError
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -33,11 +32,7 @@ def alone(name, docs):
     return outs, models.gradients(eager, outs)
 
 
-# That of sinks takes a gradient through the LSE.
-WITH_GRADIENTS = [name for name in models.CONFIGS if name != "GptOss"]
-
-
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", models.CONFIGS)
 def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(name, read_backs):
     docs = models.documents()
     expected, expected_grads = alone(name, docs)
@@ -55,11 +50,14 @@ def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(na
         grads = models.gradients(one, outs)
         assert grads.keys() == expected_grads.keys()
         assert_close(grads.values(), expected_grads.values())
-        backend = "math" if name == "Gemma2" else "cpu"
-        assert attnreg.stats().calls == {backend: {"forward": layers, "backward": layers}}, form
+        ran = {"forward": layers, "backward": layers}
+        calls = {"math" if name == "Gemma2" else "cpu": ran}
+        if name == "GptOss":  # in float64 `math` alone has the gradient through the LSE that sinks take
+            calls = {"cpu": ran | {"backward": 0}, "math": ran | {"forward": 0}}
+        assert attnreg.stats().calls == calls, form
 
 
-def test_sinks_count_in_every_form_and_a_gradient_that_would_lack_a_part_is_an_error(read_backs):
+def test_sinks_count_in_every_form(read_backs):
     docs = models.documents()
     one = models.model("GptOss", "attnreg")
     with torch.no_grad():
@@ -70,8 +68,6 @@ def test_sinks_count_in_every_form_and_a_gradient_that_would_lack_a_part_is_an_e
             attnreg.reset_stats()
             assert_close(models.by_document(models.results(one, batch), batch, docs), expected)
             assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
-    with pytest.raises(UnsupportedInputError, match=r"got sinks \(s_aux\) and a gradient to compute"):
-        models.results(one, batch)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

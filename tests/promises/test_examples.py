@@ -70,7 +70,7 @@ def test_my_backend_takes_under_forty_lines():
 def test_my_backend_keeps_the_contract(one_thread, routers):
     left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
     report = check_backend(left["MINE"], device="cpu")
-    assert sum(not outcome.refused for outcome in report.outcomes) == 70
+    assert sum(not outcome.refused for outcome in report.outcomes) == 71
 
 
 def test_my_backend_is_right_in_output_and_gradients(routers):
