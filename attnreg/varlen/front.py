@@ -106,7 +106,10 @@ def varlen_attn(
         BackendUnavailableError: that `backend` can't load here.
     """
     compiling = torch.compiler.is_compiling()
-    choice, returns_lse = None, return_aux is not None and bool(return_aux.lse)
+    choice, returns_lse = None, getattr(return_aux, "lse", None)
+    if returns_lse is None and return_aux is not None:
+        raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
+    returns_lse = bool(returns_lse)
     if sinks is not None:
         check_sinks(query, sinks)
     if not compiling:

@@ -46,6 +46,12 @@ def test_torchs_own_aux_request_is_taken_as_well(packed):
     assert isinstance(attnreg.varlen_attn(*given, return_aux=attnreg.AuxRequest()), torch.Tensor)
 
 
+def test_what_is_no_aux_request_is_refused(packed):
+    with pytest.raises(attnreg.InvalidInputError) as error:
+        attnreg.varlen_attn(*packed((3, 4)), return_aux=True)
+    assert str(error.value) == "return_aux: got True, expected an AuxRequest or None"
+
+
 def test_varlen_attn_out_writes_into_the_given_tensor(front, packed):
     given = packed(LENGTHS_Q, LENGTHS_K, grad=False)
     backing = torch.full((4, 17, 32), torch.nan)
