@@ -75,6 +75,12 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     recorded = traces.read(trace)
     place = _device(trace, recorded, device)
     policy = replace(state().policy, lock=None)
+    if policy.batch_invariant and any(one.spec.varlen and not one.spec.batch_invariant for one in recorded):
+        # Without the policy a packed call's window is simplified by the lengths of its batch.
+        raise InvalidInputError(
+            f'--from: got {trace}, recorded without policy = "batch_invariant", expected one recorded with '
+            "it, as packed calls have other windows then: set ATTNREG_POLICY=batch_invariant for both"
+        )
     rows: dict[Row, None] = {}
     refused = []
     for one in recorded:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from attnreg.contract.capabilities import one_line
-from attnreg.contract.discovery import Entry
+from attnreg.contract.discovery import SET_ASIDE, Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.adaptive import Adaptive
@@ -78,7 +78,8 @@ class Policy:
 
     def applied_to(self, spec: AttentionSpec) -> AttentionSpec:
         """Return a spec that wasn't made from a call of the program, as calls are decided here."""
-        return replace(spec, batch_invariant=True) if self.batch_invariant else spec
+        same = spec.batch_invariant == self.batch_invariant
+        return spec if same else replace(spec, batch_invariant=self.batch_invariant)
 
     def with_first(self, preference: Preference | None) -> Policy:
         """Return this policy with one more preference, the strongest."""
@@ -140,10 +141,19 @@ def select(
     if here.backend is None or not (spec.batch_invariant and has_bits):
         return here
     usual = _selected(spec.of_any_batch(), direction, entries, policy)
-    if usual.backend == here.backend:
+    # A backend that was set aside may have run such calls before.
+    aside = next((name for name in here.order[: here.order.index(here.backend)] if _is_aside(here, name)), "")
+    expected = aside or usual.backend
+    if expected == here.backend:
         return here
-    runs = f"{usual.backend} runs" if usual.backend else "no backend can run"
-    return replace(here, backend=None, refusal=f"by {BATCH_INVARIANT} {runs} such calls, whatever the batch")
+    way_out = f"; with {expected} disabled (ATTNREG_DISABLE) another runs all of them" if expected else ""
+    runs = f"{expected} runs" if expected else "no backend can run"
+    refusal = f"by {BATCH_INVARIANT} {runs} such calls, whatever the batch{way_out}"
+    return replace(here, backend=None, refusal=refusal)
+
+
+def _is_aside(decision: Decision, name: str) -> bool:
+    return any(reason.startswith(SET_ASIDE) for reason in decision.rejected.get(name, ()))
 
 
 def _selected(

@@ -13,6 +13,8 @@ from torch import Tensor
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
+# One of these runs what Inductor has generated: in this process, or for a package.
+INDUCTORS_CODE = frozenset(("torch._inductor.output_code", "torch._inductor.package"))
 
 
 def aligned(x: Tensor, repeats: bool = True) -> bool:
@@ -75,10 +77,10 @@ def stream_of(tensor: Tensor) -> int:
 
 def inductor_is_running() -> bool:
     """Whether code that Inductor has generated has called, in this thread."""
-    if "torch._inductor" not in sys.modules:
+    if INDUCTORS_CODE.isdisjoint(sys.modules):  # a look at each frame of the stack takes 0.2 us
         return False
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch._inductor."):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 

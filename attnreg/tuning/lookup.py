@@ -157,7 +157,8 @@ def predict_both(
 ) -> dict[Direction, Prediction | None]:
     """Return the predictions for a call whose gradient is wanted: each ranks by what both directions take."""
     forward, backward = (
-        predict(kinds, spec, direction, table, compiled) for direction in ("forward", "backward")
+        predict(kinds, spec.of(direction), direction, table, compiled)
+        for direction in ("forward", "backward")
     )
     return {"forward": _with(forward, backward), "backward": _with(backward, forward)}
 

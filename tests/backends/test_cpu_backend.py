@@ -326,3 +326,12 @@ def test_new_lengths_bring_no_new_shapes():
         found = padding.padded_batches(uniform, like.shape[:2], like.shape[:2])
         shapes |= {batch.shape[1:] for batch in found}
     assert len(shapes) == 128 // 16 + (512 - 128) // 32
+
+
+def test_a_mask_that_is_expanded_stays_so_where_each_sequence_is_computed_by_itself():
+    q = torch.randn(2, 30, 4, 16)
+    mask = torch.randn(2, 1, 1, 30).expand(2, 4, 30, 30)
+    call = Call(0.25, 30, 30, attn_bias=mask, batch_invariant=True)
+    masks = [alone.attn_bias for *_, alone in torch_path._each(q, q, call)]
+    assert [torch.equal(one, mask[n : n + 1]) for n, one in enumerate(masks)] == [True, True]
+    assert {one.untyped_storage().nbytes() for one in masks} == {30 * 4}

@@ -46,8 +46,8 @@ def in_force(monkeypatch):
     attnreg.reload()
 
 
-def attend(*lengths, **options):
-    tokens = torch.randn(sum(lengths), 2, 16)
+def attend(*lengths, heads=2, **options):
+    tokens = torch.randn(sum(lengths), heads, 16)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     return attnreg.varlen_attn(
         tokens, tokens, tokens, offsets, offsets, max(lengths), max(lengths), **options
@@ -133,26 +133,50 @@ def test_a_mask_is_not_simplified_by_the_longest_sequence_of_a_batch(known):
     ] * 2
 
 
+def attend_windowed(*lengths):
+    return attend(*lengths, window_size=(100, 0))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_after_a_failure_to_compile_no_other_backend_runs_such_calls(fake, monkeypatch, in_force, heads):
+    def fails_later(q, k, v, call):
+        if len(call.cu_seqlens_q) == 2:
+            raise attnreg.BackendUnavailableError("no compiler")
+        return math_backend.forward(q, k, v, call)
+
+    kernels = attnreg.Kernels(fails_later)
+    first = fake("first", backward=False, batch_invariant=True, load=lambda: kernels, priority=999).backend
+    know(monkeypatch, first, math_backend.BACKEND)
+    attend(3, 4, heads=heads)
+    for lengths in ((5,), (3, 4), (6, 7)):
+        message = refused(attend, *lengths, heads=heads)
+        assert "first" in message and "math runs" not in message
+
+
 @pytest.mark.usefixtures("known")
 def test_a_lock_holds_the_backend_of_calls_of_any_batch(tmp_path, monkeypatch, ran):
-    with attnreg.record(tmp_path / "trace.jsonl"):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "lock.json"
+    with attnreg.record(tmp_path / "without.jsonl"):
         attend(4, 5)
-        attend(6)
     monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant")
     attnreg.reload()
-    trace, out = tmp_path / "trace.jsonl", tmp_path / "lock.json"
+    done = invoke("lock", "--from", tmp_path / "without.jsonl", "--out", out)
+    assert done.exit_code == 2 and 'recorded without policy = "batch_invariant"' in done.output
+    with attnreg.record(trace):
+        attend(4, 5, window_size=(100, 0))
+        attend(6, window_size=(100, 0))
     assert invoke("lock", "--from", trace, "--out", out).exit_code == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["backend"], row["source"], row["spec"]["batch_invariant"]) == ("narrow", BY, True)
     monkeypatch.setenv("ATTNREG_LOCK", str(out))
     attnreg.reload()
     ran()
-    attend(7, 3)
+    attend(7, 3, window_size=(100, 0))
     assert ran() == {"narrow": (1, 0)}
-    assert "which can't run it here (batch must be 0 to 2, got 3)" in refused(attend, 4, 5, 6)
+    assert "which can't run it here (batch must be 0 to 2, got 3)" in refused(attend_windowed, 4, 5, 6)
     monkeypatch.delenv("ATTNREG_POLICY")
     attnreg.reload()
-    assert "has no row for this forward" in refused(attend, 7, 3)
+    assert "has no row for this forward" in refused(attend_windowed, 7, 3)
 
 
 @pytest.mark.usefixtures("known", "in_force")

@@ -423,6 +423,18 @@ def test_where_a_gradient_is_wanted_the_backend_that_takes_least_for_both_direct
     assert ranked_for_both(forward, backward) == chosen
 
 
+def test_both_directions_are_ranked_together_where_the_forward_alone_has_an_option():
+    given = spec_with(num_splits=1, needs_backward=True)
+    kinds = Kinds(
+        [
+            point(spec_with(num_splits=1), a=100.0, b=120.0),
+            point(spec_with(), "backward", a=500.0, b=200.0),
+        ]
+    )
+    found = predict_both(kinds, given, "t")
+    assert [found[one].candidates[0].backend for one in ("forward", "backward")] == ["b", "b"]
+
+
 def test_without_times_of_the_other_direction_each_is_ranked_by_its_own():
     found = predict_both(Kinds([point(a=20.0, b=10.0)]), spec_with(needs_backward=True), "t")
     assert [one.backend for one in found["forward"].candidates] == ["b", "a"]

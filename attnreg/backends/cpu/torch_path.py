@@ -43,12 +43,16 @@ def _each(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[tuple[slice, ...],
     How the kernel, MKL and oneDNN round depends on the number of their tasks, on shapes and on alignment.
     """
     alone = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, batch_invariant=False)
-    bias = additive(call.attn_bias, forward_dtype(q))
+    bias = call.attn_bias
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     for one in sequences_of(q, k, call).each:
         batch = () if call.varlen else (slice(one.batch, one.batch + 1),)
         if bias is not None:  # of all rows and keys, which it may hide
             part = bias[batch] if len(bias) > 1 else bias
-            yield batch, batch, alone._replace(attn_bias=part.clone())
+            # Only what is there is copied: an expanded mask may be as large as all scores.
+            own = part[tuple(slice(1) if step == 0 else slice(None) for step in part.stride())].clone()
+            yield batch, batch, alone._replace(attn_bias=own.expand(part.shape))
             continue
         rows, keys = slice(one.row, one.row + one.rows), slice(one.key, one.key + one.keys)
         alone = alone._replace(max_q=one.rows, max_k=one.keys, window=(one.left, one.right))
