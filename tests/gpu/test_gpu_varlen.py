@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import AuxRequest
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
 import attnreg
+from attnreg import _registry
 
 pytestmark = pytest.mark.gpu
 
@@ -121,12 +122,27 @@ def test_four_query_heads_share_a_key_head(named, front, ran):
 
 
 def test_the_op_passes_every_check_of_torch(named, ran):
-    given = gpu.packed((5, 64, 42))
-    arguments = (*given, False, None, [-1, -1], False, None, None, None, named)
+    # opcheck asks for the gradient of every output, the LSE's included, which not every backend takes.
+    takes_grad_lse = _registry.find(named).backend.backward.grad_lse
+    given = gpu.packed((5, 64, 42), grad=takes_grad_lse)
+    lengths, window = (*given[3:], False), [-1, -1]
+    arguments = (*given[:3], *lengths, None, window, False, None, None, None, named)
     checked = opcheck(torch.ops.attnreg._varlen_attn, arguments, atol=2e-2, rtol=2e-2)
     assert set(checked.values()) == {"SUCCESS"}
     assert len(checked) == 4
     assert set(ran()) == {named}
+
+
+def test_the_ops_backward_passes_the_checks_of_torch_for_ops_without_a_gradient(named, ran):
+    given, window = gpu.packed((5, 64, 42), grad=False), [-1, -1]
+    forward = torch.ops.attnreg._varlen_attn
+    out, lse, rng = forward(*given, False, None, window, False, None, None, None, named, needs_backward=True)
+    options = None, window, None, None, named
+    arguments = (gpu.incoming(out), *given[:3], out, lse, *given[3:], False, rng, *options)
+    checks = ("test_schema", "test_faketensor")
+    backward = torch.ops.attnreg._varlen_attn_backward
+    assert opcheck(backward, arguments, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
+    assert ran()[named][1] > 0
 
 
 # ---- rows of no sequence, sequences without keys or queries

@@ -27,12 +27,12 @@ MANY, TILE = 256, 128
 # Values
 
 
-def scores(query, key, scale, causal, left, right):
+def scores(query, key, scale, causal, left, right, softcap):
     """Return masked scores as the package reads its arguments: a bound counts unless it is None."""
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
     mask = one_sequence.visible(len(query), len(key), left, 0 if causal else right)
-    return one_sequence.scores(query, key, scale, mask)
+    return one_sequence.scores(query, key, scale, mask, softcap or 0.0)
 
 
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
@@ -99,7 +99,7 @@ def tile_cumsum(total, cu_seqlens):
     total[1:] = tiles.cumsum(0)
 
 
-def forward_kernel(causal):
+def forward_kernel(causal, softcap):
     def run(q, k, v, out, lse, scale, cu_q, cu_k, used, pages, left, right, aux, tiles):
         assert aux == AuxData() and type(aux) is AuxData
         if tiles is not None:
@@ -110,7 +110,9 @@ def forward_kernel(causal):
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
             query, value = q[rows_q], loaded(v, rows_k, length)
             key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
-            part, part_lse = one_sequence.forward(scores(query, key, scale, causal, left, right), value)
+            part, part_lse = one_sequence.forward(
+                scores(query, key, scale, causal, left, right, softcap), value
+            )
             out[rows_q] = part.to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
@@ -120,14 +122,16 @@ def forward_kernel(causal):
     return run
 
 
-def preprocess_kernel(out, dout, dpsum, lse, lse_copy, dq_accum):
+def preprocess_kernel(out, dout, dpsum, lse, lse_copy, dq_accum, dlse):
     assert out.shape == dout.shape and dout.isfinite().all()
     dpsum.copy_((out.double() * dout.double()).sum(-1))
+    if dlse is not None:
+        dpsum.sub_(dlse.mT)
     lse_copy.copy_(lse)
     dq_accum.zero_()
 
 
-def backward_kernel(causal, shared):
+def backward_kernel(causal, shared, softcap):
     def run(q, k, v, dout, lse, dpsum, dq_accum, dk, dv, scale, cu_q, cu_k, used, left, right, turns, aux):
         assert aux == AuxData() and type(aux) is AuxData and q.isfinite().all()
         assert turns is None or not turns.any()
@@ -135,9 +139,11 @@ def backward_kernel(causal, shared):
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
             query, grad, delta = q[rows_q], dout[rows_q], dpsum[rows_q].double().mT
             key, value = (loaded(x, rows_k, length) for x in (k, v))
-            found = scores(query, key, scale, causal, left, right)
+            found = scores(query, key, scale, causal, left, right, softcap)
             part_lse = lse[rows_q[0]] if cu_q is None else lse[:, rows_q]
-            grad_q, *grads = one_sequence.backward(found, part_lse, delta, query, key, value, grad, scale)
+            grad_q, *grads = one_sequence.backward(
+                found, part_lse, delta, query, key, value, grad, scale, softcap
+            )
             dq_accum[rows_q] += grad_q.float()
             for result, part in zip((dk, dv), grads, strict=True):
                 if shared:
@@ -257,7 +263,8 @@ class Package:
             max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
             window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
         ):
-            assert softcap is None and num_splits == 1 and return_lse
+            # 0.0 would divide by it.
+            assert softcap != 0.0 and num_splits == 1 and return_lse
             varlen = cu_seqlens_q is not None
             shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
             if out is None:
@@ -268,7 +275,7 @@ class Package:
             many = varlen and len(cu_seqlens_q) > MANY + 1
             tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
             self.launch(
-                _flash_attn_fwd, (q.dtype, causal, varlen), forward_kernel(causal),
+                _flash_attn_fwd, (q.dtype, causal, varlen, softcap), forward_kernel(causal, softcap),
                 q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
                 self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
                 window_size_left, window_size_right, AuxData(), tiles,
@@ -280,9 +287,9 @@ class Package:
         def _flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+            max_seqlen_k=None, deterministic=False, dlse=None, dq=None, dk=None, dv=None,
         ):
-            assert softcap == 0.0
+            assert softcap is not None  # None crashes
             dq, dk, dv = (
                 unwritten(torch.empty_like(x)) if given is None else given
                 for x, given in ((q, dq), (k, dk), (v, dv))
@@ -294,9 +301,9 @@ class Package:
             shared = q.shape[-2] > k.shape[-2]
             sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
             turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
-            _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum)
+            _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum, dlse)
             self.launch(
-                _flash_attn_bwd, (q.dtype, causal, shared), backward_kernel(causal, shared),
+                _flash_attn_bwd, (q.dtype, causal, shared, softcap), backward_kernel(causal, shared, softcap),
                 q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
                 sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
                 self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,

@@ -50,7 +50,7 @@ _BOTH: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "head_dim_v": Range(8, 256, 8),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
-    **dict.fromkeys(("deterministic", "batch_invariant", "capture"), True),
+    **dict.fromkeys(("softcap", "grad_lse", "deterministic", "batch_invariant", "capture"), True),
 }
 FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
 BACKWARD = _Backward(**_BOTH)
@@ -78,8 +78,9 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
         yield f"head_dim of the value must be at most the query's, {dims[0]}, got {dims[1]}"
 
     # With 4.0.0b36 on an H200 tests/gpu/test_gpu_batch_invariant.py found the same bits; it tries no others.
-    if spec.batch_invariant and (major != 9 or spec.seqused_k or spec.page_size is not None):
-        yield "batch-invariant only on compute capability 9.0, without seqused_k and block_table"
+    tried = major == 9 and not spec.seqused_k and spec.page_size is None and not spec.softcap
+    if spec.batch_invariant and not tried:
+        yield "batch-invariant only on compute capability 9.0, without seqused_k, block_table and softcap"
 
 
 def _pages(spec: AttentionSpec) -> Iterator[str]:

@@ -38,7 +38,7 @@ _BOTH = (
 # Every keyword that the adapter passes. Betas rename them, which has to be noticed at load, not in a call.
 KEYWORDS = {
     "_flash_attn_fwd": (*_BOTH, "page_table", "num_splits", "return_lse"),
-    "_flash_attn_bwd": (*_BOTH, "dout", "deterministic", "dq", "dk", "dv"),
+    "_flash_attn_bwd": (*_BOTH, "dout", "deterministic", "dlse", "dq", "dk", "dv"),
 }
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
