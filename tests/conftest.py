@@ -342,7 +342,7 @@ EVERYTHING = {
     **dict.fromkeys(SWITCHES, True),
 }
 # What `fake` takes for the backend itself, besides limits.
-OPTIONS = {"unavailable", "version", "refuses", "install", "priority", "experimental"}
+OPTIONS = {"unavailable", "version", "refuses", "install", "priority", "experimental", "compiles"}
 
 
 @pytest.fixture

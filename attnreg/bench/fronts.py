@@ -26,12 +26,15 @@ from attnreg.dispatch.counters import reset_stats
 from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning.checks import check_alive
-from attnreg.tuning.kinds import FEW, LONG, MANY, ONE
+from attnreg.tuning.kinds import FEW, LONG, MANY, ONE, SHARED
 from attnreg.tuning.points import Front
 
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))
 OTHERS = (
+    (MANY + SHARED, packed([128, 128], 8, 2, 64, False)),
+    (MANY + SHARED, dense(2, 128, 8, 2, 64, False)),
     (FEW, dense(1, 512, 8, 8, 64, False)),
+    (FEW + SHARED, dense(1, 512, 8, 2, 64, False)),
     (ONE, decode(4, 1, 384, 8, 2, 64)),
     (LONG, decode(4, 1, 2048, 8, 2, 64)),
 )

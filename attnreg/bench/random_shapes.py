@@ -14,22 +14,27 @@ import contextlib
 import functools
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from math import exp, log
 from typing import Any
 
+from attnreg import _registry
 from attnreg.bench import sides
+from attnreg.bench.ahead import compile_ahead
 from attnreg.bench.compare import batch_beyond_the_cache, checked, short
 from attnreg.bench.report import Job, Table
 from attnreg.bench.selection import strategies
 from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.bench.sides import Side
 from attnreg.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
+from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError
 from attnreg.measure.timing import calls_for, interleaved, timer_for
 from attnreg.selection import adaptive
 from attnreg.selection.turns import MOST_TURNS
+from attnreg.tuning.kinds import kind_of
 
 # As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
 # rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
@@ -76,6 +81,7 @@ def measure(job: Job, count: int, seed: int) -> None:
     """Measure so many shapes, or as many as there is time for; refuses where none could be."""
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
+    _compile_ahead(job, count, seed)
     with adaptive.from_nothing():
         _measure(job, count, seed, table, rows)
     if not rows:
@@ -84,6 +90,15 @@ def measure(job: Job, count: int, seed: int) -> None:
     job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
     job.tables = _tables(summed, worst)
     job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
+
+
+def _compile_ahead(job: Job, count: int, seed: int) -> None:
+    """Have the kernels compiled that the shapes need: one shape of each kind needs all of its kind's."""
+    job.advance(0, count, "compiling")
+    device = planning.device_of(job.device)
+    specs = [draw(seed, number, device.type).spec(device) for number in range(count)]
+    one_of_each = {kind_of(spec, "forward"): spec for spec in specs}
+    compile_ahead(one_of_each.values(), map(_registry.find, job.backends), job.deadline - time.monotonic())
 
 
 def _measure(job: Job, count: int, seed: int, table: str, rows: list[dict[str, Any]]) -> None:
@@ -195,8 +210,8 @@ def losses(rows: Sequence[Row], step: str, bound: str = ALL) -> dict[str, list[f
         if times is None or bound not in (ALL, row["bound"][step]):
             continue
         best = times[best_of(times)]
-        for name, time in times.items():
-            found.setdefault(name, []).append(time / best)
+        for name, taken in times.items():
+            found.setdefault(name, []).append(taken / best)
     return found
 
 

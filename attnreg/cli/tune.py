@@ -177,16 +177,16 @@ def measure_fronts(session: Session) -> None:
     """Measure the host time per call on a GPU, for each backend of which the table doesn't have it."""
     from attnreg import aten
     from attnreg.torchlib import captured
-    from attnreg.tuning.kinds import MANY
+    from attnreg.tuning.kinds import MANY, SHARED
 
     if session.device.type != "cuda":
         return
     aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    # Older tables have times of one shape only.
+    # Older tables have times of fewer shapes.
     known = {
         front.backend
         for front in session.fronts
-        if front.shape != MANY and (front.compiled or not captured.call_cache_in_use)
+        if front.shape == MANY + SHARED and (front.compiled or not captured.call_cache_in_use)
     }
     if missing := [entry.name for entry in session.entries if entry.name not in known]:
         from attnreg.bench.fronts import host_costs
@@ -196,11 +196,15 @@ def measure_fronts(session: Session) -> None:
 
 def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple[str, str]:
     """Measure behind a progress bar; return how it ended, and the problem if there is one."""
+    from attnreg.bench.ahead import compile_ahead
     from attnreg.tuning.checks import DeviceLostError
 
     done = 0
     try:
-        with output.progress(len(specs), "host time per call") as update:
+        with output.progress(len(specs), "compiling") as update:
+            todo = [spec for spec in specs if session.todo(spec)]
+            compile_ahead(todo, session.entries, deadline - time.monotonic())
+            update(description="host time per call")
             measure_fronts(session)
             for spec in session.run(specs, deadline - time.monotonic()):
                 done += 1

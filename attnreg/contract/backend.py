@@ -169,6 +169,8 @@ class Backend:
             ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first.
         experimental: whether it hasn't run on the hardware that it is written for.
+        compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg
+            tune` has several processes do so before it measures.
 
     Raises:
         RegistrationError: a field has the wrong type; the message names it.
@@ -184,6 +186,7 @@ class Backend:
     install: str = ""
     priority: int = 0
     experimental: bool = False
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -213,5 +216,6 @@ def _badly_typed(name: str, value: object) -> str:
         "install": (str, "a string"),
         "priority": (int, "a whole number"),
         "experimental": (bool, "True or False"),
+        "compiles": (bool, "True or False"),
     }[name]
     return "" if isinstance(value, kind) else expected

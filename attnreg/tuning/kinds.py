@@ -34,8 +34,11 @@ SINGLE = 2.0
 
 # What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
 # fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
-# blocks, and one more kernel adds up the parts. With one query the others do so from some keys on, too.
-HOST_SHAPES = MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
+# blocks, and one more kernel adds up the parts. With one query the others do so from some keys on, too. Where
+# query heads share key heads, kernels add up the gradients of the keys, and FA4's are two more.
+MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
+SHARED = ", shared key heads"
+HOST_SHAPES = (MANY, MANY + SHARED, FEW, FEW + SHARED, ONE, LONG)
 ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS = 64, 200, 2**14, 512
 
 # The multiprocessors of an H100 and of an H200.
@@ -118,16 +121,21 @@ def size_of(spec: AttentionSpec) -> Size:
     return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
 
 
-def host_shape_of(kind: Kind, size: Size) -> str:
-    """Return which of `HOST_SHAPES` a call is, as the backends' kernels were seen to split keys."""
+def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
+    """Return which of `HOST_SHAPES` a call is, and those that come near where a table doesn't have it.
+
+    As the backends' kernels were seen to split keys.
+    """
     # The queries of a group of heads are rows of one block where there is one query.
     heads = size.heads_q // max(kind.ratio, 1) if size.max_q == 1 else size.heads_q
     blocks = size.batch * heads * -(-size.max_q // ROWS)
     if kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS:
-        return MANY
-    if size.max_q > 1:
-        return FEW
-    return ONE if size.max_k <= MANY_KEYS else LONG
+        like = MANY
+    elif size.max_q > 1:
+        like = FEW
+    else:
+        return ONE if size.max_k <= MANY_KEYS else LONG, MANY
+    return (like + SHARED, like, MANY) if kind.ratio > 1 else (like, MANY)
 
 
 def family_of(kind: Kind) -> Kind:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.tuning.index import EXACT, Index, Kinds, Place
-from attnreg.tuning.kinds import MANY, Kind, coordinates, family_of, host_shape_of, kind_of, size_of, work
+from attnreg.tuning.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, work
 from attnreg.tuning.points import Point
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
@@ -135,7 +135,7 @@ def predict(
     amount = work(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     recorded = direction == "backward" or spec.needs_backward
-    hosts = _hosts(kinds, kind, names, compiled, recorded, host_shape_of(kind, size))
+    hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
     found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -192,7 +192,7 @@ def _ranked(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _hosts(
-    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shape: str
+    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shapes: Iterable[str]
 ) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if one is missing.
 
@@ -200,7 +200,7 @@ def _hosts(
     cache less than Python.
     """
     # Older tables have neither times of calls that autograd doesn't record nor of other shapes.
-    ways = product((True, False) if compiled else (False,), (shape, MANY), (recorded, True))
+    ways = product((True, False) if compiled else (False,), shapes, (recorded, True))
     for routers, like, way in ways:
         place = kind.varlen, kind.direction, routers, way, like
         found = {name: kinds.fronts.get((name, *place)) for name in names}

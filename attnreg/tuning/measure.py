@@ -77,6 +77,14 @@ class Measurement:
             if results := self._results(direction):
                 yield Point(kind_of(self._spec, direction), size_of(self._spec), results)
 
+    def call_once(self) -> None:
+        """Check and call every backend once, and take no times."""
+        for direction in self._directions:
+            for entry in self._entries:
+                if not entry.reasons(self._spec, direction):
+                    self._checks.of(entry, self._spec, direction)
+                    self._first(Runner(entry.name, self._call(entry, direction), 0.0), direction)
+
     def _results(self, direction: Direction) -> dict[str, Measured]:
         results: dict[str, Measured] = {}
         runners: list[Runner] = []

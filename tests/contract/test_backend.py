@@ -26,6 +26,7 @@ def test_a_name_a_forward_and_a_load_function_make_a_backend():
     assert (backend.backward, backend.refuses, load().backward) == (None, None, None)
     assert (backend.unavailable(), backend.version()) == (None, None)
     assert (backend.install, backend.priority, backend.experimental) == ("", 0, False)
+    assert not backend.compiles
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ BAD = [
     *(("install", value, "a string") for value in (None, ["pip", "install", "mine"])),
     *(("priority", value, "a whole number") for value in ("high", None, 1.5)),
     ("experimental", "no", "True or False"),
+    ("compiles", 1, "True or False"),
 ]
 
 

@@ -18,7 +18,7 @@ from attnreg.selection import policy
 from attnreg.torchlib import captured
 from attnreg.tuning import traces
 from attnreg.tuning.checks import DeviceLostError
-from attnreg.tuning.kinds import FEW, MANY
+from attnreg.tuning.kinds import MANY, SHARED
 from attnreg.tuning.points import Front
 from attnreg.tuning.table import load
 
@@ -84,7 +84,7 @@ def measured_fronts(monkeypatch):
 
     def host_costs(device, names):
         asked_of.append((device.type, names))
-        return [Front(name, False, "forward", 9.0, recorded=False, shape=FEW) for name in names]
+        return [Front(name, False, "forward", 9.0, recorded=False, shape=MANY + SHARED) for name in names]
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
     return asked_of
@@ -96,16 +96,16 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     made = session(entry("a"), entry("b"))
     measure_fronts(made)  # a CPU is its own host
     made.device = torch.device("cuda")
-    few = Front("a", False, "forward", 8.0, recorded=False, shape=FEW)
+    few = Front("a", False, "forward", 8.0, recorded=False, shape=MANY + SHARED)
     made.fronts = (few,)
     measure_fronts(made)
     measure_fronts(made)
     assert measured_fronts == [("cuda", ["b"])]
-    made.fronts += (Front("a", False, "backward", 30.0, shape=FEW),)
+    made.fronts += (Front("a", False, "backward", 30.0, shape=MANY + SHARED),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
     assert host_rows(made.fronts) == [
-        ("a", "SDPA", "Python", FEW, "-", "30.0", "8.0"),
-        ("b", "SDPA", "Python", FEW, "-", "-", "9.0"),
+        ("a", "SDPA", "Python", MANY + SHARED, "-", "30.0", "8.0"),
+        ("b", "SDPA", "Python", MANY + SHARED, "-", "-", "9.0"),
         ("a", "SDPA", "compiled", MANY, "-", "29.0", "-"),
     ]
     # Those anew of which only calls of many queries were timed, as in older tables.

@@ -8,7 +8,18 @@ import pytest
 from support.tuned import point, spec_with, took
 
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import FEW, LONG, MANY, ONE, coordinates, host_shape_of, kind_of, size_of, work
+from attnreg.tuning.kinds import (
+    FEW,
+    LONG,
+    MANY,
+    ONE,
+    SHARED,
+    coordinates,
+    host_shapes_of,
+    kind_of,
+    size_of,
+    work,
+)
 from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, predict_both, reordered
 from attnreg.tuning.points import Front, Measured
 
@@ -137,6 +148,8 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
         (MANY, {"batch": 2, "max_q": 257, "max_k": 257, "varlen": True}),
         (FEW, {"batch": 2, "max_q": 129, "max_k": 129, "head_dim": 128}),
         (FEW, {"max_q": 4, "max_k": 9000}),
+        (MANY + SHARED, {"batch": 2, "max_q": 256, "max_k": 256, "heads_k": 2}),
+        (FEW + SHARED, {"batch": 2, "max_q": 257, "max_k": 257, "heads_k": 2}),
         (ONE, {"max_q": 1, "max_k": 512}),
         (LONG, {"max_q": 1, "max_k": 513}),
         (LONG, {"batch": 50, "max_q": 1, "max_k": 513}),
@@ -146,7 +159,7 @@ def test_a_forward_alone_takes_what_it_takes_without_a_graph_where_that_was_meas
 )
 def test_a_call_launches_the_kernels_of_one_of_the_shapes_whose_host_times_are_measured(shape, changes):
     spec = spec_with(**changes)
-    assert host_shape_of(kind_of(spec, "forward"), size_of(spec)) == shape
+    assert host_shapes_of(kind_of(spec, "forward"), size_of(spec))[0] == shape
 
 
 def test_the_host_time_of_a_call_is_that_of_its_shape_or_else_of_many_queries():
@@ -162,6 +175,22 @@ def test_the_host_time_of_a_call_is_that_of_its_shape_or_else_of_many_queries():
     assert first(many + long, decoding) == ("b", 20.0 * USUAL_HOST)
     assert first(many + long, spec_with()) == first(many, decoding) == ("a", 20.0 * USUAL_HOST)
     assert first(many + long[:1], decoding) == ("a", 20.0 * USUAL_HOST)
+
+
+def test_the_host_time_of_shared_heads_is_their_own_or_else_that_of_such_a_shape_without_them():
+    points = [point(a=took(1.0, 60.0), b=took(1.0, 15.0))]
+    few = [one._replace(shape=FEW) for one in fronts_of("forward", a=30.0, b=25.0)]
+    shared = [one._replace(shape=FEW + SHARED) for one in fronts_of("forward", a=21.0, b=22.0)]
+    many = fronts_of("forward", a=20.0, b=40.0)
+
+    def first(fronts):
+        spec = spec_with(batch=2, max_q=257, max_k=257, heads_k=2)
+        found = predict(Kinds(points, fronts), spec, "forward", "t").candidates[0]
+        return found.backend, pytest.approx(found.host_us)
+
+    assert first(many + few + shared) == ("a", 21.0 * USUAL_HOST)
+    assert first(many + few) == ("b", 25.0 * USUAL_HOST)
+    assert first(many) == ("a", 20.0 * USUAL_HOST)
 
 
 def test_a_lead_of_a_tenth_in_host_times_does_not_change_the_default_order():

@@ -144,4 +144,5 @@ BACKEND = Backend(
     install="pip install 'attnreg[fa4]'",
     # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
     priority=30,
+    compiles=True,
 )
