@@ -43,13 +43,17 @@ LAYERS, ROUNDS = 24, 15
 MEASURED: tuple[tuple[Direction, bool], ...] = (("forward", True), ("backward", True), ("forward", False))
 
 
-def host_costs(device: torch.device, names: Sequence[str], rounds: int = ROUNDS) -> list[Front]:
+def host_costs(
+    device: torch.device, names: Sequence[str], rounds: int = ROUNDS, *, as_used: bool = False
+) -> list[Front]:
     """Return what each backend's calls take the host through both fronts; of those that run them.
 
-    Without the compiled call cache, and with it where it is built.
+    Without the compiled call cache, and with it where it is built; `as_used`: then with it alone.
     """
     with untouched():
         found = list(_of_all(device, names, rounds)) if captured.call_cache_in_use else []
+        if found and as_used:
+            return found
         with call_cache.paused():
             return [*_of_all(device, names, rounds), *found]
 

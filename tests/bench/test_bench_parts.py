@@ -148,6 +148,8 @@ def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_ro
         for direction, recorded in (("forward", True), ("backward", True), ("forward", False))
         if like == MANY or not recorded
     ]
+    in_use = fronts.host_costs(torch.device("cpu"), ["math"], rounds=1, as_used=True)
+    assert {one.compiled for one in in_use} == {wanted == "compiled"}
     assert captured.call_cache_in_use is (wanted == "compiled")
     aten.restore()
     assert all(one.host_us > 0 for one in found if one.direction == "forward")

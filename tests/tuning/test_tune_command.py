@@ -82,8 +82,8 @@ def measured_fronts(monkeypatch):
     """Return the backends whose host times `attnreg tune` measures, as it asks for them."""
     asked_of = []
 
-    def host_costs(device, names):
-        asked_of.append((device.type, names))
+    def host_costs(device, names, *, as_used):
+        asked_of.append((device.type, names, as_used))
         return [Front(name, False, "forward", 9.0, recorded=False, shape=MANY + SHARED) for name in names]
 
     monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
@@ -100,7 +100,7 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     made.fronts = (few,)
     measure_fronts(made)
     measure_fronts(made)
-    assert measured_fronts == [("cuda", ["b"])]
+    assert measured_fronts == [("cuda", ["b"], False)]
     made.fronts += (Front("a", False, "backward", 30.0, shape=MANY + SHARED),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
     assert host_rows(made.fronts) == [
@@ -111,12 +111,14 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     # Those anew of which only calls of many queries were timed, as in older tables.
     made.fronts = (few._replace(shape=MANY), few._replace(backend="b"))
     measure_fronts(made)
-    assert measured_fronts[1:] == [("cuda", ["a"])]
-    # With the call cache those anew that were measured without.
+    assert measured_fronts[1:] == [("cuda", ["a"], False)]
+    # With the call cache those anew of which one kind is missing; if there is little time, the kind in use.
     monkeypatch.setattr(captured, "call_cache_in_use", True)
     made.fronts = few, few._replace(backend="b", compiled=True)
+    measure_fronts(made, hurried=True)
+    made.fronts = few, few._replace(compiled=True), few._replace(backend="b", compiled=True)
     measure_fronts(made)
-    assert measured_fronts[2:] == [("cuda", ["a"])]
+    assert measured_fronts[2:] == [("cuda", ["a"], True), ("cuda", ["b"], False)]
 
 
 def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backends, tmp_path, routers):
