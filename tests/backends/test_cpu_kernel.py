@@ -370,6 +370,22 @@ def test_gradients_do_not_depend_on_the_number_of_threads(kernels, magnitude):
         assert_same(each, found[0])
 
 
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_the_bits_of_a_sequence_depend_on_its_batch_unless_the_call_says_that_they_may_not(
+    threads, cpu_kernel
+):
+    def last_forward(lengths, tensors, invariant):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        call = Call(0.2, 300, 300, window=(50, 0), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        return cpu_kernel.forward(*tensors, call._replace(batch_invariant=invariant))[0][-300:]
+
+    tokens = torch.randn(3, 1200, 1, 32, generator=torch.Generator().manual_seed(1))
+    alone = [x[-300:].contiguous() for x in tokens]
+    for invariant in (False, True):
+        together = last_forward([300] * 4, tokens, invariant)
+        assert torch.equal(together, last_forward([300], alone, invariant)) is invariant
+
+
 SHORT_OF_MEMORY = """
 def solve(x, lse=None):
     call = Call(1.0, x.size(1), x.size(1))

@@ -185,36 +185,77 @@ def test_ranks_compare_the_policy():
     assert (found.requested, found.table_name) == (POLICY, POLICY)
 
 
-def bits_of(run, tensors):
+@pytest.fixture
+def two_threads():
+    """Have kernels share their work among threads, as they do in programs; the tests run with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def bits_of_last(run, tensors, rows=1):
+    """Return the last rows of the output and of the gradients, where the others' have none."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = run(*leaves)
-    weights = torch.arange(out.numel()).view(out.shape).sin().to(out.dtype)
-    return out.detach(), *torch.autograd.grad((out * weights).sum(-1).sum(), leaves)
+    grad = torch.zeros_like(out)
+    grad[-rows:] = torch.arange(grad[-rows:].numel()).view(grad[-rows:].shape).sin().to(grad.dtype)
+    return [x[-rows:] for x in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+
+
+def same_bits(one, other):
+    assert len(one) == len(other) == 4  # the output and three gradients
+    return all(map(torch.equal, one, other))
+
+
+def only(backend, monkeypatch):
+    know(monkeypatch, math_backend.BACKEND, *([cpu_backend.BACKEND] if backend == "cpu" else []))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_without_the_policy_a_batch_shows_in_the_bits_of_its_rows_and_with_it_does_not(monkeypatch, ran):
+    only("cpu", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 4, length, 32, generator=generator) for length in (1, 600, 600))
+
+    def same():
+        together = bits_of_last(F.scaled_dot_product_attention, (query, key, value))
+        alone = bits_of_last(F.scaled_dot_product_attention, [x[-1:] for x in (query, key, value)])
+        return same_bits(together, alone)
+
+    with attnreg.use_backend("cpu"):
+        assert not same()
+    monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant")
+    attnreg.reload()
+    assert same()
+    assert ran() == {"cpu": (4, 4)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "math"])
+@pytest.mark.usefixtures("in_force", "two_threads")
 def test_a_row_of_sdpa_has_the_same_bits_alone_and_beside_others_first_and_repeated(
-    backend, dtype, monkeypatch, in_force, ran
+    backend, dtype, monkeypatch, ran
 ):
-    know(monkeypatch, math_backend.BACKEND, *([cpu_backend.BACKEND] if backend == "cpu" else []))
+    only(backend, monkeypatch)
     batch = [x.to(dtype) for x in torch.randn(3, 5, 4, 70, 32)]
 
     def attend(*qkv):
         return F.scaled_dot_product_attention(*qkv, is_causal=True)
 
     for _ in range(4):  # the call cache runs the later ones
-        whole = [x[3:4] for x in bits_of(attend, batch)[:1]]
-        assert torch.equal(bits_of(attend, [x[3:4] for x in batch])[0], whole[0])
-        assert torch.equal(attend(*(x[[3, 0]] for x in batch))[:1], whole[0])
-    assert ran().keys() == {backend}
+        together = bits_of_last(attend, batch)
+        assert same_bits(together, bits_of_last(attend, [x[-1:] for x in batch]))
+        assert same_bits(together, bits_of_last(attend, [x[[0, 4]] for x in batch]))
+    assert ran() == {backend: (12, 12)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "math"])
-def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, monkeypatch, in_force, ran):
-    know(monkeypatch, math_backend.BACKEND, *([cpu_backend.BACKEND] if backend == "cpu" else []))
-    lengths, dim = (130, 5, 300), 32
-    tokens = torch.randn(3, sum(lengths), 4, dim)
+@pytest.mark.usefixtures("in_force", "two_threads")
+def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, dtype, monkeypatch, ran):
+    only(backend, monkeypatch)
+    tokens = torch.randn(3, 130 + 5 + 300, 1, 32).to(dtype)
 
     def attend_packed(*lengths):
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -223,7 +264,7 @@ def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, mo
         )
 
     for _ in range(3):
-        together = attend_packed(*lengths)(*tokens)
-        assert torch.equal(together[135:], attend_packed(300)(*tokens[:, 135:]))
-        assert torch.equal(together[130:135], attend_packed(5)(*tokens[:, 130:135]))
-    assert ran().keys() == {backend}
+        together = bits_of_last(attend_packed(130, 5, 300), tokens, 300)
+        assert same_bits(together, bits_of_last(attend_packed(300), [x[-300:] for x in tokens], 300))
+        assert same_bits(together, bits_of_last(attend_packed(5, 300), [x[-305:] for x in tokens], 300))
+    assert ran() == {backend: (9, 9)}
