@@ -20,7 +20,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch import planning
 from attnreg.errors import BackendUnavailableError
-from attnreg.selection.decision import Policy, select
+from attnreg.selection.decision import Policy, default_source, select
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -130,7 +130,7 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
         entry = entries[name.casefold()]
         served = entry.backend is not None and device.type in entry.backend.devices
         if served and name.casefold() not in in_force.disabled and not entry.unavailable():
-            source = sources.get(name.casefold(), f"default order for {device.keys[0]}")
+            source = sources.get(name.casefold(), default_source(spec))
             found.append({"backend": name, "source": source})
     return {"order": found, "problem": problem}
 

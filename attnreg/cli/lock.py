@@ -81,17 +81,20 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
             f'--from: got {trace}, recorded without policy = "batch_invariant", expected one recorded with '
             "it, as packed calls have other windows then: set ATTNREG_POLICY=batch_invariant for both"
         )
-    rows: dict[Row, None] = {}
+    rows: dict[tuple[AttentionSpec, Direction], Row] = {}
     refused = []
-    for one in recorded:
+    # Any backend may run empty calls, also where those of any batch are one row: the others decide about it.
+    for one in sorted(recorded, key=lambda one: one.spec.empty):
         spec = policy.applied_to(replace(one.spec, device=place))
         for decision in _decisions(spec, one, policy):
             if decision.backend is None:
                 refused.append((spec, decision))
             else:
                 held = spec.of_any_batch() if spec.batch_invariant else spec
-                rows[Row(held, decision.direction, decision.backend, decision.source)] = None
-    file = Lockfile(out.absolute(), place.type, environment(place, _registry.entries()), tuple(rows))
+                row = Row(held, decision.direction, decision.backend, decision.source)
+                rows.setdefault((held, decision.direction), row)
+    locked = tuple(rows.values())
+    file = Lockfile(out.absolute(), place.type, environment(place, _registry.entries()), locked)
     file.save()
     return file, refused
 

@@ -174,6 +174,11 @@ class AttentionSpec:
         )  # fmt: skip
 
     @property
+    def empty(self) -> bool:
+        """Whether no query sees a key, as there are none of one of them: all results are zeros."""
+        return not (self.batch and self.tokens_q and self.tokens_k)
+
+    @property
     def causal(self) -> bool:
         """Whether no query sees a later key (bottom-right aligned)."""
         return self.window[1] == 0

@@ -19,7 +19,16 @@ from attnreg.selection.lockfile import Lock
 from attnreg.tuning.lookup import Prediction, with_sources
 from attnreg.tuning.tables import Tables
 
-__all__ = ["BATCH_INVARIANT", "Decision", "Policy", "Preference", "replayed", "select", "tied_to"]
+__all__ = [
+    "BATCH_INVARIANT",
+    "Decision",
+    "Policy",
+    "Preference",
+    "default_source",
+    "replayed",
+    "select",
+    "tied_to",
+]
 
 BATCH_INVARIANT = 'policy = "batch_invariant"'
 
@@ -137,8 +146,7 @@ def select(
     give a sequence other bits.
     """
     here = _selected(spec, direction, entries, policy, native, prediction)
-    has_bits = spec.batch and spec.tokens_q and spec.tokens_k
-    if here.backend is None or not (spec.batch_invariant and has_bits):
+    if here.backend is None or spec.empty or not spec.batch_invariant:
         return here
     usual = _selected(spec.of_any_batch(), direction, entries, policy)
     # A backend that was set aside may have run such calls before.
@@ -177,10 +185,7 @@ def _selected(
     preferred = set(ranked)
     priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
-    default = f"default order for {spec.device.keys[0]}"
-    if spec.batch_invariant:
-        default += f", {BATCH_INVARIANT}"
-    for name, source in with_sources(order, able, prediction, default).items():
+    for name, source in with_sources(order, able, prediction, default_source(spec)).items():
         ranked.setdefault(name, source)
     may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
     chosen = next(may, None)
@@ -201,6 +206,13 @@ def _selected(
         asked_for=tuple(shown[name] for name in ranked if name in preferred),
         refusal=refusal,
         predicted=prediction,
+    )
+
+
+def default_source(spec: AttentionSpec) -> str:
+    """Return the source of a backend that nothing asked for, and no table."""
+    return f"default order for {spec.device.keys[0]}" + (
+        f", {BATCH_INVARIANT}" if spec.batch_invariant else ""
     )
 
 

@@ -165,6 +165,7 @@ def test_a_lock_holds_the_backend_of_calls_of_any_batch(tmp_path, monkeypatch, r
     with attnreg.record(trace):
         attend(4, 5, window_size=(100, 0))
         attend(6, window_size=(100, 0))
+        attend(0, 0, 0, window_size=(100, 0))  # another backend runs it, and it has no bits
     assert invoke("lock", "--from", trace, "--out", out).exit_code == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["backend"], row["source"], row["spec"]["batch_invariant"]) == ("narrow", BY, True)
@@ -177,6 +178,12 @@ def test_a_lock_holds_the_backend_of_calls_of_any_batch(tmp_path, monkeypatch, r
     monkeypatch.delenv("ATTNREG_POLICY")
     attnreg.reload()
     assert "has no row for this forward" in refused(attend_windowed, 7, 3)
+
+
+@pytest.mark.usefixtures("known", "in_force")
+def test_info_names_the_policy_with_the_order():
+    order = json.loads(invoke("info", "--json").stdout)["devices"][0]["order"]
+    assert {one["source"] for one in order} == {BY}
 
 
 @pytest.mark.usefixtures("known", "in_force")
