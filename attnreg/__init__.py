@@ -81,6 +81,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'attnreg' has no attribute {name!r}")
     # Torch first: its entry point may import attnreg's own modules, which then have to be whole.
     importlib.import_module("torch")
+    hook = importlib.import_module("attnreg._autoload")
+    if not hook.asked:
+        hook.activate()
     found = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
     globals()[name] = found
     return found

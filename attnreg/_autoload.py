@@ -25,8 +25,16 @@ _TRANSFORMERS = "ATTNREG_TRANSFORMERS"
 _READY = "transformers.modeling_utils"
 
 
+# Whether the environment has asked for something.
+asked = False
+
+
 def activate() -> None:
-    """Install the routers if the environment asks for something; never an error of `import torch`."""
+    """Install the routers if the environment asks for something; never an error of `import torch`.
+
+    `import torch` calls it, and the first use of a name of attnreg: a program may set a variable in between.
+    """
+    global asked
     offer()
     # In any case: "attnreg_backend" does nothing on Linux, so a warning has to say so.
     # ATTNREG_BUILD alone asks for no backend: it is about programs that do.
@@ -35,6 +43,7 @@ def activate() -> None:
         for name, value in os.environ.items()
     ):
         return
+    asked = True
     from attnreg.errors import ConfigError
 
     try:

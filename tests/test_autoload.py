@@ -174,6 +174,22 @@ def no_routers():
     aten.restore()
 
 
+SET_LATER = """\
+import os, json, torch, torch.nn.functional as F
+import attnreg
+os.environ["ATTNREG_BACKEND"] = "math"
+tensors = torch.ones(3, 1, 2, 8, 16)
+explained = attnreg.explain(*tensors).forward.backend
+F.scaled_dot_product_attention(*tensors)
+print(json.dumps([explained, attnreg.stats().calls]))
+"""
+
+
+def test_a_variable_that_is_set_after_the_import_of_torch_governs_torchs_functions_too():
+    (explained, calls), warned = run(program=SET_LATER)
+    assert (explained, calls, warned) == ("math", {"math": {"forward": 1, "backward": 0}}, [])
+
+
 def test_a_later_import_of_attnreg_makes_it_known_where_torch_did_not_load_it():
     program = (
         "import torch, json, torch.nn.attention as a\n"
