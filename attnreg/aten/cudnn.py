@@ -26,6 +26,7 @@ from attnreg.dispatch.calls import (
     wants_deterministic,
     wants_gradient,
 )
+from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan
@@ -49,12 +50,12 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     call = _packed_call(given, dropout, seqused_k=given.seqused_k, block_table=given.block_table)
     needs_backward = wants_gradient(query, key, value)
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
-    choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, seed = routing.run_with_dropout(plan, query, key, value, call)
+        out, lse, seed = run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         seed = query.new_empty(2, dtype=torch.uint64)
@@ -85,13 +86,13 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     query, key, dropout = given.query, given.key, given.dropout_p
     call = routing.call_of(given, given.attn_bias)
     plan = routing.dense_plan("forward", given, routed, call, routed.choice)
-    choice = routing.forward_choice(routed.choice, plan, dropout)
+    choice = forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
         return _with_choice(result, choice), kept
     tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
-        out, lse, rng_state = routing.run_with_dropout(plan, *tensors, call)
+        out, lse, rng_state = run_with_dropout(plan, *tensors, call)
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         out, lse = plan.run(*tensors, call)

@@ -19,6 +19,7 @@ from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts
 from attnreg.dispatch import calls, scope
 from attnreg.dispatch.calls import plan_for, wants_gradient
+from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.planning import Native
 from attnreg.torchlib.layout import stream_of
 
@@ -40,13 +41,13 @@ def _forward(given: FlashForward, routed: RoutedCall) -> Served:
         # The op above has transposed them, and what is transposed below autograd needs no gradient.
         needs_backward = torch.is_grad_enabled()
     plan = plan_for("forward", query, key, value, call, routed.choice, native, needs_backward)
-    choice = routing.forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         (*results, unused, debug_mask), kept = routed.run_native(plan, keeps=choice is routed.choice)
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, rng_state = routing.run_with_dropout(plan, query, key, value, call)
+        out, lse, rng_state = run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         rng_state = query.new_empty(2, dtype=torch.uint64)

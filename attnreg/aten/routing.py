@@ -25,9 +25,8 @@ from attnreg.dispatch import call_cache, calls, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import DeclinedError, Plan, retry_on_decline, state
+from attnreg.dispatch.state import Plan, retry_on_decline, state
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection.decision import tied_to
 from attnreg.torchlib.layout import inductor_is_running, readable
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -167,27 +166,6 @@ def router(
     return routed
 
 
-def run_with_dropout(
-    plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a forward with dropout; returns output, LSE, and the seed and offset of its mask.
-
-    These come from the device's default generator, which is put back where the kernel declines the call: one
-    that is made again from the same state has to draw the same, whichever backend was tried before.
-    """
-    device = query.device
-    generator = torch.cuda.default_generators[device.index] if query.is_cuda else torch.default_generator
-    before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()
-    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device).view(torch.uint64)
-    try:
-        out, lse = plan.run(query, key, value, call._replace(rng_state=seed))
-    except DeclinedError:
-        if before is not None:
-            generator.set_state(before)
-        raise
-    return out, lse, seed
-
-
 def kept_dense(
     plan: Plan, call: Call, length_k: int, tensors: tuple[Tensor, ...], auxiliary: tuple[Any, ...] = ()
 ) -> Kept | None:
@@ -216,18 +194,6 @@ def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
         return result
     expected = torch.empty_like(model)
     return result if result.stride() == expected.stride() else expected.copy_(result)
-
-
-def forward_choice(
-    choice: ScopedChoice | None, plan: Plan, dropout: float, no_gradient: str = ""
-) -> ScopedChoice | None:
-    """Return what a forward passes on to its backward: the choice that led it, or its dropout's backend."""
-    if dropout == 0.0 and not no_gradient:
-        return choice
-    preference = choice.preference if choice is not None else None
-    if dropout > 0.0:
-        preference = tied_to(plan.backend)
-    return scope.make_choice(preference, no_gradient)
 
 
 def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:

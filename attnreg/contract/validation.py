@@ -179,6 +179,17 @@ def checked_softcap(softcap: float) -> float:
     return found
 
 
+def checked_dropout(dropout_p: float) -> float:
+    """Return a probability of dropping an attention weight as a float."""
+    try:
+        found = float(dropout_p)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if not 0.0 <= found <= 1.0:
+        raise _wrong("dropout_p", repr(dropout_p), "0 to 1")
+    return found
+
+
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:
     return InvalidInputError(f"{what}: got {got}, expected {expected}")
 

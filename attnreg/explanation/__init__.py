@@ -132,14 +132,13 @@ def explain(
             f"explain: got {given} alone, expected query, key and value, or an AttentionSpec"
         )
     if cu_seq_q is not None:
-        if attn_mask is not None or dropout_p > 0.0:
+        if attn_mask is not None:
             raise InvalidInputError(
-                "explain: got attn_mask or dropout_p with cu_seq_q, expected neither: varlen_attn "
-                "has no such argument"
+                "explain: got attn_mask with cu_seq_q, expected none: varlen_attn has no such argument"
             )
         described = packed(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
-            seqused_k, block_table, num_splits, softcap, alibi_slopes, enable_gqa,
+            seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)

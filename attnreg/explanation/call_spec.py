@@ -13,7 +13,7 @@ from attnreg.aten import cpu, cudnn, flash
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
-from attnreg.contract.validation import check, check_scale, check_values
+from attnreg.contract.validation import check, check_scale, check_values, checked_dropout
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
@@ -86,6 +86,7 @@ def packed(
     num_splits: int | None,
     softcap: float,
     alibi_slopes: Tensor | None,
+    dropout_p: float,
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
@@ -94,7 +95,7 @@ def packed(
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
     rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
-    call = call_of(query, lengths, scale, bound, *rest)
+    call = call_of(query, lengths, scale, bound, *rest)._replace(dropout=checked_dropout(dropout_p))
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

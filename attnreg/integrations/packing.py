@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.errors import UnsupportedInputError
-from attnreg.varlen.front import AuxRequest, varlen_attn
+from attnreg.varlen.front import varlen_attn
 
 Window = tuple[int, int]
 
@@ -171,29 +170,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
 ) -> Tensor:
     """Compute attention over the sequences of a packing: (T, H, D)."""
-    if options.dropout:
-        raise UnsupportedInputError(
-            f"attnreg: got dropout {options.dropout} for a batch that is packed or padded or has a window, a "
-            "softcap or sinks, expected 0 (attention_dropout in the model's config)"
-        )
-    wants_lse = None if options.sinks is None else AuxRequest(lse=True)
     result: Any = varlen_attn(
         query, key, value, packing.cu_seq_q, packing.cu_seq_k, packing.max_q, packing.max_k,
-        return_aux=wants_lse, scale=options.scale, window_size=window, enable_gqa=True,
-        softcap=options.softcap,
+        scale=options.scale, window_size=window, enable_gqa=True, softcap=options.softcap,
+        sinks=options.sinks, dropout_p=options.dropout,
     )  # fmt: skip
-    if options.sinks is None:
-        return result  # type: ignore[no-any-return]
-    out, lse = result
-    if (
-        (out.requires_grad or options.sinks.requires_grad)
-        and not lse.requires_grad
-        and torch.is_grad_enabled()
-    ):
-        raise UnsupportedInputError(
-            "attnreg: got sinks (s_aux) and a gradient to compute, expected none: there is no gradient "
-            "through the LSE (torch.no_grad, or attn_implementation='eager')"
-        )
-    # A sink is one more key without a value: it takes exp(sink) of a row's exp(sink) + exp(lse).
-    share = torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])
-    return (out * share.mT[..., None]).to(out.dtype)  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]

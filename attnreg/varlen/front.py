@@ -1,9 +1,10 @@
 """Front 2: `varlen_attn`, attention over packed sequences without padding, on any device.
 
 In eager a call goes to the compiled call cache, which has an autograd node of its own in C++ and leaves
-what it doesn't keep to Python (`plans.py`); where there is no compiled part, it goes to the same functions
-through a `torch.autograd.Function`. Under torch.compile, export and AOTInductor, and wherever modes,
-subclasses or function transforms are to see an op, the call is `attnreg::_varlen_attn` (`custom_op.py`).
+what it doesn't keep to Python (`plans.py`). Calls with options that it leaves out, and all where there is no
+compiled part, go through a `torch.autograd.Function` (`autograd.py`). Under torch.compile, export and
+AOTInductor, and wherever modes, subclasses or function transforms are to see an op, the call is
+`attnreg::_varlen_attn` (`custom_op.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from attnreg.contract.validation import checked_softcap
+from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
-from attnreg.dispatch.scope import ScopedChoice
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.varlen import custom_op
-from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, run, window
+from attnreg.varlen.autograd import attend, attend_uncompiled
+from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -59,6 +59,7 @@ def varlen_attn(
     softcap: float = 0,  # 0.0 would be a symbol in dynamic graphs, which are then compiled twice
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0,  # as softcap
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
@@ -93,6 +94,9 @@ def varlen_attn(
             runs on a backend that takes a gradient of the LSE.
         alibi_slopes: float32 (H,) or (B, H): from each score `slope` times the distance of query and key is
             taken, aligned bottom-right (ALiBi). It has no gradient.
+        dropout_p: probability of dropping an attention weight, the others grow by 1 / (1 - dropout_p). Which
+            are dropped follows from torch's default generator of the device (`torch.manual_seed`); another
+            backend drops others. Under torch.compile such a call is a graph break.
         backend: run on this backend or not at all.
 
     Returns:
@@ -123,6 +127,7 @@ def varlen_attn(
             and num_splits is None
             and not softcap
             and alibi_slopes is None
+            and not dropout_p
             and GRAPH_TREES not in sys.modules
         ):
             results = cache.varlen(
@@ -144,21 +149,28 @@ def varlen_attn(
     query, key, value = autocast(query, key, value)
     out: Tensor
     lse: Tensor
-    if compiling or not is_plain(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes):
+    plain = not compiling and is_plain(
+        query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes
+    )  # fmt: skip
+    if dropout_p and not (plain or compiling):
+        raise UnsupportedInputError(
+            "dropout_p must be 0 in dispatch modes, in function transforms and for tensor subclasses, "
+            f"got {dropout_p}"
+        )
+    if dropout_p or plain:
+        options = scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
+        call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
+        if compiling:
+            out, lse = attend_uncompiled(query, key, value, call, backend)
+        else:
+            out, lse = attend(query, key, value, call, choice)
+    else:
         op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
             block_table, num_splits, backend or "", wants_gradient(query, key, value),
             checked_softcap(softcap or 0.0), alibi_slopes,
         )  # fmt: skip
-    elif wants_gradient(query, key, value):
-        rest = lengths, scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
-        out, lse = _VarlenAttention.apply(query, key, value, choice, *rest)  # type: ignore[no-untyped-call]
-    else:
-        call = call_of(
-            query, lengths, scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
-        )  # fmt: skip
-        (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward=False)
     return _returned(out, lse, returns_lse, sinks)
 
 
@@ -219,48 +231,3 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     with torch.no_grad():
         out.copy_(computed)
     return (out, result[1]) if isinstance(result, tuple) else out
-
-
-class _VarlenAttention(torch.autograd.Function):
-    """The autograd of eager calls where there is no compiled part; takes the arguments of `call_of`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, choice: ScopedChoice | None, *arguments: Any
-    ) -> tuple[Tensor, ...]:
-        (out, lse), _ = run("forward", (query, key, value), call_of(query, *arguments), choice)
-        (cu_seq_q, cu_seq_k, *longest), scale, bound, seqused_k, block_table, _, softcap, slopes = arguments
-        ctx.save_for_backward(query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes)
-        ctx.numbers, ctx.choice = (longest, scale, bound, softcap), choice
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 12
-        query, key, value, out, lse, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes = ctx.saved_tensors
-        longest, scale, bound, softcap = ctx.numbers
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        if torch.compiler.is_compiling():  # by compiled autograd
-            tensors = grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k
-            number = 0 if ctx.choice is None else ctx.choice.number
-            rest = *longest, False, None, scale, list(bound), seqused_k, block_table, "", number
-            return (*custom_op.backward(*tensors, *rest, softcap or 0.0, grad_lse, slopes), *(None,) * 9)
-        lengths = cu_seq_q, cu_seq_k, *longest
-        grad_lse = None if grad_lse is None else in_memory(grad_lse)
-        call = call_of(query, lengths, scale, bound, seqused_k, block_table, None, softcap, slopes, grad_lse)
-        grads, _ = run("backward", (in_memory(grad_out), query, key, value, out, lse), call, ctx.choice)
-        return (*grads, *(None,) * 9)
-
-
-def in_memory(grad: Tensor) -> Tensor:
-    """Return a gradient as memory that kernels can read.
-
-    Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them memory,
-    but it isn't asked here.
-    """
-    if grad._is_zerotensor():
-        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    return grad.resolve_neg()

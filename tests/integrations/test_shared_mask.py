@@ -88,13 +88,16 @@ def test_several_documents_in_each_of_several_rows_are_apart(read_backs):
     assert len(read_backs) == 2
 
 
-def test_dropout_is_sdpas_or_an_error():
-    out, (_, _, value) = call(made(create=masking_utils.create_causal_mask)[0], dropout=1.0)
+@pytest.mark.parametrize("window", [False, True])
+def test_dropout_drops_weights_of_dense_and_of_windowed_calls(window):
+    mask = made()[0] if window else made(create=masking_utils.create_causal_mask)[0]
+    out, (_, _, value) = call(mask, dropout=1.0)
     assert out.count_nonzero() == 0 < value.count_nonzero()
-    with pytest.raises(
-        UnsupportedInputError, match=r"got dropout 0\.1 for a batch that is packed or padded or"
-    ):
-        call(made()[0], dropout=0.1)
+    torch.manual_seed(0)
+    dropped, _ = call(mask, dropout=0.1)
+    torch.manual_seed(0)
+    assert torch.equal(call(mask, dropout=0.1)[0], dropped)
+    assert not torch.equal(call(mask)[0], dropped)
 
 
 def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():

@@ -1,0 +1,153 @@
+"""Calls that the compiled part doesn't take, packed or dense, with their autograd.
+
+For calls in the contract's layout whose arguments have been checked: those with options that the call cache
+leaves out, all where there is no compiled part, and the dense ones of flash-attn's functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from attnreg.contract.backend import Call
+from attnreg.dispatch import scope
+from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
+from attnreg.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.dispatch.scope import ScopedChoice
+from attnreg.dispatch.state import retry_on_decline
+from attnreg.torchlib.locks import open_after_fork
+from attnreg.varlen import custom_op
+
+T = TypeVar("T")
+
+# The tensors of a call that autograd saves.
+_SAVED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes")
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE, as the kernel has laid them out."""
+    if wants_gradient(query, key, value):
+        return _Attention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
+    return _forward((query, key, value), call, choice, needs_backward=False)[:2]
+
+
+# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
+@_disable_dynamo
+def attend_uncompiled(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Do what `attend` does, in a compiled program between two of its graphs."""
+    choice = scope.current() if backend is None else scope.exclusive(backend)
+    return attend(query, key, value, call, choice)
+
+
+def _forward(
+    inputs: tuple[Tensor, Tensor, Tensor], call: Call, choice: ScopedChoice | None, needs_backward: bool
+) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
+    """Return output, LSE, and for a backward the random state and the choice, which dropout ties."""
+
+    def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
+        plan = plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
+        if call.dropout > 0.0:
+            return *run_with_dropout(plan, *inputs, call), forward_choice(choice, plan, call.dropout)
+        return *plan.run(*inputs, call), None, choice
+
+    return _launched(plan_and_run, call)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs = query, key, value
+        out, lse, rng_state, ctx.choice = _forward(inputs, call, choice, needs_backward=True)
+        ctx.save_for_backward(*inputs, out, lse, rng_state, *(getattr(call, name) for name in _SAVED))
+        asked = call.deterministic and not wants_deterministic()  # by the call itself
+        without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
+        ctx.call = call._replace(deterministic=asked, **without)
+        ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 5
+        call, (*tensors, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = ctx.call, ctx.saved_tensors
+        grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+        others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
+        if not torch.compiler.is_compiling():
+            grads = _backward(grad_out, tensors, call, ctx.choice, *others)
+        elif call.dropout > 0.0 or call.deterministic or cu_seq_q is None:
+            grads = _backward_uncompiled(grad_out, tensors, call, ctx.choice, *others)
+        else:  # by compiled autograd, into the graph
+            number = 0 if ctx.choice is None else ctx.choice.number
+            grads = custom_op.backward(
+                grad_out, *tensors, cu_seq_q, cu_seq_k, call.max_q, call.max_k, False, None, call.scale,
+                list(call.window), used, pages, "", number, call.softcap, grad_lse, slopes,
+            )  # fmt: skip
+        return *grads, None, None
+
+
+def _backward(
+    grad_out: Tensor,
+    tensors: list[Tensor],
+    call: Call,
+    choice: ScopedChoice | None,
+    rng_state: Tensor | None,
+    grad_lse: Tensor | None,
+    *saved: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value; `tensors` are those, the output and the LSE."""
+    given: dict[str, Any] = dict(zip(_SAVED, saved, strict=True)) | {"rng_state": rng_state}
+    given["grad_lse"] = None if grad_lse is None else _in_memory(grad_lse)
+    call = call._replace(deterministic=call.deterministic or wants_deterministic(), **given)
+    grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
+
+    def plan_and_run() -> tuple[Tensor, ...]:
+        plan = plan_for("backward", query, key, value, call, choice)
+        return plan.run(grad_out, query, key, value, *results, call)  # type: ignore[no-any-return]
+
+    return _launched(plan_and_run, call)
+
+
+_backward_uncompiled = _disable_dynamo(_backward)
+
+
+_lock = open_after_fork(threading.RLock())
+
+
+def _launched(plan_and_run: Callable[[], T], call: Call) -> T:
+    """Run a call, in torch's deterministic mode if it asks for that, as some kernels obey nothing else.
+
+    The mode is one for all threads, so the lock keeps it on until the kernel was launched.
+    """
+    if not call.deterministic or wants_deterministic():
+        return retry_on_decline(plan_and_run)
+    with _lock:
+        before = torch.get_deterministic_debug_mode()
+        torch.use_deterministic_algorithms(True)
+        try:
+            return retry_on_decline(plan_and_run)
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+def _in_memory(grad: Tensor) -> Tensor:
+    """Return a gradient as memory that kernels can read.
+
+    Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them memory,
+    but it isn't asked here.
+    """
+    if grad._is_zerotensor():
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    return grad.resolve_neg()
