@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import attnreg
-from attnreg import _registry, aten
+from attnreg import _autoload, _registry, aten
 from attnreg.backends import cudnn as cudnn_backend
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled as cpu_compiled
@@ -47,6 +47,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     offsets.TRUSTED = config.getoption("--trust-offsets")
+    # The first use of a name of attnreg would obey the variables of the test that it is in.
+    _autoload.asked = True
     # Pytest hangs its handlers on each logger that doesn't hand on, three times a test: torch has 50 of them.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):

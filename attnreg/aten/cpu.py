@@ -24,16 +24,19 @@ def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
     plan = routing.dense_plan("forward", given, routed, call, routed.choice)
     if plan.is_native:
         (out, lse), kept = routed.run_native(plan)
+        lse = lse if routed.choice is None else scope.with_token(lse, routed.choice)
     else:
         tensors = to_bshd(given.query, given.key, given.value, call)
         out, lse = plan.run(*tensors, call)
         kept = routing.kept_dense(plan, call, given.key.shape[2], tensors)
         # Torch lays this LSE out by (B, S, H), whatever the layout of the query.
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        if routed.choice is None:
+            lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        else:  # a copy: the kernel may have kept it
+            _, heads, length = lse.shape
+            lse = scope.copy_with_token(lse, (length * heads, 1, heads), routed.choice)
         out = routing.with_strides_of(out.transpose(1, 2), given.query)
-        if routed.choice is not None:
-            lse = lse.clone()  # the kernel may have kept it
-    return (out, lse if routed.choice is None else scope.with_token(lse, routed.choice)), kept
+    return (out, lse), kept
 
 
 def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> Served:

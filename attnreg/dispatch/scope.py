@@ -159,6 +159,13 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
     return tensor.new_empty(start + extent + GUARD).as_strided_(shape, stride, start).copy_(tensor)
 
 
+def copy_with_token(tensor: Tensor, stride: tuple[int, ...], choice: ScopedChoice) -> Tensor:
+    """Return a copy of a tensor, with these strides, that carries a choice: one allocation, one copy."""
+    start = 0 if tensor.is_inference() else ALIGNED * choice.number
+    base = tensor.new_empty(start + _extent(tensor.shape, stride) + (GUARD if start else 0))
+    return base.as_strided(tensor.shape, stride, start).copy_(tensor)
+
+
 def read_token(tensor: Tensor) -> ScopedChoice | None:
     """Return the choice that a tensor carries, or None; reads no element."""
     start, stored = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()

@@ -35,7 +35,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE, as the kernel has laid them out."""
     if wants_gradient(query, key, value):
-        return _Attention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
+        return _VarlenAttention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
     return _forward((query, key, value), call, choice, needs_backward=False)[:2]
 
 
@@ -63,7 +63,7 @@ def _forward(
     return _launched(plan_and_run, call)
 
 
-class _Attention(torch.autograd.Function):
+class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None

@@ -90,7 +90,7 @@ FIELDS = {
     "block_table": paged,
     "attn_bias": None,
     "alibi_slopes": lambda given: attend(given, alibi_slopes=torch.tensor([0.5, 0.1, 0.3, 0.2])),
-    "dropout": None,
+    "dropout": lambda given: attend(given, dropout_p=0.5),
     "rng_state": None,
     "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),

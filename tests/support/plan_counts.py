@@ -3,7 +3,7 @@
 import functools
 
 from attnreg.aten import routing
-from attnreg.varlen import plans
+from attnreg.varlen import autograd, plans
 
 
 def counting(monkeypatch):
@@ -14,7 +14,7 @@ def counting(monkeypatch):
         made.append(run)
         return original(run)
 
-    for module in (routing, plans):
+    for module in (routing, plans, autograd):
         monkeypatch.setattr(module, "retry_on_decline", functools.partial(count, module.retry_on_decline))
 
     def planned(call):

@@ -73,7 +73,7 @@ def test_each_front_of_these_tests_adds_its_own_kind_of_autograd_node(front, pac
         out = attnreg.varlen_attn(*packed((3, 4)))
     nodes = {
         "call cache": "CppFunction",
-        "autograd function": "_AttentionBackward",
+        "autograd function": "_VarlenAttentionBackward",
         "custom op": "GeneratedBackwardFor_attnreg__varlen_attn_defaultBackward",
     }
     assert type(out.grad_fn).__name__ == nodes[front]
