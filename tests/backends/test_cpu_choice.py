@@ -132,6 +132,7 @@ def test_where_mkl_is_fast_float32_goes_there_with_a_causal_mask_or_shared_key_h
     assert replaced(spec(300, window=CAUSAL)) == BOTH
     assert replaced(spec(90, window=CAUSAL)) == []
     assert replaced(spec(100, heads=(8, 2))) == ["forward"]
+    assert replaced(spec(100, heads=(8, 2), needs_backward=True)) == []  # one kernel runs both
     assert replaced(spec(300, heads=(8, 2))) == []
 
 
