@@ -52,6 +52,7 @@ def activate() -> None:
 
         aten.ensure()
         policy.current()
+        aten.bypassed.follow()
         if policy.sources().environment.as_flash_attn:
             from attnreg.flash_attn import activation
 

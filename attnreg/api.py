@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from attnreg import _registry, aten
+from attnreg.aten import bypassed
 from attnreg.contract.backend import Backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
@@ -147,6 +148,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
         fresh = policy.changed_by(path_or_settings)
         aten.ensure()
         policy.apply(fresh)
+        bypassed.follow()
 
 
 def reload() -> None:
@@ -163,6 +165,7 @@ def reload() -> None:
         if policy.serves(fresh):
             aten.ensure()
         policy.apply(fresh)
+        bypassed.follow()
 
 
 # The choice before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
@@ -223,12 +226,14 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     aten.ensure()
     recording = trace.start(file)
     policy.watch(1)
+    bypassed.ask(1)
     failing = True
     try:
         yield
         failing = False
     finally:
         policy.watch(-1)
+        bypassed.ask(-1)
         trace.stop(recording)
         try:
             recording.write()

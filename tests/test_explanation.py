@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import aten, errors, explain
+from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
-from attnreg.explanation.call_spec import ROUTED
 from attnreg.torchlib import captured
 
 NOT_SERVED = (
@@ -125,7 +125,7 @@ def test_with_dropout_the_backward_is_explained_as_its_forwards(known, fake):
     known["other"] = Entry("other", "a test", fake("other", priority=1).backend)
     also = fake("half", priority=9).backend
     known["half"].backend = dataclasses.replace(known["half"].backend, backward=also.forward)
-    explanation = explain(spec(needs_backward=True, dropout=0.5))
+    explanation = explain(spec(needs_backward=True, dropout=0.5, varlen=True))
     assert (explanation.backend, explanation.source) == ("other", "default order for cpu")
     # "half" would come first and could run the backward, but doesn't know the mask.
     assert "half" not in explanation.backward.rejected
@@ -283,20 +283,24 @@ def test_where_nothing_is_registered_a_note_says_that_torchs_entry_points_are_no
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: (bhsd(1, 2, 8, 8), {"dropout_p": 0.5}),
-        lambda: (bhsd(1, 2, 8, 8, device="meta"), {}),
-        lambda: ((*bhsd(1, 2, 8, 8)[:2], torch.randn(1, 2, 8, 4)), {}),
+        lambda: (bhsd(1, 2, 8, 8), {"dropout_p": 0.5}, "dropout_p must be 0 on a CPU, got 0.5"),
+        lambda: (bhsd(1, 2, 8, 8, device="meta"), {}, "torch's selector chose it"),
+        lambda: (
+            (*bhsd(1, 2, 8, 8)[:2], torch.randn(1, 2, 8, 4)),
+            {},
+            "head_dim of the value must be that of the query, 8, got 4",
+        ),
     ],
     ids=["dropout", "meta", "another value head dim"],
 )
 def test_a_call_that_torchs_selector_keeps_from_attnreg_is_explained_as_its_decision(routers, ran, make):
     attnreg.install()
-    tensors, options = make()
+    tensors, options, why = make()
     explanation = explain(*tensors, **options)
     assert (explanation.backend, explanation.source) == ("torch's math kernel", "torch's own selector")
     assert set(explanation.rejected) == set(attnreg.list_backends())
     assert set(explanation.rejected.values()) == {
-        ("never sees this call: F.scaled_dot_product_attention sends it to torch's math kernel",)
+        (f"never sees this call: F.scaled_dot_product_attention sends it to torch's math kernel: {why}",)
     }
     F.scaled_dot_product_attention(*tensors, **options)
     assert ran() == {}
@@ -368,7 +372,12 @@ def test_arguments_that_contradict_each_other_are_refused_as_the_call_itself_wou
 def test_the_explanation_is_plain_data_for_json():
     explanation = explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))
     document = json.loads(json.dumps(explanation.to_dict()))
-    assert list(document) == ["runs", "backend", "source", "spec", "forward", "backward", "notes"]
+    assert list(document) == [
+        "runs",
+        "backend",
+        "source",
+        *(field.name for field in dataclasses.fields(explanation)),
+    ]
     chosen = {"backend": "FA4", "source": "default order for sm_90"}
     assert document.items() >= {"runs": True, **chosen}.items()
     assert document["spec"]["device"] == {

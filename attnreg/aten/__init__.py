@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attnreg import _registry
-from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten import bypassed, cpu, cudnn, flash
 from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
@@ -61,6 +61,7 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     with _lock:
         if _remove is not None:
             captured.warn_if_shadowed()
+            bypassed.follow()
             return
         captured.check_version()
         checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
@@ -81,6 +82,7 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
                 above,
                 f"register_backend({above!r}) asks for it" if known else f"it knows no backend {above!r}",
             )
+        bypassed.follow()
 
 
 def restore() -> None:

@@ -70,6 +70,9 @@ def run(
     os.environ.update({variable: value for variable, value in given.items() if value})
     attnreg.reload()
     if stats:
+        from attnreg.aten import bypassed
+
+        bypassed.ask(1)
         atexit.register(_print_stats)
     context.obj.append(functools.partial(_start, name, arguments, as_module))
 
@@ -92,7 +95,7 @@ def _print_stats() -> None:
     if counted.calls:
         calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
         table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
-    elif not (counted.fallbacks or counted.failures):
+    elif not (counted.fallbacks or counted.failures or counted.bypassed):
         place.print("No attention call went through attnreg", style="bold")
     if counted.fallbacks:
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
@@ -100,6 +103,10 @@ def _print_stats() -> None:
     if counted.failures:
         failures = ((row.backend, str(row)) for row in counted.failures)
         table("What failed", failures, ("backend", "error"), place=place)
+    if counted.bypassed:
+        passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
+        title = "What F.scaled_dot_product_attention sent past attnreg, and why"
+        table(title, passed, ("kernel", "calls", "reason"), place=place)
 
 
 def _start(name: str, arguments: list[str], as_module: bool) -> None:

@@ -17,7 +17,7 @@ from attnreg.contract.spec import Direction
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
 
-__all__ = ["Failure", "Fallback", "Stats", "reset_stats", "stats"]
+__all__ = ["Bypass", "Failure", "Fallback", "Stats", "reset_stats", "stats"]
 
 # Reasons may contain numbers that change with every call, and classes of errors may be made at run time; a
 # long run mustn't grow a row for each.
@@ -31,6 +31,7 @@ log = logging.getLogger("attnreg")
 _lock = open_after_fork(threading.Lock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
+_bypassed: dict[tuple[str, str], Counter] = {}
 _failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
 _elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
 
@@ -75,6 +76,15 @@ class Failure:
         return f"failed {times} in a {self.direction} of this process: {self.error}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Calls that torch's selector sent to a kernel of its own that isn't routed, why, and how many."""
+
+    kernel: str
+    reason: str
+    count: int
+
+
 @dataclass(frozen=True)
 class Stats:
     """A copy of the counters.
@@ -85,16 +95,23 @@ class Stats:
             goes beyond a thousand rows is counted in one more, of the backend "*".
         failures: errors of kernels, whether they ended a call or another backend ran it; beyond a thousand
             rows as for `fallbacks`.
+        bypassed: calls of `F.scaled_dot_product_attention` that no router saw. They are looked for only by
+            `attnreg run --stats`, while calls are recorded, and with `strict`.
     """
 
     calls: dict[str, dict[str, int]]
     fallbacks: tuple[Fallback, ...]
     failures: tuple[Failure, ...] = ()
+    bypassed: tuple[Bypass, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
-        fallbacks, failures = [asdict(row) for row in self.fallbacks], [asdict(row) for row in self.failures]
-        return {"calls": self.calls, "fallbacks": fallbacks, "failures": failures}
+        return {
+            "calls": self.calls,
+            "fallbacks": [asdict(row) for row in self.fallbacks],
+            "failures": [asdict(row) for row in self.failures],
+            "bypassed": [asdict(row) for row in self.bypassed],
+        }
 
 
 def call_counter(backend: str, direction: Direction) -> Counter:
@@ -108,6 +125,14 @@ def fallback_counter(backend: str, reason: str) -> Counter:
     with _lock:
         full = len(_fallbacks) >= MOST_ROWS and (backend, reason) not in _fallbacks
         return _fallbacks.setdefault(("*", "(further reasons)") if full else (backend, reason), Counter())
+
+
+def bypassed(kernel: str, reason: str) -> None:
+    """Count a call that went to a kernel of torch's own that isn't routed."""
+    with _lock:
+        full = len(_bypassed) >= MOST_ROWS and (kernel, reason) not in _bypassed
+        place = ("*", "(further reasons)") if full else (kernel, reason)
+        _bypassed.setdefault(place, Counter()).value += 1
 
 
 def failed(call: Counter, error: BaseException, level: int = logging.WARNING) -> None:
@@ -166,7 +191,8 @@ def stats() -> Stats:
                 calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
         rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
         failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
-        return Stats(calls, tuple(rows), tuple(failures))
+        passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
+        return Stats(calls, tuple(rows), tuple(failures), tuple(passed))
 
 
 def reset_stats() -> None:
@@ -174,5 +200,5 @@ def reset_stats() -> None:
     collect()
     with _lock:
         failures = (counter for counter, _ in _failures.values())
-        for counter in (*_calls.values(), *_fallbacks.values(), *failures):
+        for counter in (*_calls.values(), *_fallbacks.values(), *failures, *_bypassed.values()):
             counter.value = 0

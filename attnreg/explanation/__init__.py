@@ -14,6 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg import _registry
+from attnreg.aten.bypassed import SDPA, Bypassed, selected_for
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -30,6 +31,8 @@ from attnreg.varlen.plans import check_sinks
 
 __all__ = ["Explanation", "explain"]
 
+UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If something did:"
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -40,12 +43,15 @@ class Explanation:
         forward: the decision about its forward.
         backward: the decision about its backward; None where none is needed.
         notes: what else decides whether attnreg sees the call at all.
+        unasked: what runs a dense call as long as nothing asks for a backend; else empty. The decisions are
+            then what would happen if something did.
     """
 
     spec: AttentionSpec
     forward: Decision
     backward: Decision | None = None
     notes: tuple[str, ...] = ()
+    unasked: str = ""
 
     @property
     def backend(self) -> str | None:
@@ -79,7 +85,8 @@ class Explanation:
     def __str__(self) -> str:
         decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
         tables = [decision_table(self.spec, decision) for decision in decisions]
-        return "\n\n".join([*tables, *(f"note: {note}" for note in self.notes)])
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n\n".join([*filter(None, [self.unasked]), *tables, *notes])
 
 
 def explain(
@@ -123,7 +130,7 @@ def explain(
     elif choice := scope.current():
         leading = choice.preference
     if isinstance(query, AttentionSpec):
-        return _explained(CallSpec(query), leading)
+        return _explained(CallSpec(query, elsewhere=selected_for(query)), leading)
     if key is None or value is None:
         given = ", ".join(
             name for name, one in (("query", query), ("key", key), ("value", value)) if one is not None
@@ -188,7 +195,9 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
     )
-    return Explanation(spec, decided["forward"], decided.get("backward"), notes)
+    is_asked = now.active or leading is not None or spec.varlen or spec.device.simulated
+    unasked = "" if is_asked else UNASKED
+    return Explanation(spec, decided["forward"], decided.get("backward"), notes, unasked)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
@@ -209,9 +218,10 @@ def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...
             yield from policy.adaptive.notes(spec, direction)
 
 
-def _elsewhere(kernel: str, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
+def _elsewhere(bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
     """Return what torch's own selector decided before attnreg could."""
-    reason = f"never sees this call: F.scaled_dot_product_attention sends it to {kernel}"
+    kernel = bypassed.kernel
+    reason = f"never sees this call: {SDPA} sends it to {kernel}: {bypassed.reason}"
     names = tuple(entry.name for entry in entries.values())
     rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
     return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))

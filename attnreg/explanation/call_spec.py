@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten import flash
+from attnreg.aten.bypassed import Bypassed, selected
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
@@ -18,13 +18,6 @@ from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
 from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
-
-# The kernels that torch's selector sends a call to and that attnreg routes.
-ROUTED = {
-    ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
-    ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
-    ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
-}
 
 NOT_ASKED = (
     "attnreg.varlen_attn doesn't ask what sdpa_kernel allows, as torch's own varlen_attn does from torch "
@@ -37,7 +30,7 @@ class CallSpec(NamedTuple):
 
     spec: AttentionSpec
     native: Native | None = None  # the backend whose kernel torch itself was about to run
-    elsewhere: str = ""  # the kernel that torch's own selector takes, if attnreg never sees the call
+    elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
 
 
@@ -64,10 +57,8 @@ def dense(
     inputs = *to_bshd(query, key, value, call), call
     check(*inputs)
     check_scale(call.scale)
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
-    native = ROUTED.get((query.device.type, choice))
-    elsewhere = "" if native else f"torch's {choice.name.lower()} kernel"
+    found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere)

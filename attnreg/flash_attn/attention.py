@@ -17,8 +17,9 @@ from attnreg.contract.validation import checked_dropout
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import wants_deterministic
 from attnreg.errors import InvalidInputError
+from attnreg.torchlib.modes import is_plain
 from attnreg.varlen.autograd import attend, attend_uncompiled
-from attnreg.varlen.front import AuxRequest, is_plain, varlen_attn
+from attnreg.varlen.front import AuxRequest, varlen_attn
 from attnreg.varlen.plans import autocast, call_of, check_tensors, window
 
 # Output and LSE.

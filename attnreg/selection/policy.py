@@ -117,6 +117,11 @@ def _compiled(now: Sources) -> bool:
     return True
 
 
+def are_read() -> bool:
+    """Whether the environment and the settings files have been read, which the first look at them does."""
+    return _sources is not None
+
+
 def is_active() -> bool:
     """Whether anything is asked for, so that attnreg serves torch's own attention ops."""
     try:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
+from attnreg.torchlib.modes import is_plain, is_transformed
 from attnreg.varlen import custom_op
 from attnreg.varlen.autograd import attend, attend_uncompiled
 from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, window
@@ -165,28 +165,13 @@ def varlen_attn(
         else:
             out, lse = attend(query, key, value, call, choice)
     else:
-        op: Any = custom_op.forward if compiling or not _is_transformed() else custom_op.Transformable.apply
+        op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
             block_table, num_splits, backend or "", wants_gradient(query, key, value),
             checked_softcap(softcap or 0.0), alibi_slopes,
         )  # fmt: skip
     return _returned(out, lse, returns_lse, sinks)
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
-    if torch._C._len_torch_dispatch_stack() or _is_transformed():
-        return False
-    if torch._C._is_torch_function_mode_enabled() or torch._C._is_tracing():
-        return False
-    given = [x for x in tensors if x is not None]
-    return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) for x in given)
-
-
-def _is_transformed() -> bool:
-    """Whether a function transform or forward-mode AD is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _returned(

@@ -7,9 +7,9 @@ from support.processes import forked
 
 import attnreg
 from attnreg import _registry
+from attnreg.aten.bypassed import ROUTED
 from attnreg.contract import known_issues
 from attnreg.contract.discovery import Entry
-from attnreg.explanation.call_spec import ROUTED
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 

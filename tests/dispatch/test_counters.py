@@ -1,6 +1,7 @@
 """Promises of the counters: what really ran, exactly, and every fallback with its reason."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg.dispatch import call_cache, counters
-from attnreg.dispatch.counters import Failure, Fallback, Stats
+from attnreg.dispatch.counters import Bypass, Failure, Fallback, Stats
 from attnreg.torchlib import building
 
 
@@ -294,8 +295,10 @@ def test_stats_are_a_copy_that_later_calls_do_not_change(routers):
 def test_stats_are_plain_data_for_json():
     failure = Failure("a", "backward", "RuntimeError", "no image", 2)
     stats = Stats({"a": {"forward": 1, "backward": 0}}, (Fallback("b", "too new", 3),), (failure,))
+    stats = dataclasses.replace(stats, bypassed=(Bypass("torch's math kernel", "a mask", 4),))
     assert json.loads(json.dumps(stats.to_dict())) == {
         "calls": {"a": {"forward": 1, "backward": 0}},
+        "bypassed": [{"kernel": "torch's math kernel", "reason": "a mask", "count": 4}],
         "fallbacks": [{"backend": "b", "reason": "too new", "count": 3}],
         "failures": [
             {

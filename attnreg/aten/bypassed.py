@@ -1,0 +1,193 @@
+"""Calls of PyTorch's functions that pass every router by: seen, counted and explained.
+
+Torch decides inside `F.scaled_dot_product_attention` which op a call runs, and some of those have no router,
+so that nothing below sees the call; nor has the fast path of encoder layers on a CPU. While somebody asks for
+it (`attnreg run --stats`, a recording, `strict`) these functions are ones that look first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from attnreg.aten import cpu, cudnn, flash
+from attnreg.contract.spec import AttentionSpec
+from attnreg.dispatch import counters, scope
+from attnreg.dispatch.planning import Native, device_of
+from attnreg.dispatch.state import state
+from attnreg.errors import UnsupportedInputError
+from attnreg.selection import policy
+from attnreg.selection.sources import strict
+from attnreg.torchlib.locks import open_after_fork
+from attnreg.torchlib.modes import is_plain
+
+# The kernels that torch's selector sends a call to and that are routed.
+ROUTED = {
+    ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
+    ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
+    ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
+}
+SDPA = "F.scaled_dot_product_attention"
+
+
+class Bypassed(NamedTuple):
+    """The kernel that torch's selector takes for a call, which has no router, and why it does."""
+
+    kernel: str
+    reason: str
+
+
+def selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Native | Bypassed:
+    """Return which kernel torch's selector takes for a call of `F.scaled_dot_product_attention`."""
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
+    native = ROUTED.get((query.device.type, choice))
+    if native is not None:
+        return native
+    kernel = f"torch's {choice.name.lower()} kernel"
+    if query.is_cpu:
+        reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p))
+        return Bypassed(kernel, reasons or "torch's selector chose it")
+    return Bypassed(kernel, "torch's selector chose it")
+
+
+def selected_for(spec: AttentionSpec) -> Bypassed | None:
+    """Return the same of a dense call that is described, as far as that is certain: on a CPU."""
+    if spec.varlen or spec.device.type != "cpu":
+        return None
+    reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
+    return Bypassed("torch's math kernel", "; ".join(reasons)) if reasons else None
+
+
+def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
+    reasons = [f"dropout_p must be 0 on a CPU, got {dropout_p}"] if dropout_p > 0.0 else []
+    if head_dim != head_dim_v:
+        reasons.append(f"head_dim of the value must be that of the query, {head_dim}, got {head_dim_v}")
+    return reasons
+
+
+def _against_flash_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> Iterator[str]:
+    """Yield why it isn't the flash kernel: what torch's `use_flash_attention_cpp` asks for."""
+    named = {"query": query, "key": key, "value": value}
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
+    if dims := [x.dim() for x in named.values() if x.dim() != 4]:
+        yield f"tensors must have 4 dimensions, got {dims[0]}"
+    yield from _by_sizes(dropout_p, query.shape[-1], value.shape[-1])
+    for name, x in named.items():
+        if x.stride(-1) != 1:
+            yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
+    if attn_mask is not None and attn_mask.requires_grad:
+        yield "attn_mask must need no gradient"
+    if not all(x.numel() for x in named.values()):
+        yield "there must be queries and keys"
+
+
+_lock = open_after_fork(threading.Lock())
+_asked = 0
+
+
+def ask(more: int) -> None:
+    """Count one more (1) or less (-1) that wants calls to be seen."""
+    global _asked
+    with _lock:
+        _asked += more
+    follow()
+
+
+def follow() -> None:
+    """Look at calls if somebody asks for it now, and don't if nobody does."""
+    wanted = _asked > 0
+    if policy.are_read():
+        now = policy.sources()
+        wanted = wanted or bool(strict(now) or now.environment.record)
+    for place, name, torchs, looking in _FUNCTIONS:
+        if getattr(place, name) in (torchs, looking):  # not what other code has put there
+            setattr(place, name, looking if wanted else torchs)
+
+
+def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
+    """Return torch's function, with a look at its arguments before each call."""
+
+    @functools.wraps(torchs)
+    def looking(*arguments: Any, **options: Any) -> Any:
+        found = None
+        if not torch.compiler.is_compiling():
+            with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
+                found = look(*arguments, **options)
+        if found is not None:
+            _refuse_if_strict(*found)
+        result = torchs(*arguments, **options)
+        if found is not None:
+            counters.bypassed(*found[1])
+        return result
+
+    with contextlib.suppress(Exception):  # private; TorchScript takes it for torch's function then
+        builtins: Any = torch.jit._builtins
+        builtins._register_builtin(looking, builtins._find_builtin(torchs))
+    return looking
+
+
+def _look_at_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Bypassed] | None:
+    if query.is_nested:
+        found = Bypassed("torch's kernels for nested tensors", "the tensors are on a CPU")
+        return (query, found) if query.is_cpu else None
+    if not is_plain(query, key, value, attn_mask):
+        return None
+    native = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return (query, native) if isinstance(native, Bypassed) else None
+
+
+def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
+    found = Bypassed("torch's fast path of encoder layers", "it has kernels of its own on a CPU")
+    return (source, found) if source.is_cpu else None  # on a GPU it calls an op that is routed
+
+
+def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
+    policy_now, choice = state().policy, scope.current()
+    scoped = choice.preference if choice is not None else None
+    device = device_of(tensor.device)
+    asked = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
+    if policy_now.strict and asked:
+        raise UnsupportedInputError(
+            f"{SDPA} sends this call to {found.kernel}, which isn't routed, so that no backend of "
+            f"{asked[0].source} sees it, and {policy_now.strict} makes that an error: {found.reason}"
+        )
+
+
+_FUNCTIONS = [
+    (place, name, getattr(place, name), _first_looks(look, getattr(place, name)))
+    for place, name, look in (
+        (F, "scaled_dot_product_attention", _look_at_sdpa),
+        (torch, "_transformer_encoder_layer_fwd", _look_at_fast_path),
+        (torch, "_native_multi_head_attention", _look_at_fast_path),
+    )
+]

@@ -1,0 +1,209 @@
+"""Promises about calls that torch sends past the routers: seen where somebody asks, and only there."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.command_line import invoke
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnreg
+from attnreg.errors import UnsupportedInputError
+
+pytestmark = pytest.mark.usefixtures("routers")
+
+MATH = "torch's math kernel"
+SDPA = F.scaled_dot_product_attention
+
+
+def tensors(*shape, count=3):
+    return torch.randn(count, *(shape or (2, 4, 8, 16))).unbind()
+
+
+def encoder_layer(training):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).train(training)
+    with torch.set_grad_enabled(training):
+        layer(torch.randn(2, 5, 8))
+
+
+def nested():
+    parts = [torch.randn(length, 4, 16) for length in (5, 3)]
+    one = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    F.scaled_dot_product_attention(one, one, one)
+
+
+def with_mask_gradient():
+    mask = torch.zeros(8, 8, requires_grad=True)
+    F.scaled_dot_product_attention(*tensors(), attn_mask=mask)
+
+
+def with_narrow_value():
+    query, key, value = tensors()
+    F.scaled_dot_product_attention(query, key, value[..., :8])
+
+
+def with_flash_disabled():
+    with sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(*tensors())
+
+
+CALLS = {
+    "dropout": (
+        lambda: F.scaled_dot_product_attention(*tensors(), dropout_p=0.1),
+        (MATH, "dropout_p must be 0 on a CPU, got 0.1"),
+    ),
+    "three dimensions": (
+        lambda: F.scaled_dot_product_attention(*tensors(4, 8, 16)),
+        (MATH, "tensors must have 4 dimensions, got 3"),
+    ),
+    "two dimensions": (
+        lambda: F.scaled_dot_product_attention(*tensors(8, 16)),
+        (MATH, "tensors must have 4 dimensions, got 2"),
+    ),
+    "another head dim of the value": (
+        with_narrow_value,
+        (MATH, "head_dim of the value must be that of the query, 16, got 8"),
+    ),
+    "a strided last dim": (
+        lambda: F.scaled_dot_product_attention(*(x.mT for x in tensors(2, 4, 16, 8))),
+        (MATH, "; ".join(f"the last stride of {one} must be 1, got 8" for one in ("query", "key", "value"))),
+    ),
+    "a mask that needs a gradient": (with_mask_gradient, (MATH, "attn_mask must need no gradient")),
+    "flash disabled": (
+        with_flash_disabled,
+        (MATH, "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"),
+    ),
+    "nested tensors": (nested, ("torch's kernels for nested tensors", "the tensors are on a CPU")),
+    "an encoder layer in training": (
+        lambda: encoder_layer(True), (MATH, "dropout_p must be 0 on a CPU, got 0.1")
+    ),
+    "an encoder layer's fast path": (
+        lambda: encoder_layer(False),
+        ("torch's fast path of encoder layers", "it has kernels of its own on a CPU"),
+    ),
+}  # fmt: skip
+SERVED = {
+    "plain": lambda: F.scaled_dot_product_attention(*tensors()),
+    "a mask": lambda: F.scaled_dot_product_attention(*tensors(), attn_mask=torch.ones(8, 8).bool()),
+    "causal, shared heads": lambda: F.scaled_dot_product_attention(
+        *tensors(2, 4, 8, 16, count=1), *tensors(2, 2, 8, 16, count=2), is_causal=True, enable_gqa=True
+    ),
+}
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    attnreg.reload()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("call", "expected"), CALLS.values(), ids=CALLS)
+def test_a_recording_counts_each_with_torchs_kernel_and_the_reason(call, expected, tmp_path):
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        call()
+        call()
+    (row,) = attnreg.stats().bypassed
+    assert (row.kernel, row.reason, row.count) == (*expected, 2)
+    attnreg.reset_stats()
+    assert attnreg.stats().bypassed == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("call", "expected"), CALLS.values(), ids=CALLS)
+def test_where_a_backend_is_asked_for_strictly_each_is_an_error(call, expected, strict):
+    with pytest.raises(UnsupportedInputError) as error:
+        call()
+    assert str(error.value) == (
+        f"F.scaled_dot_product_attention sends this call to {expected[0]}, which isn't routed, so that no "
+        f"backend of ATTNREG_BACKEND sees it, and ATTNREG_STRICT makes that an error: {expected[1]}"
+    )
+
+
+@pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
+def test_a_call_that_is_served_is_no_such_call(call, strict, ran):
+    call()
+    assert ran() == {"math": (1, 0)}
+    assert attnreg.stats().bypassed == ()
+
+
+def test_torchs_functions_are_looked_at_only_while_somebody_asks(tmp_path, monkeypatch):
+    attnreg.register_backend("math")
+    assert F.scaled_dot_product_attention is SDPA
+    with attnreg.record(tmp_path / "a.jsonl"):
+        assert F.scaled_dot_product_attention is not SDPA
+        with attnreg.record(tmp_path / "b.jsonl"):
+            pass
+        assert F.scaled_dot_product_attention is not SDPA
+    assert F.scaled_dot_product_attention is SDPA
+    attnreg.configure({"strict": True})
+    assert F.scaled_dot_product_attention is not SDPA
+    attnreg.configure({})
+    assert F.scaled_dot_product_attention is SDPA
+    monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "c.jsonl"))
+    attnreg.reload()
+    assert F.scaled_dot_product_attention is not SDPA
+    monkeypatch.delenv("ATTNREG_RECORD")
+    attnreg.reload()
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_what_other_code_has_put_there_stays(tmp_path, monkeypatch):
+    def others(*arguments, **options):
+        return SDPA(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", others)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        assert F.scaled_dot_product_attention is others
+    assert F.scaled_dot_product_attention is others
+
+
+def attend(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_compiled_scripted_traced_and_wrong_calls_are_as_without(tmp_path):
+    given = tensors()
+    expected = SDPA(*given)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(*given)
+        scripted = torch.jit.script(attend)(*given)
+        graph = torch.fx.symbolic_trace(attend)
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(given[0], given[1][..., :3], given[2])
+        with pytest.raises(TypeError):
+            F.scaled_dot_product_attention(given[0])
+    for found in (compiled, scripted, graph(*given)):
+        torch.testing.assert_close(found, expected)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [SDPA]
+    assert attnreg.stats().bypassed == ()
+
+
+def test_explain_says_the_same_of_tensors_and_of_a_description(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    attnreg.reload()
+    query, key, value = tensors()
+    for options, description in (
+        ({"dropout_p": 0.1}, ("--dropout", "0.1")),
+        ({"value": value[..., :8]}, ("--head-dim-v", "8")),
+    ):
+        found = attnreg.explain(query, key, **({"value": value} | options))
+        shown = ["explain", "--q", "2,8,4,16", "--dtype", "float32", "--device", "cpu", "--json"]
+        described = json.loads(invoke(*shown, *description).stdout)
+        assert (found.backend, found.source) == (MATH, "torch's own selector")
+        assert (described["backend"], described["source"]) == (found.backend, found.source)
+        assert described["forward"]["rejected"]["math"] == list(found.rejected["math"])
+
+
+def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_runs():
+    query, key, value = tensors()
+    assert str(attnreg.explain(query, key, value)).startswith(
+        "F.scaled_dot_product_attention runs torch's own kernel, as nothing asks for a backend. "
+        "If something did:\n\nforward on cpu: cpu, by"
+    )
+    attnreg.register_backend("math")
+    assert str(attnreg.explain(query, key, value)).startswith("forward on cpu: math, by")
