@@ -120,8 +120,9 @@ def output(command: list[str]) -> str:
 
 
 def install(row: Row, folder: Path) -> str:
-    """Set up a row's environment unless that is done; returns why it can't be."""
-    if (folder / "ready").is_file():
+    """Set up a row's environment unless one with the same requirements is there; returns why it can't be."""
+    ready, wanted = folder / "ready", "\n".join([*requirements(row), "", *constraints(row)])
+    if ready.is_file() and ready.read_text() == wanted:
         return ""
     python = interpreter(row.python)
     if python is None:
@@ -133,7 +134,7 @@ def install(row: Row, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (folder / "install.log").write_text(done.stdout + done.stderr)
     if done.returncode == 0:
-        (folder / "ready").touch()
+        ready.write_text(wanted)
         return ""
     conflict = CONFLICT.search(done.stdout + done.stderr)
     if conflict:
