@@ -238,7 +238,7 @@ def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fa
 def test_explain_knows_every_kernel_that_torchs_selector_chooses_among():
     keys = {key.lower() for route in aten.ROUTES for key in route.keys}
     assert {device for device, _ in ROUTED} == keys == {"cpu", "cuda"}
-    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN"]
+    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN", "efficient"]
     assert set(SDPBackend.__members__) >= {choice.name for _, choice in ROUTED}
 
 
