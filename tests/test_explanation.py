@@ -11,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import aten, errors, explain
+from attnreg.aten import efficient
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
+from attnreg.explanation import call_spec
 from attnreg.torchlib import captured
 
 NOT_SERVED = (
@@ -218,6 +220,17 @@ def test_what_is_explained_is_what_runs(routers, ran, fake, make, grad, how):
     names = {explanation.backend, backward} - {None}
     assert ran() == {name: (int(name == explanation.backend), int(name == backward)) for name in names}
     assert explanation.notes == ()
+
+
+def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(monkeypatch):
+    monkeypatch.setattr(call_spec, "selected", lambda *_: efficient.EFFICIENT)
+    attnreg.register_backend("math")
+    inputs, mask = bhsd(1, 2, 8, 8, requires_grad=True), torch.zeros(8, 8)
+    explanation = explain(*inputs, attn_mask=mask)
+    assert (explanation.backend, explanation.backward.backend) == ("math", "math")
+    explanation = explain(*inputs, attn_mask=mask.requires_grad_())
+    assert (explanation.backend, explanation.backward.backend) == ("math", "efficient")
+    assert explanation.backward.source == "the gradient of attn_bias"
 
 
 def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):

@@ -9,10 +9,16 @@ from support import truth
 from support.cuda_ops import LENGTHS_K, LENGTHS_Q
 from support.dense import ADDED, CAUSAL, OPEN, assert_near, qkv, random_like, with_gradients
 from support.efficient_ops import BACKWARD, FORWARD, call, native_kernels, rounded, varlen
+from support.known import know
+from support.packages import on_cpu
 
 import attnreg
+from attnreg.backends import efficient as backend
+from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import policy
+from attnreg.torchlib import captured
+from attnreg.tuning import traces
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -167,6 +173,35 @@ def test_without_a_gradient_torch_is_given_an_lse_without_rows(route):
     attnreg.register_backend("math")
     out, lse, *_ = call([x.detach() for x in qkv()], lse=False)
     assert (tuple(out.shape), tuple(lse.shape)) == ((2, 4, 6, 8), (2, 4, 0))
+
+
+def test_a_batch_that_torchs_kernel_cannot_launch_is_cut_by_the_backend(route, ran, monkeypatch):
+    kernels = native_kernels()
+    route(kernels)
+    monkeypatch.setattr(backend, "GRID", 2)
+    monkeypatch.setattr(captured, "kernel", lambda op, key: kernels[op])
+    policy.activate(True)
+    know(monkeypatch, math.BACKEND, on_cpu(backend.BACKEND))
+    inputs = qkv(batch=5)
+    for shape in (None, (1, 4, 6, 6)):
+        bias = None if shape is None else in_steps(ADDED[:1]).expand(5, 4, 6, 6)
+        assert_right(call(inputs, bias=bias), inputs, bias=bias)
+    assert ran() == {"efficient": (2, 2)}
+    for fake in kernels.values():
+        assert [args[0].shape[0] for args, _ in fake.calls] == [2, 2, 1] * 2
+    out = call(inputs, bias=bias.clone().requires_grad_())[0]
+    with pytest.raises(UnsupportedInputError, match=r"attn_bias needs a gradient, .* got 5: split the batch"):
+        out.sum().backward()
+
+
+def test_recorded_are_the_calls_that_the_op_serves(route, tmp_path):
+    route(native_kernels())
+    with attnreg.record(tmp_path / "calls.jsonl"):
+        inputs = qkv()
+        for _ in range(2):
+            call(inputs, bias=in_steps(ADDED))[0].sum().backward()
+    (one,) = traces.read(tmp_path / "calls.jsonl")
+    assert (one.spec.bias, one.spec.dtype, one.forward, one.backward) == (True, "float32", 2, 2)
 
 
 # Packed, as nested tensors call the op
