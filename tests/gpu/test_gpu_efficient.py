@@ -224,6 +224,7 @@ def test_the_lowest_op_takes_a_batch_of_70000_too(routers, ran):
     assert (lse[..., 4:] == torch.inf).all()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("registered", ["efficient", "math"])
 def test_nested_tensors_in_float32_run_forward_and_backward(routers, ran, registered):
     given = gpu.packed((5, 300, 1, 42), dtype=torch.float32)
