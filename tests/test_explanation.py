@@ -11,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import aten, errors, explain
+from attnreg.aten import efficient
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
+from attnreg.explanation import call_spec
 from attnreg.torchlib import captured
 
 NOT_SERVED = (
@@ -220,6 +222,17 @@ def test_what_is_explained_is_what_runs(routers, ran, fake, make, grad, how):
     assert explanation.notes == ()
 
 
+def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(monkeypatch):
+    monkeypatch.setattr(call_spec, "selected", lambda *_: efficient.EFFICIENT)
+    attnreg.register_backend("math")
+    inputs, mask = bhsd(1, 2, 8, 8, requires_grad=True), torch.zeros(8, 8)
+    explanation = explain(*inputs, attn_mask=mask)
+    assert (explanation.backend, explanation.backward.backend) == ("math", "math")
+    explanation = explain(*inputs, attn_mask=mask.requires_grad_())
+    assert (explanation.backend, explanation.backward.backend) == ("math", "efficient")
+    assert explanation.backward.source == "the gradient of attn_bias"
+
+
 def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):
     inputs = packed((3, 5))
     explanation = explain(*inputs)
@@ -238,7 +251,7 @@ def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fa
 def test_explain_knows_every_kernel_that_torchs_selector_chooses_among():
     keys = {key.lower() for route in aten.ROUTES for key in route.keys}
     assert {device for device, _ in ROUTED} == keys == {"cpu", "cuda"}
-    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN"]
+    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN", "efficient"]
     assert set(SDPBackend.__members__) >= {choice.name for _, choice in ROUTED}
 
 

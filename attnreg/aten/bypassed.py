@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten import cpu, cudnn, efficient, flash
 from attnreg.contract.spec import AttentionSpec
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import Native, device_of
@@ -34,6 +34,7 @@ ROUTED = {
     ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
     ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
+    ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
 }
 SDPA = "F.scaled_dot_product_attention"
 

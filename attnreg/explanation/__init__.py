@@ -182,6 +182,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     native = torchs.name if torchs is not None else ""
     decided = {}
     for direction in directions:
+        if direction == "backward":
+            policy = policy.with_first(described.for_backward)
         decision = decided[direction] = _decision(spec, direction, entries, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))

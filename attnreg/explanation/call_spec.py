@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.aten import flash
+from attnreg.aten import efficient, flash
 from attnreg.aten.bypassed import Bypassed, selected
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
@@ -17,6 +17,7 @@ from attnreg.contract.validation import check, check_scale, check_values, checke
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, spec_of
 from attnreg.errors import InvalidInputError
+from attnreg.selection.decision import Preference
 from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
 
 NOT_ASKED = (
@@ -32,6 +33,7 @@ class CallSpec(NamedTuple):
     native: Native | None = None  # the backend whose kernel torch itself was about to run
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
+    for_backward: Preference | None = None  # what the backward alone asks for
 
 
 def dense(
@@ -61,7 +63,9 @@ def dense(
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
-    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere)
+    of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
+    for_backward = efficient.FOR_BIAS if of_mask else None
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
 
 
 def packed(
