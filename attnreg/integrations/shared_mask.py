@@ -132,13 +132,14 @@ def shared_mask(
 
     It does so for each kind of mask of a model's forward.
     """
-    from transformers import masking_utils
+    # Not `from transformers import masking_utils`: Dynamo of torch 2.11 can't trace its lazy module.
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
     if isinstance(attention_mask, SharedMask):
         return attention_mask
     make_dense = functools.partial(
-        masking_utils.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
-        mask_function or masking_utils.causal_mask_function, attention_mask, local_size,
+        sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
+        mask_function or causal_mask_function, attention_mask, local_size,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
     )  # fmt: skip
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
@@ -158,7 +159,7 @@ def shared_mask(
     if structure is not None:
         sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
         if attention_mask is not None:
-            keys = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None
     if keys is not None and structure is not None:
         padding = _padding(keys, sizes, q_offset, kv_offset, structure.window[1] == 0 or _is_of_itself())

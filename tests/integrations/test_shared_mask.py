@@ -1,5 +1,7 @@
 """Promises of the masks that layers share: which are structure, which are dense, what contradicts them."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -8,6 +10,10 @@ from transformers import masking_utils
 
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations.transformers import attention
+
+# Renamed by transformers 5.24.
+_PARAMETERS = inspect.signature(masking_utils.create_causal_mask).parameters
+CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
 def call(mask, length=6, module=None, **options):
@@ -29,8 +35,8 @@ def made(name="Gemma3", create=masking_utils.create_sliding_window_causal_mask, 
     for implementation in ("attnreg", "sdpa"):
         config = models.CONFIGS[name]()
         config.sliding_window, config._attn_implementation = 3, implementation
-        given = {"config": config, "inputs_embeds": torch.empty(2, 6, 0), "past_key_values": None}
-        masks.append(create(**given | {"attention_mask": None} | options))
+        given = {"config": config, "inputs_embeds": torch.empty(2, 6, 0), "attention_mask": None, CACHE: None}
+        masks.append(create(**given | options))
     return masks
 
 
@@ -80,9 +86,7 @@ def test_several_documents_in_each_of_several_rows_are_apart(read_backs):
     shared, visible = made(position_ids=positions)  # transformers has found them
     out, tensors = call(shared, sliding_window=3)
     torch.testing.assert_close(out, by_scores(tensors, visible))
-    with_cache, _ = made(
-        past_key_values=transformers.DynamicCache(), position_ids=positions
-    )  # it doesn't look
+    with_cache, _ = made(**{CACHE: transformers.DynamicCache()}, position_ids=positions)  # it doesn't look
     out, _ = call(with_cache, sliding_window=3, position_ids=positions)
     torch.testing.assert_close(out, by_scores(tensors, visible))
     assert len(read_backs) == 2
