@@ -84,11 +84,12 @@ def recognised(call: SdpaCall) -> Structure | str | None:
         state().generation, choice, query.dtype, query.shape, key.shape, value.shape, call.dropout_p,
         scale_is_positive, wants_gradient(query, key, value), wants_deterministic(),
     )  # fmt: skip
-    if of_call not in found.refused:
+    reason = found.refused.get(of_call)
+    if reason is None:
         if len(found.refused) >= MOST_KINDS:
             found.refused.clear()
-        found.refused[of_call] = _refused(call, found)
-    return found.refused[of_call] or found
+        reason = found.refused[of_call] = _refused(call, found)
+    return reason or found
 
 
 def _fits(call: SdpaCall, mask: Tensor) -> bool:
