@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnreg.aten import flash
-from attnreg.aten.bypassed import NESTED, Bypassed, SdpaCall, selected
+from attnreg.aten.bypassed import NESTED, Bypassed, SdpaCall, selected, selected_for
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
@@ -38,6 +38,18 @@ class CallSpec(NamedTuple):
     native: Native | None = None  # the backend whose kernel torch itself was about to run
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
+
+
+NO_MASK_TO_READ = (
+    "a boolean mask with structure is recognised, and such a call runs as packed ones without it: "
+    "which, attnreg.explain says of the call's own tensors"
+)
+
+
+def described(spec: AttentionSpec) -> CallSpec:
+    """Return what selection sees of a call without its tensors."""
+    is_masked = spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE
+    return CallSpec(spec, elsewhere=selected_for(spec), notes=(NO_MASK_TO_READ,) if is_masked else ())
 
 
 def dense(
