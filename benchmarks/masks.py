@@ -2,7 +2,7 @@
 
     python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--out FILE]
 
-Each batch is padded on the right to its longest sequence, by about 0, 33 and 67 %, under a mask of the keys
+Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %, under a mask of the keys
 (an encoder's) and a causal one of keys (a decoder's). Both sides get the same tensors (B, H, S, D) and take
 turns: `F.scaled_dot_product_attention` of torch, and what attnreg puts in its place with `masks =
 "recognise"`. The mask is looked at before the clock starts, as it is once for all layers of a step; what that
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
 
 TORCHS = F.scaled_dot_product_attention  # before attnreg puts another in its place
 
-# The share that is padding, and the exponent that gives a batch such lengths.
-PADDINGS = {"0 %": 0.0, "33 %": 0.5, "67 %": 2.0}
+# How long the sequences are, in units of the longest, by the share that is padding.
+PADDINGS = {
+    "0 %": (1.0,) * 8,
+    "33 %": (1.0, 0.95, 0.85, 0.75, 0.6, 0.5, 0.4, 0.28),
+    "67 %": (1.0, 0.6, 0.35, 0.25, 0.2, 0.12, 0.1, 0.05),
+}
 
 
 class Sizes(NamedTuple):
@@ -55,10 +59,9 @@ SIZES = {
 }
 
 
-def mask_of(sizes: Sizes, exponent: float, causal: bool, device: torch.device) -> Tensor:
-    """Return a mask of right-padded keys, causal or not, with a longest sequence that fills the row."""
-    shares = (torch.arange(sizes.batch) + 1) / sizes.batch
-    counts = (shares**exponent * sizes.length).round().clamp(1)
+def mask_of(sizes: Sizes, padding: str, causal: bool, device: torch.device) -> Tensor:
+    """Return a mask of right-padded keys, causal or not."""
+    counts = (torch.tensor(PADDINGS[padding]) * sizes.length).round().repeat(sizes.batch // 8)
     places = torch.arange(sizes.length)
     mask = (places < counts[:, None])[:, None, None]
     return ((mask & (places[:, None] >= places)) if causal else mask).to(device)
@@ -72,7 +75,7 @@ def measure(
     shape, timer = (sizes.batch, sizes.heads, sizes.length, sizes.dim), timer_for(device)
     inputs = [torch.randn(shape, device=device).to(sizes.dtype).requires_grad_(backward) for _ in "qkv"]
     grad_out = torch.randn(shape, device=device).to(sizes.dtype)
-    mask = mask_of(sizes, PADDINGS[padding], causal, device)
+    mask = mask_of(sizes, padding, causal, device)
 
     def side(function: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
