@@ -164,11 +164,11 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
         return
     if sources.lock is not None:
         yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
-    for key in ("policy", "record"):
+    for key in ("policy", "masks", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
     for one in sources.loaded:
-        for key in ("log_level", "policy", "tuned"):
+        for key in ("log_level", "policy", "masks", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
                 yield key, str(value), one.origin.describe((key,))
         if one.origin.path is not None:
