@@ -139,7 +139,7 @@ def shared_mask(
         return attention_mask
     make_dense = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
-        mask_function or causal_mask_function, attention_mask, local_size,
+        causal_mask_function if mask_function is None else mask_function, attention_mask, local_size,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
     )  # fmt: skip
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
@@ -182,13 +182,16 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
     parts = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function).get("mask_functions", ())
     if len(parts) != 2:
         return None
-    window = _made_by(theirs.sliding_window_overlay(1), parts[0]).get("sliding_window")
-    if window is not None and parts[1] is theirs.causal_mask_function:
-        return Structure((window - 1, 0))
-    documents = _made_by(theirs.packed_sequence_mask_function(nothing), parts[0]).get("packed_sequence_mask")
     remap = theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, nothing)
-    inner = _structure(_made_by(remap, parts[1]).get("mask_function", parts[1]))
-    return None if documents is None or inner is None else inner._replace(documents=documents)
+    for one, other in (parts, parts[::-1]):  # documents come first up to transformers 5.23, last from 5.24
+        window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
+        if window is not None and other is theirs.causal_mask_function:
+            return Structure((window - 1, 0))
+        documents = _made_by(theirs.packed_sequence_mask_function(nothing), one).get("packed_sequence_mask")
+        inner = _structure(_made_by(remap, other).get("mask_function", other))
+        if documents is not None and inner is not None:
+            return inner._replace(documents=documents)
+    return None
 
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
