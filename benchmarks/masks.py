@@ -3,11 +3,11 @@
     python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--out FILE]
 
 Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %, under a mask of the keys
-(an encoder's) and a causal one of keys (a decoder's). Both sides get the same tensors (B, H, S, D) and take
-turns: `F.scaled_dot_product_attention` of torch, and what attnreg puts in its place with `masks =
-"recognise"`. The mask is looked at before the clock starts, as it is once for all layers of a step; what that
-takes is a column of its own, with the read-back. The figure is torch's time over attnreg's, round by
-round, median.
+(an encoder's) and a causal one of keys (a decoder's). Both sides get the same tensors (B, H, S, D), which lie
+in memory as a model's projections do, (B, S, H, D), and take turns: `F.scaled_dot_product_attention` of
+torch, and what attnreg puts in its place with `masks = "recognise"`. The mask is looked at before the clock
+starts, as it is once for all layers of a step; what that takes is a column of its own, with the read-back.
+The figure is torch's time over attnreg's, round by round, median.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def measure(
 ) -> dict[str, Any]:
     """Time one batch on both sides; returns milliseconds, and what ran."""
     torch.manual_seed(0)
-    shape, timer = (sizes.batch, sizes.heads, sizes.length, sizes.dim), timer_for(device)
-    inputs = [torch.randn(shape, device=device).to(sizes.dtype).requires_grad_(backward) for _ in "qkv"]
-    grad_out = torch.randn(shape, device=device).to(sizes.dtype)
+    shape, timer = (sizes.batch, sizes.length, sizes.heads, sizes.dim), timer_for(device)
+    *inputs, grad_out = (torch.randn(shape, device=device).to(sizes.dtype).transpose(1, 2) for _ in "qkvo")
+    inputs = [x.requires_grad_(backward) for x in inputs]
     mask = mask_of(sizes, padding, causal, device)
 
     def side(function: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:

@@ -5,6 +5,7 @@ What isn't recognised is left to torch as it came, and `stats().masks` counts it
 
 from __future__ import annotations
 
+import functools
 from typing import Any, get_args
 
 import torch
@@ -158,10 +159,12 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     query, key, value = call[:3]
     batch, heads, length, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    results = [_run(call, part, flat) for part in structure.parts]
-    out, rows = results[0], [part.rows_q for part in structure.parts]
-    if rows[0] is not None:
-        out = _Spread.apply(batch * length, rows, *results)  # type: ignore[no-untyped-call]
+    results = [(part.rows_q, _run(call, part, flat)) for part in structure.parts]
+    outs = [result for rows, result in results if rows is None]
+    if rest := [one for one in results if one[0] is not None]:
+        rows, parts = zip(*rest, strict=True)
+        outs.append(_Spread.apply(batch * length, rows, *parts))  # type: ignore[no-untyped-call]
+    out = functools.reduce(torch.add, outs)  # a query is in one sequence, and 0 elsewhere
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 
@@ -199,7 +202,7 @@ class _Spread(torch.autograd.Function):
     """The results of some rows each, put in their places; 0 for a query that sees no key."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, rows: list[Tensor], *results: Tensor) -> Tensor:
+    def forward(ctx: Any, count: int, rows: tuple[Tensor, ...], *results: Tensor) -> Tensor:
         ctx.rows = rows
         out = results[0].new_zeros(count, *results[0].shape[1:])
         for of_part, result in zip(rows, results, strict=True):

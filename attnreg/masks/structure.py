@@ -26,8 +26,8 @@ class Part(NamedTuple):
     """One packed call: sequences with the same window.
 
     Attributes:
-        rows_q: the queries as indices into (B * S_q), one sequence after the other; None for all, in order.
-        rows_k: the same for the keys.
+        rows_q, rows_k: the queries and keys as indices into (B * S), one sequence after the other. None for
+            all, in order: those of no sequence are then sequences of queries or of keys alone, which give 0.
         repeats: whether a key belongs to two sequences, and is there twice.
         cu_seq_q, cu_seq_k: int32 (sequences + 1,), where each sequence begins, and the end of the last.
         max_q, max_k: the longest sequence.
@@ -119,7 +119,8 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes) -> Structure | s
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
     made = tuple(one.part(rows, key_rows, sizes) for one in found)
     shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
-    return Structure(_seen(made, shares, documents), made, _is_causal(made, sizes), shares, {})
+    is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
+    return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
 
 
 class _Sequences(NamedTuple):
@@ -138,14 +139,44 @@ class _Sequences(NamedTuple):
         within = torch.arange(int(ends[-1])) - (ends - self.counts).repeat_interleave(self.counts)
         places = within + self.starts.repeat_interleave(self.counts)
         repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
-        rows_k = key_rows[places]
-        cu_seq_q, cu_seq_k = (
-            torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (self.lengths, self.counts)
-        )
+        rows_q, rows_k = rows[self.of_rows], key_rows[places]
+        totals = batch * length_q, batch * length_k
+        in_place = _in_place((rows_q, self.lengths, totals[0]), (rows_k, self.counts, totals[1]))
+        if in_place is not None:
+            of_all_q, of_all_k = in_place
+            longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
+            return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, self.window)
+        cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (self.lengths, self.counts))
         return Part(
-            _unless_all(rows[self.of_rows], batch * length_q), _unless_all(rows_k, batch * length_k), repeats,
+            _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
             cu_seq_q, cu_seq_k, int(self.lengths.max()), int(self.counts.max()), self.window,
         )  # fmt: skip
+
+
+def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | None:
+    """Return offsets into all queries and into all keys, by which none is copied; None if order forbids it.
+
+    Each side is the rows of its sequences, how many each has, and how many there are in all. What lies
+    between two sequences becomes one of queries without keys and one of keys without queries.
+    """
+    found, none = [], torch.zeros(1, dtype=torch.long)
+    for rows, counts, total in sides:
+        ends = counts.cumsum(0)
+        begin, last = rows[ends - counts], rows[ends - 1] + 1
+        if (last - begin != counts).any() or (begin[1:] < last[:-1]).any():
+            return None
+        # As if one more sequence came after the end, with nothing in it.
+        end = torch.tensor([total])
+        found.append((torch.cat([none, last]), torch.cat([begin, end]), torch.cat([last, end])))
+    (_, begin_q, last_q), (before_k, begin_k, last_k) = found
+    of_q = torch.stack([begin_q, begin_q, last_q], -1).flatten()
+    of_k = torch.stack([before_k, begin_k, last_k], -1).flatten()
+    is_new = (of_q.diff(prepend=none) > 0) | (of_k.diff(prepend=none) > 0)
+    return torch.cat([none, of_q[is_new]]), torch.cat([none, of_k[is_new]])
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def _unless_all(rows: Tensor, count: int) -> Tensor | None:

@@ -69,7 +69,10 @@ SPECIAL = {
     "additive bias, odd length": {"bias": "additive", "lens_k": (113,) * 3},
     "key padding": {"bias": "key padding"},
     "causal, aligned top-left": {"window": (-1, 97), "lens_q": (200,) * 3, "lens_k": (103,) * 3},
-    "dropout": {"dropout": 0.3},
+    "dropout": {
+        "dropout": 0.3,
+        "lens_k": (64,) * 3,
+    },  # no more keys than the value's head dim, which shows them
 }
 
 

@@ -53,12 +53,8 @@ def test_layers_after_the_first_wait_for_nothing():
     inputs, mask = gpu.bhsd(length=LENGTH), (KEYS & CAUSAL).cuda()
     right = gpu.sdpa_and_back(inputs, attn_mask=mask)
     gpu.sdpa_and_back(inputs, attn_mask=mask)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu.no_waiting():
         results = [gpu.sdpa_and_back(inputs, attn_mask=mask) for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for one in results:
         gpu.assert_near(one, [x.cpu().double() for x in right])
 
@@ -98,7 +94,6 @@ def test_dropout_of_a_masked_call_runs_as_dropout_of_the_packed_one(ran):
     ones = [inputs[0], inputs[1], torch.ones_like(inputs[2]).requires_grad_()]
     out = F.scaled_dot_product_attention(*ones, attn_mask=mask, dropout_p=0.25)
     assert ran()
-    assert (
-        abs(out.float().mean().item() - 1.0) < 0.02
-    )  # each weight is kept with 0.75 and scaled by its inverse
+    # Each weight is kept with probability 0.75 and divided by it.
+    assert abs(out.float().mean().item() - 1.0) < 0.02
     assert out.float().std().item() > 0.01

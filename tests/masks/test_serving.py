@@ -238,9 +238,22 @@ def test_a_scoped_choice_and_a_registered_backend_get_the_packed_calls(fake, ran
             attend(inputs, PADDED)
         assert ran() == {"math": (1, 1)}
     [(query, key, _, call)] = recorder.forwards
-    assert call.cu_seqlens_q.tolist() == [0, 6, 12]
-    assert call.cu_seqlens_k.tolist() == [0, 4, 10]
-    assert (query.shape[0], key.shape[0]) == (12, 10)
+    assert call.cu_seqlens_q.tolist() == [0, 6, 6, 12]
+    assert call.cu_seqlens_k.tolist() == [0, 4, 6, 12]
+    assert (query.shape[0], key.shape[0]) == (12, 12)
+
+
+@pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize("mask", [PADDED, PADDED.flip(-1), PADDED & CAUSAL], ids=["right", "left", "causal"])
+def test_padding_at_an_end_copies_neither_queries_nor_keys(fake, mask):
+    recorder = fake("registered")
+    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in dense.qkv()]  # as projections
+    with attnreg.register_backend(recorder.backend):
+        F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert recorder.forwards
+    for query, key, value, _ in recorder.forwards:
+        given = [x.data_ptr() for x in inputs]
+        assert [x.data_ptr() for x in (query, key, value)] == given
 
 
 @pytest.mark.usefixtures("recognise")

@@ -43,9 +43,11 @@ def rebuilt(structure, sizes):
         rows_q = range(batch * length_q) if part.rows_q is None else part.rows_q.tolist()
         rows_k = range(batch * length_k) if part.rows_k is None else part.rows_k.tolist()
         offsets = part.cu_seq_q.tolist(), part.cu_seq_k.tolist()
+        assert [x[-1] for x in offsets] == [len(rows_q), len(rows_k)]
         for q0, q1, k0, k1 in zip(*(x[i:] for x in offsets for i in (0, 1)), strict=False):
-            assert 0 < q1 - q0 <= part.max_q
-            assert 0 < k1 - k0 <= part.max_k
+            assert (q0, k0) != (q1, k1), "a sequence of nothing"
+            assert 0 <= q1 - q0 <= part.max_q
+            assert 0 <= k1 - k0 <= part.max_k
             for t in range(q1 - q0):
                 center = t + (k1 - k0) - (q1 - q0)
                 left = 0 if part.window[0] < 0 else max(0, center - part.window[0])
