@@ -182,13 +182,14 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
     parts = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function).get("mask_functions", ())
     if len(parts) != 2:
         return None
-    remap = theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, nothing)
-    for one, other in (parts, parts[::-1]):  # documents come first up to transformers 5.23, last from 5.24
+    remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
+    remapped = None if remap is None else remap(theirs.causal_mask_function, nothing)
+    for one, other in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
         window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
         if window is not None and other is theirs.causal_mask_function:
             return Structure((window - 1, 0))
         documents = _made_by(theirs.packed_sequence_mask_function(nothing), one).get("packed_sequence_mask")
-        inner = _structure(_made_by(remap, other).get("mask_function", other))
+        inner = _structure(_made_by(remapped, other).get("mask_function", other))
         if documents is not None and inner is not None:
             return inner._replace(documents=documents)
     return None
@@ -197,7 +198,7 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
     """Return the closure of a function by name if it was made where `like` was, else nothing."""
     code = getattr(function, "__code__", None)
-    if code is not like.__code__:
+    if code is None or code is not getattr(like, "__code__", None):
         return {}
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
 

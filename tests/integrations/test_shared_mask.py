@@ -9,6 +9,7 @@ from support import transformers_models as models
 from transformers import masking_utils
 
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.integrations.shared_mask import shared_mask
 from attnreg.integrations.transformers import attention
 
 # Renamed by transformers 5.24.
@@ -161,3 +162,14 @@ def test_offsets_of_a_collator_beside_padding_are_an_error():
 def test_a_mask_of_two_dimensions_that_reaches_a_layer_is_an_error():
     with pytest.raises(InvalidInputError, match=r"got shape \(2, 6\), expected \(B, 1, S_q, S_k\)"):
         call(torch.ones(2, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_documents_are_recognised_wherever_a_version_of_transformers_names_them(order):
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    apart = masking_utils.packed_sequence_mask_function(documents)
+    both = masking_utils.and_masks(*(apart, masking_utils.causal_mask_function)[::order])
+    options = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": both}
+    mask = shared_mask(**options, allow_is_causal_skip=False)
+    assert mask.structure.window == (-1, 0)
+    assert mask.structure.documents is documents
