@@ -178,11 +178,11 @@ def _returned(
     out: Tensor, lse: Tensor, with_lse: bool, sinks: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse.float().contiguous()) if with_lse else out
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the results as if each row saw one more key, of a given score and without a value.
 
     It takes no more of a kernel than a gradient of its LSE. Rows that see no key stay as they are.
