@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 
-__all__ = ["Layout", "Piece", "contiguous", "visible_pairs", "zigzag"]
+__all__ = ["Layout", "Piece"]
 
 
 class Piece(NamedTuple):
@@ -101,9 +101,10 @@ class Layout:
 
 
 def visible_pairs(begin: int, end: int, first: int, last: int, left: int, right: int) -> int:
-    """Count the pairs of queries `begin` to `end` and the keys they see in a document `first` to `last`."""
-    left, right = (last - first if bound < 0 else bound for bound in (left, right))
-    # Queries before `low` reach the document's first key, those from `high` on its last.
+    """Count the pairs of queries `begin` to `end` and the keys `first` to `last`, of which each sees one."""
+    whole = max(last, end) - min(first, begin)
+    left, right = (whole if bound < 0 else bound for bound in (left, right))
+    # Queries before `low` reach the first key, those from `high` on the last.
     low, high = (min(max(row, begin), end) for row in (first + left, last - right))
     lowest = first * (low - begin) + _sum(low, end) - left * (end - low)
     highest = _sum(begin, high) + right * (high - begin) + (last - 1) * (end - high)

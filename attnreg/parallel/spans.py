@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from attnreg.context_parallel.layout import Piece
+from attnreg.parallel.layout import Piece
 
 # Rows of the whole batch, from the first to before the second.
 Range = tuple[int, int]

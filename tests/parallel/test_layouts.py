@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from attnreg.context_parallel.balance import balanced
-from attnreg.context_parallel.layout import Layout, Piece, contiguous, visible_pairs, zigzag
 from attnreg.errors import InvalidInputError
+from attnreg.parallel.balance import balanced
+from attnreg.parallel.layout import Layout, Piece, contiguous, visible_pairs, zigzag
 
 BATCHES = {
     "one document": [0, 64],

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnreg.context_parallel.exchange import Pending
-from attnreg.context_parallel.steps import Part, Prepared, Rows
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
+from attnreg.parallel.exchange import Pending
+from attnreg.parallel.steps import Part, Prepared, Rows
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 
@@ -183,7 +183,9 @@ def _backward(
             grads = run_backward(
                 _taken(grad_out, rows_q), tensors, call, work.options.choice, None, part_lse, *offsets
             )
-            for total, rows, new in zip((grad_q, step_k, step_v), (rows_q, rows_k, rows_k), grads, strict=True):
+            for total, rows, new in zip(
+                (grad_q, step_k, step_v), (rows_q, rows_k, rows_k), grads, strict=True
+            ):
                 _add(total, rows, new)
         own = len(key) if step.own else 0
         if step.own:

@@ -1,4 +1,4 @@
-"""Layouts by cost: which documents go to which rank so that all have the same work."""
+"""`spread_documents`: which documents go to which rank, in order or so that all ranks have the same work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,45 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnreg.context_parallel.layout import Layout, Piece, checked_offsets, joined, visible_pairs
+from attnreg.errors import InvalidInputError, did_you_mean
+from attnreg.parallel.layout import Layout, Piece, checked_offsets, contiguous, joined, visible_pairs, zigzag
 
-__all__ = ["balanced"]
+__all__ = ["spread_documents"]
+
+# A token of a layer of width d takes about 12 * d multiplications times d outside of attention, and a pair of
+# a query and a key 2 times d.
+PAIRS_PER_WIDTH = 6
+
+
+def spread_documents(
+    cu_seq: Sequence[int] | Tensor,
+    ranks: int,
+    how: str = "balanced",
+    *,
+    is_causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    width: int = 0,
+) -> Layout:
+    """Spread a packed batch over ranks.
+
+    Args:
+        cu_seq: where each document begins in the whole batch, and the end of the last.
+        ranks: how many ranks there are.
+        how: "balanced": by cost, and only documents are cut that make a rank's work too much. "zigzag": two
+            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
+            rank's after the other's.
+        is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
+        width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
+            attention alone, and ranks may have very different numbers of tokens.
+    """
+    if how == "balanced":
+        per_token = PAIRS_PER_WIDTH * width
+        return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
+    makers = {"contiguous": contiguous, "zigzag": zigzag}
+    if how not in makers:
+        known = ["balanced", *makers]
+        raise InvalidInputError(f"how: got {how!r}, expected one of {known}{did_you_mean(str(how), known)}")
+    return makers[how](cu_seq, ranks)
 
 
 class _Costs(NamedTuple):
@@ -50,14 +86,8 @@ def balanced(
 ) -> Layout:
     """Spread documents over ranks by what they cost, and cut only those that make a rank's work too much.
 
-    Args:
-        cu_seq: where each document begins in the whole batch, and the end of the last.
-        ranks: how many ranks there are.
-        is_causal, window_size: as of `varlen_attn`: they decide how many keys a query sees.
-        per_token: what a token costs outside of attention, in pairs of a query and a key. In a model with
-            hidden size d a token of a layer takes about 12 * d multiplications and a pair 2, each times d:
-            6 * d. 0 balances the attention alone, and ranks may have very different numbers of tokens.
-        tolerance: by how much the most loaded rank may exceed the mean before a document is cut for it.
+    `per_token` is what a token costs outside of attention, in pairs; the most loaded rank may exceed the mean
+    by `tolerance` before a document is cut for it.
     """
     offsets = checked_offsets(cu_seq, ranks)
     left, right = window_size[0], 0 if is_causal else window_size[1]

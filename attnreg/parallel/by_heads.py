@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.context_parallel.exchange import AllToAll
-from attnreg.context_parallel.layout import Layout
-from attnreg.context_parallel.steps import Rows, on_device, rows_on
-from attnreg.context_parallel.stepwise import Options
+from attnreg.parallel.exchange import AllToAll
+from attnreg.parallel.layout import Layout
+from attnreg.parallel.steps import Rows, on_device, rows_on
+from attnreg.parallel.stepwise import Options
 from attnreg.varlen.autograd import attend
 from attnreg.varlen.front import with_sinks
 from attnreg.varlen.plans import call_of

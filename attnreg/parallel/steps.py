@@ -9,14 +9,15 @@ works the steps of all out from the layout.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnreg.context_parallel.layout import Layout
-from attnreg.context_parallel.spans import Range, Span, grouped, seen, seen_of_several, united
+from attnreg.parallel.layout import Layout, visible_pairs
+from attnreg.parallel.spans import Range, Span, grouped, seen, seen_of_several, united
 
 # Rows of a tensor: a run of them, or their numbers.
 Rows = slice | Tensor
@@ -53,21 +54,48 @@ def _length(ranges: Iterable[Range]) -> int:
 
 
 class Needs:
-    """Which keys each rank needs of each other one, for one window; worked out when asked."""
+    """Which keys each rank needs of each other one, for one window."""
 
     def __init__(self, layout: Layout, left: int = -1, right: int = -1) -> None:
         self.layout, self.left, self.right = layout, left, right
-        self.of = functools.cache(self._of)
 
-    def _of(self, rank: int, source: int) -> tuple[Range, ...]:
-        """Return the rows of `source` that hold keys which queries of `rank` see."""
-        found: list[Range] = []
-        for by_rank in self.layout.cut.values() if rank != source else ():
-            for piece in by_rank.get(rank, ()):
-                for _, begin, end in by_rank.get(source, ()):
-                    span = seen(0, piece, (begin, end), self.left, self.right)
-                    found += span.keys if span is not None else ()
-        return united(found)
+    @functools.cached_property
+    def _found(self) -> tuple[dict[tuple[int, int], tuple[Range, ...]], dict[tuple[int, int], int]]:
+        """Rows, and pairs of query and key, of each pair of ranks that has some."""
+        keys: dict[tuple[int, int], list[Range]] = {}
+        pairs: dict[tuple[int, int], int] = {}
+        bounds = self.left, self.right
+        for by_rank in self.layout.cut.values():
+            for (rank, pieces), (source, others) in itertools.product(by_rank.items(), repeat=2):
+                for piece, (_, *rows) in itertools.product(pieces, others):
+                    span = seen(0, piece, (rows[0], rows[1]), *bounds)
+                    if span is not None:
+                        keys.setdefault((rank, source), []).extend(span.keys)
+                        count = visible_pairs(span.begin, span.end, rows[0], rows[1], *bounds)
+                        pairs[rank, source] = pairs.get((rank, source), 0) + count
+        return {both: united(ranges) for both, ranges in keys.items()}, pairs
+
+    def of(self, rank: int, source: int) -> tuple[Range, ...]:
+        """Return the rows of `source`, another rank, that hold keys which queries of `rank` see."""
+        return self._found[0].get((rank, source), ()) if rank != source else ()
+
+    def pairs(self, rank: int, source: int) -> int:
+        """Return how many pairs there are of a query of `rank` and a key of `source` that it sees."""
+        count = self._found[1].get((rank, source), 0)
+        return count + self._alone[rank] if rank == source else count
+
+    @functools.cached_property
+    def _alone(self) -> list[int]:
+        """For each rank the pairs of the documents that it has to itself."""
+        layout, bounds = self.layout, (self.left, self.right)
+        return [
+            sum(
+                visible_pairs(begin, end, *layout.cu_seq[document : document + 2], *bounds)
+                for document, begin, end in pieces
+                if document not in layout.cut
+            )
+            for pieces in layout.pieces
+        ]
 
     def at(self, distance: int) -> bool:
         """Whether any rank needs keys of the rank that is so far before it."""
@@ -86,7 +114,9 @@ def gathering(needs: Needs, rank: int) -> list[Step]:
     with_others: list[Span] = []
     own = united((begin, end) for _, begin, end in layout.pieces[rank])
     for number, piece in enumerate(layout.pieces[rank]):
-        (span,) = needs.seen(rank, number, [(layout.cu_seq[piece.document], layout.cu_seq[piece.document + 1])])
+        (span,) = needs.seen(
+            rank, number, [(layout.cu_seq[piece.document], layout.cu_seq[piece.document + 1])]
+        )
         is_here = piece.document not in layout.cut or _covered(span.keys[0], own)
         (here if is_here else with_others).append(span)
     steps = [Step((), (), True, tuple(here))]

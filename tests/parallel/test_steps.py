@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import attnreg
-from attnreg.context_parallel.balance import balanced
-from attnreg.context_parallel.layout import contiguous, zigzag
-from attnreg.context_parallel.spans import grouped
-from attnreg.context_parallel.steps import Needs, gathering, prepared, rotating
 from attnreg.measure.reference import attend
+from attnreg.parallel.balance import balanced
+from attnreg.parallel.layout import contiguous, zigzag
+from attnreg.parallel.spans import grouped
+from attnreg.parallel.steps import Needs, gathering, prepared, rotating
 
 HEADS, DIM = 2, 4
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (0, 0), (3, 2), (-1, 3), (4, -1), (0, 9), (40, 40)]
