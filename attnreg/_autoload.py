@@ -49,10 +49,16 @@ def activate() -> None:
     try:
         from attnreg import aten
         from attnreg.selection import policy
+        from attnreg.selection.sources import masks
+        from attnreg.settings.environment import RECOGNISE
 
         aten.ensure()
         policy.current()
         aten.bypassed.follow()
+        if masks(policy.sources()) == RECOGNISE:
+            from attnreg.masks import serving
+
+            serving.follow()
         if policy.sources().environment.as_flash_attn:
             from attnreg.flash_attn import activation
 

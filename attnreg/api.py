@@ -20,6 +20,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.dispatch import scope, trace
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
+from attnreg.masks import serving
 from attnreg.selection import policy
 from attnreg.selection.decision import Preference
 from attnreg.tuning.traces import check_writable
@@ -148,7 +149,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
         fresh = policy.changed_by(path_or_settings)
         aten.ensure()
         policy.apply(fresh)
-        bypassed.follow()
+        serving.follow()
 
 
 def reload() -> None:
@@ -165,7 +166,7 @@ def reload() -> None:
         if policy.serves(fresh):
             aten.ensure()
         policy.apply(fresh)
-        bypassed.follow()
+        serving.follow()
 
 
 # The choice before each open `use_backend`. Not in the object: a decorator's is shared by all threads.

@@ -1,4 +1,4 @@
-"""Train a Llama of transformers on packed documents through attnreg, beside the same training on padded ones.
+"""Train a Llama of transformers on packed documents through attnreg, and another one on the same padded.
 
     python examples/finetune_packed.py
     python examples/finetune_packed.py --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --heads 32 \
@@ -20,7 +20,7 @@ import attnreg
 from attnreg.demo.batches import corpus, draw
 from attnreg.integrations.transformers import install
 
-PAD = 256  # behind the bytes
+PAD = 256  # the first number that is no byte
 
 
 def padded(documents: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def main() -> None:
         tokens += sum(map(len, documents)) if number else 0
         print(f"step {number:3}  loss " + "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
     for layout, took in seconds.items():
-        print(f"{layout}: {tokens / took:,.0f} tokens/s (without padding's)")
+        print(f"{layout}: {tokens / took:,.0f} tokens/s, padding not counted")
     print("backends of the packed training:", attnreg.stats().calls)
 
 

@@ -1,4 +1,4 @@
-"""attnreg in ten lines: ask for a backend, call PyTorch as ever, and see what ran and why."""
+"""attnreg in ten lines: ask for a backend, call PyTorch as always, and see what ran and why."""
 
 import torch
 import torch.nn.functional as F

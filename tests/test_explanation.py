@@ -11,14 +11,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import aten, errors, explain
+from attnreg.aten import efficient
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
+from attnreg.explanation import call_spec
 from attnreg.torchlib import captured
 
 NOT_SERVED = (
     "nothing asks for a backend: attnreg.varlen_attn runs as explained, "
     "torch's functions run torch's own kernels"
 )
+
+NESTED = "torch's kernels for nested tensors"
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +224,17 @@ def test_what_is_explained_is_what_runs(routers, ran, fake, make, grad, how):
     assert explanation.notes == ()
 
 
+def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(monkeypatch):
+    monkeypatch.setattr(call_spec, "selected", lambda *_: efficient.EFFICIENT)
+    attnreg.register_backend("math")
+    inputs, mask = bhsd(1, 2, 8, 8, requires_grad=True), torch.zeros(8, 8)
+    explanation = explain(*inputs, attn_mask=mask)
+    assert (explanation.backend, explanation.backward.backend) == ("math", "math")
+    explanation = explain(*inputs, attn_mask=mask.requires_grad_())
+    assert (explanation.backend, explanation.backward.backend) == ("math", "efficient")
+    assert explanation.backward.source == "the gradient of attn_bias"
+
+
 def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):
     inputs = packed((3, 5))
     explanation = explain(*inputs)
@@ -238,7 +253,7 @@ def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fa
 def test_explain_knows_every_kernel_that_torchs_selector_chooses_among():
     keys = {key.lower() for route in aten.ROUTES for key in route.keys}
     assert {device for device, _ in ROUTED} == keys == {"cpu", "cuda"}
-    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN"]
+    assert [native.name for native in ROUTED.values()] == ["cpu", "FA2", "cuDNN", "efficient"]
     assert set(SDPBackend.__members__) >= {choice.name for _, choice in ROUTED}
 
 
@@ -415,3 +430,11 @@ def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog
         explain(spec(needs_backward=True))
     assert attnreg.stats() == attnreg.Stats({}, ())
     assert (narrow.forwards, caplog.records) == ([], [])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_call_with_nested_tensors_is_explained_as_torchs(routers):
+    parts = [torch.randn(length, 4, 16) for length in (5, 3)]
+    one = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    found = attnreg.explain(one, one, one)
+    assert (found.forward.backend, found.spec.tokens_q, found.spec.max_q) == (NESTED, 8, 5)

@@ -3,7 +3,7 @@
 Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
 registers the routers once, and what they do depends on what is registered when a call comes; with nothing
 registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
-`cpu`) and what they share (`routing`, `schemas`). May import: `dispatch` and all below it. Read
+`efficient`, `cpu`) and what they share (`routing`, `schemas`). May import: `dispatch` and all below it. Read
 `routing.py` first.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attnreg import _registry
-from attnreg.aten import bypassed, cpu, cudnn, flash
+from attnreg.aten import bypassed, cpu, cudnn, efficient, flash
 from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
@@ -28,13 +28,13 @@ from attnreg.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
 
-ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *cpu.ROUTES)
+ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *efficient.ROUTES, *cpu.ROUTES)
 
 # Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
 # routed. So they need no router, and a call enters Python once; but an override of theirs would hide them.
 ABOVE = tuple(
     f"_scaled_dot_product_{kernel}_attention{direction}"
-    for kernel in ("flash", "cudnn")
+    for kernel in ("flash", "cudnn", "efficient")
     for direction in ("", "_backward")
 )
 

@@ -3,6 +3,8 @@
 Torch decides inside `F.scaled_dot_product_attention` which op a call runs, and some of those have no router,
 so that nothing below sees the call; nor has the fast path of encoder layers on a CPU. While somebody asks for
 it (`attnreg run --stats`, a recording, `strict`) these functions are ones that look first.
+
+Masks have to be recognised there, too: an op below gets none of the program's own tensors.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnreg.aten import cpu, cudnn, flash
+from attnreg.aten import cpu, cudnn, efficient, flash
 from attnreg.contract.spec import AttentionSpec
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import Native, device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import policy
-from attnreg.selection.sources import strict
+from attnreg.selection.sources import masks, strict
+from attnreg.settings.environment import RECOGNISE
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.modes import is_plain
 
@@ -34,8 +37,10 @@ ROUTED = {
     ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
     ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
+    ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
 }
-SDPA = "F.scaled_dot_product_attention"
+SDPA_NAME = "scaled_dot_product_attention"
+SDPA = f"F.{SDPA_NAME}"
 
 
 class Bypassed(NamedTuple):
@@ -43,6 +48,22 @@ class Bypassed(NamedTuple):
 
     kernel: str
     reason: str
+
+
+NESTED = Bypassed("torch's kernels for nested tensors", "the tensors are on a CPU")
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def selected(
@@ -104,6 +125,11 @@ def _against_flash_on_cpu(
 
 _lock = open_after_fork(threading.Lock())
 _asked = 0
+_looks = False
+
+# Runs the calls whose mask it recognises, and returns None for all others; see the room `masks`.
+serve_masks: Callable[[SdpaCall], Tensor | None] | None = None
+_serves = False
 
 
 def ask(more: int) -> None:
@@ -115,25 +141,32 @@ def ask(more: int) -> None:
 
 
 def follow() -> None:
-    """Look at calls if somebody asks for it now, and don't if nobody does."""
-    wanted = _asked > 0
+    """Look at calls if somebody asks for it now, and don't if nobody does; likewise for masks."""
+    global _looks, _serves
+    _looks, _serves = _asked > 0, False
     if policy.are_read():
         now = policy.sources()
-        wanted = wanted or bool(strict(now) or now.environment.record)
+        _looks = _looks or bool(strict(now) or now.environment.record)
+        _serves = serve_masks is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
+        wanted = _looks or (_serves and name == SDPA_NAME)
         if getattr(place, name) in (torchs, looking):  # not what other code has put there
             setattr(place, name, looking if wanted else torchs)
 
 
 def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
     """Return torch's function, with a look at its arguments before each call."""
+    serves = torchs is torch._C._nn.scaled_dot_product_attention
 
     @functools.wraps(torchs)
     def looking(*arguments: Any, **options: Any) -> Any:
         found = None
         if not torch.compiler.is_compiling():
-            with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
-                found = look(*arguments, **options)
+            if serves and _serves and (result := _served(arguments, options)) is not None:
+                return result
+            if _looks:
+                with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
+                    found = look(*arguments, **options)
         if found is not None:
             _refuse_if_strict(*found)
         result = torchs(*arguments, **options)
@@ -147,23 +180,23 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
     return looking
 
 
-def _look_at_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Bypassed] | None:
-    if query.is_nested:
-        found = Bypassed("torch's kernels for nested tensors", "the tensors are on a CPU")
-        return (query, found) if query.is_cpu else None
-    if not is_plain(query, key, value, attn_mask):
+def _served(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """Return the result of a call whose mask is recognised, else None."""
+    try:
+        call = SdpaCall(*arguments, **options)
+    except TypeError:  # torch's function says what is wrong
         return None
-    native = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return (query, native) if isinstance(native, Bypassed) else None
+    return None if serve_masks is None else serve_masks(call)
+
+
+def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
+    call = SdpaCall(*arguments, **options)
+    if call.query.is_nested:
+        return (call.query, NESTED) if call.query.is_cpu else None
+    if not is_plain(*call[:4]):
+        return None
+    native = selected(*call)
+    return (call.query, native) if isinstance(native, Bypassed) else None
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
@@ -186,7 +219,7 @@ def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
 _FUNCTIONS = [
     (place, name, getattr(place, name), _first_looks(look, getattr(place, name)))
     for place, name, look in (
-        (F, "scaled_dot_product_attention", _look_at_sdpa),
+        (F, SDPA_NAME, _look_at_sdpa),
         (torch, "_transformer_encoder_layer_fwd", _look_at_fast_path),
         (torch, "_native_multi_head_attention", _look_at_fast_path),
     )

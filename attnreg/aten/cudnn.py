@@ -16,7 +16,6 @@ from attnreg.aten import routing
 from attnreg.aten.routing import Layout, Route, RoutedCall, Served
 from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
-from attnreg.dispatch import scope
 from attnreg.dispatch.calls import (
     packed_bounds,
     plan_for,
@@ -28,7 +27,6 @@ from attnreg.dispatch.calls import (
 )
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.planning import Native
-from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan
 from attnreg.torchlib.layout import with_strides
 
@@ -53,7 +51,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
-        return _with_choice(result, choice), kept
+        return routing.with_choice(result, TOKEN, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         out, lse, seed = run_with_dropout(plan, query, key, value, call)
     else:
@@ -62,7 +60,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
     offset = query.new_empty((), dtype=torch.uint64)
     result = out, lse, given.cum_seq_q, given.cum_seq_k, given.max_q, given.max_k, seed, offset, None
-    return _with_choice(result, choice), None
+    return routing.with_choice(result, TOKEN, choice), None
 
 
 def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
@@ -89,7 +87,7 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     choice = forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
         result, kept = routed.run_native(plan, keeps=choice is routed.choice)
-        return _with_choice(result, choice), kept
+        return routing.with_choice(result, TOKEN, choice), kept
     tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
         out, lse, rng_state = run_with_dropout(plan, *tensors, call)
@@ -102,7 +100,7 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
     result = _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, seed, offset, None
-    return _with_choice(result, choice), kept
+    return routing.with_choice(result, TOKEN, choice), kept
 
 
 def _auxiliary(query: Tensor, key: Tensor) -> tuple[Any, ...]:
@@ -118,15 +116,6 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
     expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
     return out if out.stride() == expected.stride() else expected.copy_(out)
-
-
-def _with_choice(result: tuple[Any, ...], choice: ScopedChoice | None) -> tuple[Any, ...]:
-    """Return a forward's results with a choice in the tensor that passes it on to the backward."""
-    if choice is None:
-        return result
-    before = result[TOKEN]
-    token = scope.choice_token(choice, result[0]) if before is None else scope.with_token(before, choice)
-    return (*result[:TOKEN], token, *result[TOKEN + 1 :])
 
 
 def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:

@@ -91,7 +91,7 @@ class RoutedCall(NamedTuple):
         args, kwargs: the op's arguments as they came.
         native: the backend that kernel belongs to; None where torch has none.
         choice: the choice for this call alone.
-        loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; None on a CPU.
+        loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; none on a CPU.
     """
 
     op: str
@@ -100,7 +100,7 @@ class RoutedCall(NamedTuple):
     kwargs: dict[str, Any]
     native: Native | None
     choice: ScopedChoice | None
-    loaded: slice | None = None
+    loaded: tuple[int, ...] = ()
 
     def run_native(self, plan: Plan, keeps: bool = True) -> tuple[Any, Kept | None]:
         """Run torch's own kernel, because the plan says so; counts it.
@@ -113,9 +113,10 @@ class RoutedCall(NamedTuple):
         calls may be kept.
         """
         args = self.args
-        if self.loaded is not None:
+        if self.loaded:
             copied = list(args)
-            copied[self.loaded] = map(readable, args[self.loaded])
+            for place in self.loaded:
+                copied[place] = readable(args[place])
             args = tuple(copied)
             keeps = keeps and all(map(operator.is_, args, self.args))
         try:
@@ -144,11 +145,14 @@ def router(
     """Return the function that serves a route's calls; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
-    loaded = None
+    loaded: tuple[int, ...] = ()
     if "CUDA" in route.keys:
-        first = route.layout.query
-        # Query, key and value; of a backward also the incoming gradient before them, and the output behind.
-        loaded = slice(first - 1, first + 4) if token else slice(first, first + 3)
+        of_backward = ("grad_out", "grad_out_", "out") if token else ()
+        fields: tuple[str, ...] = arguments._fields  # type: ignore[attr-defined]
+        loaded = tuple(
+            place for place, name in enumerate(fields) if name in ("query", "key", "value", *of_backward)
+        )
+    no_gradients = (None,) * len(getattr(torch.ops.aten, op).default._schema.returns)
 
     def routed(*args: Any, **kwargs: Any) -> Served:
         if unknown and (further := sorted(unknown & kwargs.keys())):
@@ -156,7 +160,7 @@ def router(
             return RoutedCall(op, original, args, kwargs, native, None).untouched(reason)
         given = arguments(*args, **kwargs)
         if token and given.grad_out is None:  # nothing that came of the output has a gradient
-            return (None, None, None), None
+            return no_gradients, None
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
@@ -194,6 +198,15 @@ def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
         return result
     expected = torch.empty_like(model)
     return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+def with_choice(results: tuple[Any, ...], place: int, choice: ScopedChoice | None) -> tuple[Any, ...]:
+    """Return a forward's results with a choice in the tensor at `place`, which goes to the backward."""
+    if choice is None:
+        return results
+    before = results[place]
+    token = scope.choice_token(choice, results[0]) if before is None else scope.with_token(before, choice)
+    return (*results[:place], token, *results[place + 1 :])
 
 
 def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:

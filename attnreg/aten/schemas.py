@@ -144,3 +144,52 @@ class CudnnBackward(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float | None = None
+
+
+class EfficientForward(NamedTuple):
+    """`_efficient_attention_forward`: (B, S, H, D), or (1, T, H, D) with offsets."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    dropout_p: float
+    custom_mask_type: int
+    compute_log_sumexp: bool = False
+    scale: float | None = None
+    seqlen_k: Tensor | None = None
+    window_size: int | None = None
+
+
+class EfficientBackward(NamedTuple):
+    """`_efficient_attention_backward`."""
+
+    grad_out_: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    out: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    logsumexp: Tensor
+    dropout_p: float
+    philox_seed: Tensor
+    philox_offset: Tensor
+    custom_mask_type: int
+    bias_requires_grad: bool
+    scale: float | None = None
+    num_splits_key: int | None = None
+    window_size: int | None = None
+    shared_storage_dqdkdv: bool = False
+
+    @property
+    def grad_out(self) -> Tensor:
+        """The incoming gradient by the name that the other backwards give it."""
+        return self.grad_out_

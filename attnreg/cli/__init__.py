@@ -31,7 +31,7 @@ COMMANDS = (
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.
 app = typer.Typer(
     name="attnreg",
-    help="One registry for the attention kernels of this machine, behind PyTorch's entry points.",
+    help="One registry for the attention kernels of this machine, behind PyTorch's own functions.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

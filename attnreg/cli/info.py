@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show devices, backends, settings, and what torch would do.
+    """Show devices, backends, settings, and torch's own choices.
 
     A backend that can't load and settings that can't be read are rows like any other: they don't stop
     the command.
@@ -164,11 +164,11 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
         return
     if sources.lock is not None:
         yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
-    for key in ("policy", "record"):
+    for key in ("policy", "masks", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
     for one in sources.loaded:
-        for key in ("log_level", "policy", "tuned"):
+        for key in ("log_level", "policy", "masks", "tuned"):
             if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
                 yield key, str(value), one.origin.describe((key,))
         if one.origin.path is not None:
@@ -185,7 +185,7 @@ def _print(found: dict[str, Any]) -> None:
     table("Environment", _variable_rows(found["settings"]["variables"]))
     table("Settings in force, highest precedence first", _setting_rows(found["settings"]))
     table("Measured tables", _table_rows(found["tables"]))
-    table("PyTorch's entry points", _router_rows(found["routers"], found["settings"]["problem"]))
+    table("PyTorch's own functions", _router_rows(found["routers"], found["settings"]["problem"]))
     compiled = found["compiled"]
     libraries = (
         (one["library"], one["file"] if one["state"] == "built" else f"{one['state']}: {one['reason']}")

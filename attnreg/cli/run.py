@@ -95,7 +95,7 @@ def _print_stats() -> None:
     if counted.calls:
         calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
         table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
-    elif not (counted.fallbacks or counted.failures or counted.bypassed):
+    elif not (counted.fallbacks or counted.failures or counted.bypassed or counted.masks):
         place.print("No attention call went through attnreg", style="bold")
     if counted.fallbacks:
         rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
@@ -107,6 +107,9 @@ def _print_stats() -> None:
         passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
         title = "What F.scaled_dot_product_attention sent past attnreg, and why"
         table(title, passed, ("kernel", "calls", "reason"), place=place)
+    if counted.masks:
+        masks = ((row.seen, str(row.count)) for row in counted.masks)
+        table("What boolean masks were", masks, ("mask", "calls"), place=place)
 
 
 def _start(name: str, arguments: list[str], as_module: bool) -> None:

@@ -17,7 +17,7 @@ from attnreg.contract.spec import Direction
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.locks import open_after_fork
 
-__all__ = ["Bypass", "Failure", "Fallback", "Stats", "reset_stats", "stats"]
+__all__ = ["Bypass", "Failure", "Fallback", "MaskSeen", "Stats", "reset_stats", "stats"]
 
 # Reasons may contain numbers that change with every call, and classes of errors may be made at run time; a
 # long run mustn't grow a row for each.
@@ -32,6 +32,7 @@ _lock = open_after_fork(threading.Lock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
 _bypassed: dict[tuple[str, str], Counter] = {}
+_masks: dict[str, Counter] = {}
 _failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
 _elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
 
@@ -85,6 +86,14 @@ class Bypass:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class MaskSeen:
+    """What boolean masks were recognised as, or why they weren't, and of how many calls."""
+
+    seen: str
+    count: int
+
+
 @dataclass(frozen=True)
 class Stats:
     """A copy of the counters.
@@ -97,12 +106,14 @@ class Stats:
             rows as for `fallbacks`.
         bypassed: calls of `F.scaled_dot_product_attention` that no router saw. They are looked for only by
             `attnreg run --stats`, while calls are recorded, and with `strict`.
+        masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.
     """
 
     calls: dict[str, dict[str, int]]
     fallbacks: tuple[Fallback, ...]
     failures: tuple[Failure, ...] = ()
     bypassed: tuple[Bypass, ...] = ()
+    masks: tuple[MaskSeen, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
@@ -111,6 +122,7 @@ class Stats:
             "fallbacks": [asdict(row) for row in self.fallbacks],
             "failures": [asdict(row) for row in self.failures],
             "bypassed": [asdict(row) for row in self.bypassed],
+            "masks": [asdict(row) for row in self.masks],
         }
 
 
@@ -133,6 +145,12 @@ def bypassed(kernel: str, reason: str) -> None:
         full = len(_bypassed) >= MOST_ROWS and (kernel, reason) not in _bypassed
         place = ("*", "(further reasons)") if full else (kernel, reason)
         _bypassed.setdefault(place, Counter()).value += 1
+
+
+def mask_seen(seen: str) -> None:
+    """Count a call with a boolean mask, where masks are recognised."""
+    with _lock:
+        _masks.setdefault(seen, Counter()).value += 1
 
 
 def failed(call: Counter, error: BaseException, level: int = logging.WARNING) -> None:
@@ -192,7 +210,8 @@ def stats() -> Stats:
         rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
         failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
         passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
-        return Stats(calls, tuple(rows), tuple(failures), tuple(passed))
+        masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
+        return Stats(calls, tuple(rows), tuple(failures), tuple(passed), tuple(masks))
 
 
 def reset_stats() -> None:
@@ -200,5 +219,6 @@ def reset_stats() -> None:
     collect()
     with _lock:
         failures = (counter for counter, _ in _failures.values())
-        for counter in (*_calls.values(), *_fallbacks.values(), *failures, *_bypassed.values()):
-            counter.value = 0
+        for several in (_calls.values(), _fallbacks.values(), failures, _bypassed.values(), _masks.values()):
+            for counter in several:
+                counter.value = 0

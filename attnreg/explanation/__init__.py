@@ -14,7 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.aten.bypassed import SDPA, Bypassed, selected_for
+from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -22,7 +22,7 @@ from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.explanation.call_spec import CallSpec, dense, packed
+from attnreg.explanation.call_spec import CallSpec, described, masked, nested, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.selection.render import decision_table
 from attnreg.torchlib import captured
@@ -130,7 +130,7 @@ def explain(
     elif choice := scope.current():
         leading = choice.preference
     if isinstance(query, AttentionSpec):
-        return _explained(CallSpec(query, elsewhere=selected_for(query)), leading)
+        return _explained(described(query), leading)
     if key is None or value is None:
         given = ", ".join(
             name for name, one in (("query", query), ("key", key), ("value", value)) if one is not None
@@ -143,14 +143,14 @@ def explain(
             raise InvalidInputError(
                 "explain: got attn_mask with cu_seq_q, expected none: varlen_attn has no such argument"
             )
-        described = packed(
+        call_spec = packed(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
             seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)
-            described = described._replace(spec=replace(described.spec, grad_lse=True))
-        return _explained(described, leading)
+            call_spec = call_spec._replace(spec=replace(call_spec.spec, grad_lse=True))
+        return _explained(call_spec, leading)
     further = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
         "seqused_k": seqused_k is not None,
@@ -165,8 +165,8 @@ def explain(
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
         )
-    described = dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _explained(described, leading)
+    call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(nested(call) if query.is_nested else masked(call), leading)
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
@@ -175,13 +175,16 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
-        return Explanation(spec, decided["forward"], decided.get("backward"), tuple(_front_notes()))
+        notes = (*_front_notes(), *described.notes)
+        return Explanation(spec, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
     native = torchs.name if torchs is not None else ""
     decided = {}
     for direction in directions:
+        if direction == "backward":
+            policy = policy.with_first(described.for_backward)
         decision = decided[direction] = _decision(spec, direction, entries, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))

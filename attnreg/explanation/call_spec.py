@@ -8,15 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.aten import flash
-from attnreg.aten.bypassed import Bypassed, selected
+from attnreg.aten import efficient, flash
+from attnreg.aten.bypassed import NESTED, Bypassed, SdpaCall, selected, selected_for
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
 from attnreg.contract.validation import check, check_scale, check_values, checked_dropout
 from attnreg.dispatch.calls import to_bshd, wants_gradient
-from attnreg.dispatch.planning import Native, spec_of
+from attnreg.dispatch.planning import Native, device_of, spec_of
 from attnreg.errors import InvalidInputError
+from attnreg.masks.serving import LEFT, recognised
+from attnreg.masks.serving import spec_of as spec_of_part
+from attnreg.masks.structure import Structure
+from attnreg.selection import policy
+from attnreg.selection.decision import Preference
+from attnreg.selection.sources import masks
+from attnreg.settings.environment import RECOGNISE
 from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
 
 NOT_ASKED = (
@@ -32,6 +39,19 @@ class CallSpec(NamedTuple):
     native: Native | None = None  # the backend whose kernel torch itself was about to run
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
+    for_backward: Preference | None = None  # what the backward alone asks for
+
+
+NO_MASK_TO_READ = (
+    "a boolean mask with structure is recognised, and such a call runs as packed ones without it: "
+    "which, attnreg.explain says of the call's own tensors"
+)
+
+
+def described(spec: AttentionSpec) -> CallSpec:
+    """Return what selection sees of a call without its tensors."""
+    is_masked = spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE
+    return CallSpec(spec, elsewhere=selected_for(spec), notes=(NO_MASK_TO_READ,) if is_masked else ())
 
 
 def dense(
@@ -61,7 +81,43 @@ def dense(
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
-    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere)
+    of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
+    for_backward = efficient.FOR_BIAS if of_mask else None
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
+
+
+def masked(call: SdpaCall) -> CallSpec:
+    """Return the spec of a call of `F.scaled_dot_product_attention`, whose mask may be recognised.
+
+    Of several packed calls that take its place the first is explained.
+    """
+    found = recognised(call) if masks(policy.sources()) == RECOGNISE else None
+    if not isinstance(found, Structure):
+        described = dense(*call)
+        return described if found is None else described._replace(notes=(f"attn_mask is {LEFT}{found}",))
+    note = f"attn_mask is recognised as {found.seen}: "
+    if found.is_causal is not None:
+        described = dense(*call._replace(attn_mask=None, is_causal=found.is_causal))
+        return described._replace(notes=(f"{note}the call runs as one without a mask",))
+    of_queries, of_keys = found.shares
+    note += f"{of_queries:.0%} of the queries and {of_keys:.0%} of the keys count"
+    specs = [spec_of_part(call, part) for part in found.parts]
+    notes = (note, *(f"this packed call runs as well: {other}" for other in specs[1:]))
+    return CallSpec(specs[0], notes=notes)
+
+
+def nested(call: SdpaCall) -> CallSpec:
+    """Return the spec of a call with nested tensors, each of (B, H, length, D)."""
+    queries, keys, values = ([one.shape for one in x.unbind()] for x in call[:3])
+    lengths_q, lengths_k = ([shape[-2] for shape in shapes] for shapes in (queries, keys))
+    spec = AttentionSpec(
+        device=device_of(call.query.device), dtype=str(call.query.dtype), batch=len(queries),
+        max_q=max(lengths_q), max_k=max(lengths_k), heads_q=queries[0][0], heads_k=keys[0][0],
+        head_dim=queries[0][-1], head_dim_v=values[0][-1], tokens_q=sum(lengths_q),
+        tokens_k=sum(lengths_k), varlen=True, window=window(None, call.is_causal), dropout=call.dropout_p,
+        needs_backward=wants_gradient(call.query, call.key, call.value),
+    )  # fmt: skip
+    return CallSpec(spec, *((None, NESTED) if call.query.is_cpu else (flash.FA2,)))
 
 
 def packed(

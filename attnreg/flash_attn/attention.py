@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
 from attnreg.contract.validation import checked_dropout
@@ -18,7 +19,7 @@ from attnreg.dispatch import scope
 from attnreg.dispatch.calls import wants_deterministic
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.modes import is_plain
-from attnreg.varlen.autograd import attend, attend_uncompiled
+from attnreg.varlen import autograd
 from attnreg.varlen.front import AuxRequest, varlen_attn
 from attnreg.varlen.plans import autocast, call_of, check_tensors, window
 
@@ -79,7 +80,8 @@ def attend_packed(
             query=q, key=k, value=v, cu_seq_q=lengths[0], cu_seq_k=lengths[1], seqused_k=seqused_k,
             block_table=block_table, alibi_slopes=options.alibi_slopes,
         )  # fmt: skip
-        return _attend(q, k, v, options.call(q, lengths, seqused_k, block_table, num_splits))
+        attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend
+        return attend(q, k, v, options, lengths, seqused_k, block_table, num_splits)
     found = varlen_attn(
         q, k, v, *lengths, options.causal, AuxRequest(lse=True), scale=options.softmax_scale,
         window_size=options.window_size, enable_gqa=True, seqused_k=seqused_k, block_table=block_table,
@@ -103,7 +105,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
         got = f"{batch} for q, {len(k)} for k and {len(v)} for v"
         raise InvalidInputError(f"batch: got {got}, expected equal ones")
     if not torch.compiler.is_compiling() and is_plain(q, k, v):
-        return _attend(q, k, v, options.call(q, (None, None, length_q, length_k)))
+        return _attend(q, k, v, options, (None, None, length_q, length_k))
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch)
@@ -121,14 +123,15 @@ def unpacked(out: Tensor, lse: Tensor, batch: int) -> Results:
     return out, lse.view(-1, batch, length).transpose(0, 1).contiguous()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Results:
-    """Return output and LSE of a call in the contract's layout."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
+    """Return output and LSE of a call with the further arguments of `Options.call`."""
     q, k, v = autocast(q, k, v)
-    if torch.compiler.is_compiling():
-        out, lse = attend_uncompiled(q, k, v, call)
-    else:
-        out, lse = attend(q, k, v, call, scope.current())
+    out, lse = autograd.attend(q, k, v, options.call(q, *arguments), scope.current())
     return out, lse.float().contiguous()
+
+
+# What a compiled program calls, between two of its graphs.
+_attend_uncompiled = _disable_dynamo(_attend)
 
 
 def returned(results: Results, with_weights: bool) -> Any:

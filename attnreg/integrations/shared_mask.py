@@ -132,13 +132,14 @@ def shared_mask(
 
     It does so for each kind of mask of a model's forward.
     """
-    from transformers import masking_utils
+    # Not `from transformers import masking_utils`: Dynamo of torch 2.11 can't trace its lazy module.
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
     if isinstance(attention_mask, SharedMask):
         return attention_mask
     make_dense = functools.partial(
-        masking_utils.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
-        mask_function or masking_utils.causal_mask_function, attention_mask, local_size,
+        sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
+        causal_mask_function if mask_function is None else mask_function, attention_mask, local_size,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
     )  # fmt: skip
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
@@ -158,7 +159,7 @@ def shared_mask(
     if structure is not None:
         sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
         if attention_mask is not None:
-            keys = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None
     if keys is not None and structure is not None:
         padding = _padding(keys, sizes, q_offset, kv_offset, structure.window[1] == 0 or _is_of_itself())
@@ -181,19 +182,23 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
     parts = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function).get("mask_functions", ())
     if len(parts) != 2:
         return None
-    window = _made_by(theirs.sliding_window_overlay(1), parts[0]).get("sliding_window")
-    if window is not None and parts[1] is theirs.causal_mask_function:
-        return Structure((window - 1, 0))
-    documents = _made_by(theirs.packed_sequence_mask_function(nothing), parts[0]).get("packed_sequence_mask")
-    remap = theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, nothing)
-    inner = _structure(_made_by(remap, parts[1]).get("mask_function", parts[1]))
-    return None if documents is None or inner is None else inner._replace(documents=documents)
+    remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
+    remapped = None if remap is None else remap(theirs.causal_mask_function, nothing)
+    for one, other in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
+        window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
+        if window is not None and other is theirs.causal_mask_function:
+            return Structure((window - 1, 0))
+        documents = _made_by(theirs.packed_sequence_mask_function(nothing), one).get("packed_sequence_mask")
+        inner = _structure(_made_by(remapped, other).get("mask_function", other))
+        if documents is not None and inner is not None:
+            return inner._replace(documents=documents)
+    return None
 
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
     """Return the closure of a function by name if it was made where `like` was, else nothing."""
     code = getattr(function, "__code__", None)
-    if code is not like.__code__:
+    if code is None or code is not getattr(like, "__code__", None):
         return {}
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
 

@@ -165,6 +165,11 @@ def policy(now: Sources) -> tuple[str, str]:
     return found or "measured", source
 
 
+def masks(now: Sources) -> str:
+    """Return what becomes of boolean masks."""
+    return now.environment.masks or _strongest(now, "masks")[0] or "as_given"
+
+
 def log_level(now: Sources) -> str:
     """Return the log level of the strongest settings that have one, or an empty string."""
     return (_strongest(now, "log_level")[0] or "").upper()

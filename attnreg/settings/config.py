@@ -162,6 +162,11 @@ class Settings(_Table):
         "first ones of each kind. batch_invariant: the default order of those backends whose results for a "
         "sequence don't depend on its batch.",
     )
+    masks: Literal["as_given", "recognise"] = Field(
+        default="as_given",
+        description="recognise: boolean masks given to F.scaled_dot_product_attention that are padding, "
+        "causal, a window or documents run as packed calls without a mask.",
+    )
     tuned: TableFile | None = Field(
         default=None,
         description="A table measured by `attnreg tune`; relative to the folder of the settings file.",

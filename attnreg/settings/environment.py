@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PREFIX = "ATTNREG_"
 
+RECOGNISE = "recognise"
+
 
 class Environment(NamedTuple):
     """The values of the variables; one that is unset or blank leaves its field at the default."""
@@ -27,6 +29,7 @@ class Environment(NamedTuple):
     config: Path | None = None
     strict: bool | None = None
     policy: str = ""
+    masks: str = ""
     record: Path | None = None
     lock: Path | None = None
     routers: str = ""
@@ -100,6 +103,11 @@ VARIABLES = {
         "what decides where no backend is preferred: measured (a table of times), order, adaptive (the "
         "times of the program's own first calls), or batch_invariant (the order of those backends whose "
         "results for a sequence don't depend on its batch)",
+    ),
+    "ATTNREG_MASKS": Variable(
+        _one_of("as_given", RECOGNISE),
+        "recognise: boolean masks given to F.scaled_dot_product_attention that are padding, causal, a window "
+        "or documents run as packed calls without a mask; as_given: they don't",
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"

@@ -16,7 +16,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
-from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.scope import ScopedChoice
@@ -37,16 +36,6 @@ def attend(
     if wants_gradient(query, key, value):
         return _VarlenAttention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
     return run_forward((query, key, value), call, choice, needs_backward=False)[:2]
-
-
-# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
-@_disable_dynamo
-def attend_uncompiled(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Do what `attend` does, in a compiled program between two of its graphs."""
-    choice = scope.current() if backend is None else scope.exclusive(backend)
-    return attend(query, key, value, call, choice)
 
 
 def run_forward(
@@ -120,6 +109,7 @@ def run_backward(
     return _launched(plan_and_run, call)
 
 
+# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
 _backward_uncompiled = _disable_dynamo(run_backward)
 
 

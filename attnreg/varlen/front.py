@@ -20,12 +20,13 @@ from torch._compile import _disable_dynamo
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.calls import wants_gradient
+from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.torchlib.modes import is_plain, is_transformed
 from attnreg.varlen import custom_op
-from attnreg.varlen.autograd import attend, attend_uncompiled
-from attnreg.varlen.plans import autocast, call_of, check_heads, check_sinks, check_tensors, window
+from attnreg.varlen.autograd import attend
+from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, check_sinks, check_tensors, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -176,11 +177,10 @@ def varlen_attn(
         )
     if dropout_p or plain:
         options = scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
-        call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
         if compiling:
-            out, lse = attend_uncompiled(query, key, value, call, backend)
+            out, lse = _attend_uncompiled(query, key, value, lengths, options, dropout_p, backend)
         else:
-            out, lse = attend(query, key, value, call, choice)
+            out, lse = _attend(query, key, value, lengths, options, dropout_p, choice)
     else:
         op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
@@ -211,6 +211,36 @@ def _attend_spread(group: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     if not hasattr(over, "attend"):
         raise InvalidInputError(f"group: got {over!r}, expected what attnreg.context_parallel returns")
     return over.attend(*arguments)  # type: ignore[no-any-return]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    options: tuple[Any, ...],
+    dropout_p: float,
+    choice: ScopedChoice | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call with the further arguments of `call_of`."""
+    call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
+    return attend(query, key, value, call, choice)
+
+
+# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
+@_disable_dynamo
+def _attend_uncompiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    options: tuple[Any, ...],
+    dropout_p: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Do the same in a compiled program, between two of its graphs. Dynamo of torch 2.11 breaks a `Call`."""
+    choice = scope.current() if backend is None else scope.exclusive(backend)
+    return _attend(query, key, value, lengths, options, dropout_p, choice)
 
 
 def _returned(

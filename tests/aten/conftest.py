@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from support.cuda_ops import sdpa_kernels
+from support import cuda_ops, efficient_ops
 from support.kernels import tables
 
 from attnreg import aten
-from attnreg.aten import cudnn, flash
+from attnreg.aten import cudnn, efficient, flash
 from attnreg.aten.routing import router
 from attnreg.backends.cpu import compiled
 from attnreg.dispatch import call_cache
@@ -21,7 +21,8 @@ from attnreg.torchlib import captured
 @pytest.fixture
 def routes():
     """Return the routes of the ops that this torch has for CUDA alone, by op; a test may replace some."""
-    return {route.op: route for route in (*cudnn.ROUTES, *flash.ROUTES) if aten._is_present(route)}
+    found = *cudnn.ROUTES, *flash.ROUTES, *efficient.ROUTES
+    return {route.op: route for route in found if aten._is_present(route)}
 
 
 def pytest_generate_tests(metafunc):
@@ -65,7 +66,7 @@ def route(either_routers, routes):
                 native.impl(op, kernel, "CPU")
             # Up to torch 2.12 a kernel known to be in Python can't be overridden; torch's own aren't.
             torch.library._impls.difference_update(native._op_impls)
-            for op, kernel in sdpa_kernels().items():
+            for op, kernel in {**cuda_ops.sdpa_kernels(), **efficient_ops.sdpa_kernels()}.items():
                 routers.impl(op, kernel, "CPU")
         for op, found in routes.items():
             if not aten._is_present(found):

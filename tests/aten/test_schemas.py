@@ -25,6 +25,8 @@ SAVED = f"Tensor grad_out, {QKV}, Tensor out, Tensor logsumexp"
 CUDNN = "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None"
 CUDNN_VARLEN = f"{QKV}, Tensor? attn_bias, {VARLEN}, bool compute_log_sumexp, {CUDNN}"
 CUDNN_SAVED = f"{SAVED}, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, {SOFTMAX}"  # noqa: E501 - a schema
+EFFICIENT = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt{0} max_seqlen_q, SymInt{0} max_seqlen_k"
+EFFICIENT_SAVED = f"Tensor grad_out_, {QKV}, Tensor? bias, Tensor out, {EFFICIENT.format('')}"
 FOR_CPU = "*, Tensor? attn_mask=None, float? scale=None"
 
 # Each op's arguments in each torch: from the first version named up to the next.
@@ -46,6 +48,15 @@ DECLARED = {
         (2, 14): f"{CUDNN_VARLEN}, Tensor? seqused_k=None, Tensor? block_table=None",
     },
     "_cudnn_attention_backward": {(2, 11): CUDNN_SAVED},
+    "_efficient_attention_forward": {
+        (2, 11): f"{QKV}, Tensor? bias, {EFFICIENT.format('?')}, float dropout_p, int custom_mask_type, "
+        f"bool compute_log_sumexp=False, *, {SOFTMAX}, Tensor? seqlen_k=None, int? window_size=None"
+    },
+    "_efficient_attention_backward": {
+        (2, 11): f"{EFFICIENT_SAVED}, Tensor logsumexp, float dropout_p, Tensor philox_seed, "
+        f"Tensor philox_offset, int custom_mask_type, bool bias_requires_grad, *, {SOFTMAX}, "
+        "int? num_splits_key=None, int? window_size=None, bool shared_storage_dqdkdv=False"
+    },
     "_cudnn_attention_forward_no_dropout_inplace": {
         (2, 15): f"Tensor(a!) out, {QKV}, Tensor cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
         f"bool is_causal=False, *, {SOFTMAX}, Tensor? seqused_k=None, Tensor? block_table=None"
@@ -129,6 +140,8 @@ def test_a_layout_names_the_places_of_query_key_and_value_of_the_installed_op(op
     layout, arguments = ROUTES[op].layout, schema_of(op).arguments
     names, types = [x.name for x in arguments], [str(x.type) for x in arguments]
     assert names[layout.query : layout.query + 3] == ["query", "key", "value"]
+    if op == "_efficient_attention_backward":
+        return  # of which nothing is kept but torch's own kernel, with the arguments as they come
     # The compiled router takes all arguments up to these, in a backward output and LSE as well, for tensors.
     count = 6 if op.endswith("backward") else layout.query + 3
     assert types[:count] == ["Tensor"] * count

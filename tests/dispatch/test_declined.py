@@ -151,7 +151,7 @@ def test_a_backend_of_the_call_that_declines_is_an_error_with_the_kernels_reason
             with pytest.raises(attnreg.UnsupportedInputError) as caught:
                 attnreg.varlen_attn(*inputs, backend="choosy")
             assert caught.value.rejected["choosy"] == (REASON,)
-            assert f"choosy  {REASON}" in str(caught.value)
+            assert f"choosy {REASON}" in " ".join(str(caught.value).split())
     assert ran() == {}
 
 

@@ -17,7 +17,7 @@ LENGTHS = (5, 300, 0, 42)
 
 @pytest.fixture(params=["packed", "dense"])
 def step(request):
-    """Return a function that runs a call forward and backward, and what it should return."""
+    """Return a function that runs a call forward and backward, what it should return, and who can run it."""
     if request.param == "packed":
         given = gpu.packed(LENGTHS)
         inputs, front, expected = given.qkv, lambda: attnreg.varlen_attn(*given), gpu.expected(given)[0]
@@ -30,17 +30,13 @@ def step(request):
         out = front()
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
-    return run, expected
-
-
-def able():
-    """Return the backends that take turns: those that load, but for the reference."""
-    entries = _registry.entries()
-    return {name for name in ("FA2", "FA4", "cuDNN") if not entries[name.casefold()].unavailable()}
+    # Those that load, but for the reference, which takes no turn.
+    names = ("FA2", "FA4", "cuDNN", *["efficient"] * (request.param == "dense"))
+    return run, expected, {name for name in names if not _registry.find(name).unavailable()}
 
 
 def test_each_kernel_has_its_turns_all_are_right_and_the_fastest_stays(step, ran):
-    run, expected = step
+    run, expected, able = step
     attnreg.configure({"policy": "adaptive"})
     ran()
     for _ in range(MOST_TURNS):
@@ -51,8 +47,8 @@ def test_each_kernel_has_its_turns_all_are_right_and_the_fastest_stays(step, ran
     (learned,) = adaptive._learned.values()
     points = {one.kind.direction: one.point for one in learned.turns.values()}
     for place, direction in enumerate(("forward", "backward")):
-        assert {name for name, counts in took.items() if counts[place]} == able()
-        assert points[direction].backends.keys() == able()
+        assert {name for name, counts in took.items() if counts[place]} == able
+        assert points[direction].backends.keys() == able
         assert all(1.0 < one.gpu_us < 1e4 for one in points[direction].backends.values())
     ran()
     for _ in range(3):
@@ -67,7 +63,7 @@ def test_each_kernel_has_its_turns_all_are_right_and_the_fastest_stays(step, ran
 
 
 def test_a_capture_takes_no_turn_and_replays_right(step, ran):
-    run, expected = step
+    run, expected, _ = step
     attnreg.configure({"policy": "adaptive"})
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -178,15 +178,11 @@ def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_be
     gpu.assert_near(got[4:], right[1:])
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_host_sync_in_forward_or_backward(named):
     step = training_step(named, gpu.packed())
     step()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with gpu.no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def peak(step):

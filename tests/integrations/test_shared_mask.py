@@ -1,5 +1,7 @@
 """Promises of the masks that layers share: which are structure, which are dense, what contradicts them."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,12 @@ from support import transformers_models as models
 from transformers import masking_utils
 
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.integrations.shared_mask import shared_mask
 from attnreg.integrations.transformers import attention
+
+# Renamed by transformers 5.24.
+_PARAMETERS = inspect.signature(masking_utils.create_causal_mask).parameters
+CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
 def call(mask, length=6, module=None, **options):
@@ -29,8 +36,8 @@ def made(name="Gemma3", create=masking_utils.create_sliding_window_causal_mask, 
     for implementation in ("attnreg", "sdpa"):
         config = models.CONFIGS[name]()
         config.sliding_window, config._attn_implementation = 3, implementation
-        given = {"config": config, "inputs_embeds": torch.empty(2, 6, 0), "past_key_values": None}
-        masks.append(create(**given | {"attention_mask": None} | options))
+        given = {"config": config, "inputs_embeds": torch.empty(2, 6, 0), "attention_mask": None, CACHE: None}
+        masks.append(create(**given | options))
     return masks
 
 
@@ -80,9 +87,7 @@ def test_several_documents_in_each_of_several_rows_are_apart(read_backs):
     shared, visible = made(position_ids=positions)  # transformers has found them
     out, tensors = call(shared, sliding_window=3)
     torch.testing.assert_close(out, by_scores(tensors, visible))
-    with_cache, _ = made(
-        past_key_values=transformers.DynamicCache(), position_ids=positions
-    )  # it doesn't look
+    with_cache, _ = made(**{CACHE: transformers.DynamicCache()}, position_ids=positions)  # it doesn't look
     out, _ = call(with_cache, sliding_window=3, position_ids=positions)
     torch.testing.assert_close(out, by_scores(tensors, visible))
     assert len(read_backs) == 2
@@ -157,3 +162,14 @@ def test_offsets_of_a_collator_beside_padding_are_an_error():
 def test_a_mask_of_two_dimensions_that_reaches_a_layer_is_an_error():
     with pytest.raises(InvalidInputError, match=r"got shape \(2, 6\), expected \(B, 1, S_q, S_k\)"):
         call(torch.ones(2, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_documents_are_recognised_wherever_a_version_of_transformers_names_them(order):
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    apart = masking_utils.packed_sequence_mask_function(documents)
+    both = masking_utils.and_masks(*(apart, masking_utils.causal_mask_function)[::order])
+    options = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": both}
+    mask = shared_mask(**options, allow_is_causal_skip=False)
+    assert mask.structure.window == (-1, 0)
+    assert mask.structure.documents is documents

@@ -178,6 +178,7 @@ def test_in_any_order_what_runs_is_what_the_model_says(known, fake, tmp_path, mo
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     was_installed = aten.installed()
+    aten.restore()  # as the model begins
     stateful.run_state_machine_as_test(Registry, settings=limits)
     if was_installed:
         aten.ensure()

@@ -17,7 +17,7 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
     environ = {
         "BACKEND": " fa4 , CuDNN,my kernel ", "DISABLE": "FA2", "CONFIG": "~/attnreg.toml", "STRICT": "1",
         "POLICY": "order", "RECORD": "trace.jsonl", "LOCK": "lock.json", "ROUTERS": "Compiled",
-        "BUILD": "Now",
+        "BUILD": "Now", "MASKS": "Recognise",
     }  # fmt: skip
     assert read({f"ATTNREG_{name}": value for name, value in environ.items()}) == Environment(
         backend=("fa4", "CuDNN", "my kernel"),
@@ -25,6 +25,7 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
         config=tmp_path / "attnreg.toml",
         strict=True,
         policy="order",
+        masks="recognise",
         record=Path("trace.jsonl"),
         lock=Path("lock.json"),
         routers="compiled",
@@ -48,6 +49,7 @@ def test_booleans_are_read_in_any_case(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
+MASKS = "expected as_given or recognise"
 POLICIES = "expected measured, order, adaptive or batch_invariant"
 ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
 PATH = "expected a path (there is no home folder for its ~)"
@@ -68,6 +70,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
         ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
+        ("ATTNREG_MASKS", "recognize", f"got 'recognize', {MASKS}; did you mean 'recognise'?"),
         ("ATTNREG_AS_FLASH_ATTN", "2", f"got '2', {BOOLEANS}"),
         ("ATTNREG_TRANSFORMERS", "yes", "got 'yes', expected 1, 0 or flash_attention_2"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
@@ -86,7 +89,7 @@ def test_all_problems_are_listed_one_on_each_line():
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
-    assert read({name: "x"}) == Environment() == ((), (), None, None, "", None, None, "", "", "", None)
+    assert read({name: "x"}) == Environment() == ((), (), None, None, "", "", None, None, "", "", "", None)
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):

@@ -1,7 +1,9 @@
 """What the GPU tests share: packed inputs, results in float64, kernel names, what backends may refuse."""
 
+import contextlib
 import functools
 import re
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -124,6 +126,19 @@ def assert_near(got, wanted, dtype=BF16):
     """Hold results to float64, at the precision of the dtype that was computed in."""
     for one, other in zip(got, wanted, strict=True):
         truth.assert_near(one.cpu(), other, dtype)
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Make every wait of the host for the device an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def replay(graph, results):

@@ -1,0 +1,215 @@
+"""Calls of `F.scaled_dot_product_attention` whose mask has structure, run as packed calls without a mask.
+
+What isn't recognised is left to torch as it came, and `stats().masks` counts it with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnreg.aten import bypassed
+from attnreg.aten.bypassed import SdpaCall
+from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.dispatch import counters, scope
+from attnreg.dispatch.calls import packed_bounds, wants_batch_invariant, wants_deterministic, wants_gradient
+from attnreg.dispatch.planning import decide, device_of
+from attnreg.dispatch.state import state
+from attnreg.errors import AttnregError
+from attnreg.masks.cache import find
+from attnreg.masks.structure import Part, Structure
+from attnreg.selection.sources import REFERENCE
+from attnreg.torchlib.layout import needs_graph_memory
+from attnreg.torchlib.modes import is_plain
+from attnreg.varlen.front import varlen_attn
+from attnreg.varlen.plans import autocast
+
+LEFT = "left to torch: "
+
+# Kinds of calls with one mask: those of a model's layers.
+MOST_KINDS = 64
+
+
+def follow() -> None:
+    """Recognise masks if the settings in force ask for it, and look at calls if somebody does."""
+    bypassed.serve_masks = serve
+    bypassed.follow()
+
+
+def serve(call: SdpaCall) -> Tensor | None:
+    """Return the result of a call whose mask has structure; None if the call is torch's.
+
+    What is wrong with a call torch says itself.
+    """
+    found = recognised(call)
+    if found is None:
+        return None
+    if isinstance(found, str):
+        counters.mask_seen(LEFT + found)
+        return None
+    if found.is_causal is None:
+        out = _packed(call, found)
+    else:
+        out = F.scaled_dot_product_attention(
+            call.query, call.key, call.value, None, call.dropout_p, found.is_causal,
+            scale=call.scale, enable_gqa=call.enable_gqa,
+        )  # fmt: skip
+    counters.mask_seen(found.seen)
+    return out
+
+
+def recognised(call: SdpaCall) -> Structure | str | None:
+    """Return the structure of a call's mask, or why it is left to torch; None without a boolean mask."""
+    query, key, value, mask = call[:4]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return None
+    if not is_plain(query, key, value, mask):
+        return "dispatch modes, subclasses or function transforms have to see it"
+    if call.is_causal or not _fits(call, mask):
+        return "the shapes, devices or arguments need torch's own rules"
+    if needs_graph_memory(query):
+        return "it is in a CUDA graph, or may be"
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return "sdpa_kernel forbids the flash kernels"
+    found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
+    if isinstance(found, str) or found.is_causal is not None:
+        return found
+    query, key, value = autocast(query, key, value)
+    choice, scale_is_positive = scope.current(), call.scale is None or call.scale > 0.0
+    of_call = (
+        state().generation, choice, query.dtype, query.shape, key.shape, value.shape, call.dropout_p,
+        scale_is_positive, wants_gradient(query, key, value), wants_deterministic(),
+    )  # fmt: skip
+    reason = found.refused.get(of_call)
+    if reason is None:
+        if len(found.refused) >= MOST_KINDS:
+            found.refused.clear()
+        reason = found.refused[of_call] = _refused(call, found)
+    return reason or found
+
+
+def _fits(call: SdpaCall, mask: Tensor) -> bool:
+    """Whether a call is one that packed ones can say."""
+    query, key, value = call[:3]
+    if {query.dim(), key.dim(), value.dim()} != {4} or not 2 <= mask.dim() <= 4 or not query.numel():
+        return False
+    heads_q, heads_k = query.shape[1], key.shape[1]
+    is_grouped = call.enable_gqa and heads_k > 0 and heads_q % heads_k == 0
+    full = query.shape[0], heads_q, query.shape[2], key.shape[2]
+    sizes = zip(mask.shape, full[4 - mask.dim() :], strict=True)
+    return (
+        query.shape[0] == key.shape[0]
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[3] == key.shape[3]
+        and (heads_q == heads_k or is_grouped)
+        and len({x.device for x in (query, key, value, mask)}) == 1
+        and len({x.dtype for x in autocast(query, key, value)}) == 1
+        and query.is_floating_point()
+        and all(of_mask in (1, of_call) for of_mask, of_call in sizes)
+        and key.numel() > 0
+    )
+
+
+def spec_of(call: SdpaCall, part: Part) -> AttentionSpec:
+    """Return the spec of one of the packed calls that take a call's place."""
+    query, key, value = autocast(*call[:3])
+    return AttentionSpec(
+        device=device_of(query.device), dtype=str(query.dtype), batch=len(part.cu_seq_q) - 1,
+        max_q=part.max_q, max_k=part.max_k, heads_q=query.shape[1], heads_k=key.shape[1],
+        head_dim=query.shape[3], head_dim_v=value.shape[3], tokens_q=_count(part.rows_q, query),
+        tokens_k=_count(part.rows_k, key), varlen=True,
+        window=packed_bounds(part.window, False, part.max_q, part.max_k), dropout=call.dropout_p,
+        positive_scale=call.scale is None or call.scale > 0.0,
+        needs_backward=wants_gradient(query, key, value), deterministic=wants_deterministic(),
+        batch_invariant=wants_batch_invariant(),
+    )  # fmt: skip
+
+
+def _count(rows: Tensor | None, x: Tensor) -> int:
+    return x.shape[0] * x.shape[2] if rows is None else len(rows)
+
+
+def _refused(call: SdpaCall, structure: Structure) -> str:
+    """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
+
+    That is so if only the reference can run one, which nobody has asked for.
+    """
+    now, choice = state(), scope.current()
+    for part in structure.parts:
+        spec = spec_of(call, part)
+        directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
+        for direction in directions:
+            try:
+                policy = now.policy.with_first(None if choice is None else choice.preference)
+                found = decide(spec, direction, now.entries, policy)
+            except AttnregError:
+                return ""  # the call itself raises it
+            if found.backend == REFERENCE and REFERENCE not in found.asked_for:
+                return f"no backend but {REFERENCE} can run its packed {direction}"
+    return ""
+
+
+def _packed(call: SdpaCall, structure: Structure) -> Tensor:
+    """Run the packed calls of a mask, and return their results in the layout of torch's own."""
+    query, key, value = call[:3]
+    batch, heads, length, _ = query.shape
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    results = [(part.rows_q, _run(call, part, flat)) for part in structure.parts]
+    outs = [result for rows, result in results if rows is None]
+    if rest := [one for one in results if one[0] is not None]:
+        rows, parts = zip(*rest, strict=True)
+        outs.append(_Spread.apply(batch * length, rows, *parts))  # type: ignore[no-untyped-call]
+    out = functools.reduce(torch.add, outs)  # a query is in one sequence, and 0 elsewhere
+    return out.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _run(call: SdpaCall, part: Part, flat: list[Tensor]) -> Tensor:
+    rows = (part.rows_q, False), (part.rows_k, part.repeats), (part.rows_k, part.repeats)
+    query, key, value = (
+        x if of is None else _Chosen.apply(x, of, repeats)  # type: ignore[no-untyped-call]
+        for x, (of, repeats) in zip(flat, rows, strict=True)
+    )
+    result: Any = varlen_attn(
+        query, key, value, part.cu_seq_q, part.cu_seq_k, part.max_q, part.max_k, scale=call.scale,
+        window_size=part.window, enable_gqa=True, dropout_p=call.dropout_p,
+    )  # fmt: skip
+    return result  # type: ignore[no-any-return]
+
+
+# Autograd's own backward of `index_select` adds, which takes a CPU longer than the attention itself.
+class _Chosen(torch.autograd.Function):
+    """Some rows of (B * S, H, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, rows: Tensor, repeats: bool) -> Tensor:
+        ctx.rows, ctx.repeats, ctx.shape = rows, repeats, flat.shape
+        return flat.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        of_all = grad.new_zeros(ctx.shape)
+        put = of_all.index_add_ if ctx.repeats else of_all.index_copy_
+        return put(0, ctx.rows, grad), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """The results of some rows each, put in their places; 0 for a query that sees no key."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, rows: tuple[Tensor, ...], *results: Tensor) -> Tensor:
+        ctx.rows = rows
+        out = results[0].new_zeros(count, *results[0].shape[1:])
+        for of_part, result in zip(rows, results, strict=True):
+            out.index_copy_(0, of_part, result)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad.index_select(0, rows) for rows in ctx.rows)

@@ -1,0 +1,286 @@
+"""What a boolean mask lets each query see, as packed calls: described on the device, decided on the host.
+
+Per row of the batch some keys are seen by no query: padding. Of the others each query of a mask with
+structure sees those from a first to a last. So `describe` returns the keys that are seen, each query's first
+and last, and whether the mask rebuilt from these three is the mask itself: all in one tensor, read back once.
+`structure_of` then needs the mask no more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
+
+# Elements of a mask that are looked at at a time: a few temporary tensors are as large.
+MOST_ELEMENTS = 2**27
+
+# Each is a packed call: with more of them, starting kernels takes longer than the mask.
+MOST_WINDOWS = 8
+
+
+class Part(NamedTuple):
+    """One packed call: sequences with the same window.
+
+    Attributes:
+        rows_q, rows_k: the queries and keys as indices into (B * S), one sequence after the other. None for
+            all, in order: those of no sequence are then sequences of queries or of keys alone, which give 0.
+        repeats: whether a key belongs to two sequences, and is there twice.
+        cu_seq_q, cu_seq_k: int32 (sequences + 1,), where each sequence begins, and the end of the last.
+        max_q, max_k: the longest sequence.
+        window: (left, right), aligned bottom-right, as `varlen_attn` takes it.
+    """
+
+    rows_q: Tensor | None
+    rows_k: Tensor | None
+    repeats: bool
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+    window: tuple[int, int]
+
+    def to(self, device: torch.device) -> Part:
+        """Return the same on another device."""
+        return Part(*(x.to(device) if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
+
+
+class Structure(NamedTuple):
+    """What a mask was recognised as.
+
+    Attributes:
+        seen: its kind, for messages: "padded keys, causal".
+        parts: the packed calls that together are the call with the mask; a query in none sees no key.
+        is_causal: whether all of it can be said by `is_causal` alone, and no mask; None if it can't.
+        shares: which shares of the queries and of the keys count.
+        refused: by kind of call, why such a call is left to torch all the same; empty if it isn't.
+    """
+
+    seen: str
+    parts: tuple[Part, ...]
+    is_causal: bool | None
+    shares: tuple[float, float]
+    refused: dict[tuple[object, ...], str]
+
+
+def describe(mask: Tensor) -> Tensor:
+    """Return what there is to know of a mask (B, S_q, S_k) as int32 numbers on its device.
+
+    First whether they say all of it, then (B, S_k) which keys are seen, then (B, S_q) each query's first and
+    last key; the last is -1 for a query that sees none.
+    """
+    pieces = torch.split(mask, max(MOST_ELEMENTS // max(mask[0].numel(), 1), 1))
+    whole, keys, first, last = zip(*map(_describe, pieces), strict=True)
+    numbers = torch.stack(whole).all().view(1), *keys, *first, *last
+    return torch.cat([x.flatten().int() for x in numbers])
+
+
+def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    length = mask.shape[-1]
+    numbers, places = mask.to(torch.uint8), torch.arange(length, device=mask.device)
+    keys, sees = mask.any(-2), mask.any(-1)
+    first = numbers.argmax(-1)
+    last = torch.where(sees, length - 1 - numbers.flip(-1).argmax(-1), -1)
+    rebuilt = (places >= first[..., None]) & (places <= last[..., None]) & keys[:, None]
+    return (rebuilt == mask).all(), keys, first, last
+
+
+def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes) -> Structure | str:
+    """Return the structure that numbers of `describe` say of a call, or why it has none.
+
+    `of_mask` are the mask's own sizes, of which some may be 1 where the call's `sizes` aren't.
+    """
+    if not numbers[0]:
+        return "some query sees keys with gaps between them"
+    (batch, length_q, length_k), (_, queries, keys) = sizes, of_mask
+    parts = torch.split(numbers[1:], [of_mask[0] * n for n in (keys, queries, queries)])
+    seen, first, last = (x.view(of_mask[0], -1).long() for x in parts)
+    if keys == 1 < length_k:
+        last = torch.where(last < 0, -1, length_k - 1)
+    seen = seen.bool().expand(batch, length_k)
+    first, last = (x.expand(batch, length_q).flatten() for x in (first, last))
+    rows = (last >= 0).nonzero().flatten()
+    if not len(rows):
+        return "no query sees a key"
+    # Keys are counted over the whole batch from here on, without those that no query sees.
+    places = seen.flatten().cumsum(0) - 1
+    start = rows // length_q * length_k
+    low, high = places[start + first[rows]], places[start + last[rows]]
+    found = _sequences(low, high)
+    if found is None:
+        return "the keys of one query don't follow from those of the query before"
+    key_rows = seen.flatten().nonzero().flatten()
+    if sum(int(one.counts.sum()) for one in found) > 2 * batch * length_k:
+        return "most keys would have to be there more than twice"
+    apart = low[1:] > high[:-1]
+    documents = bool((apart & ((rows // length_q).diff() == 0)).any())
+    made = tuple(one.part(rows, key_rows, sizes) for one in found)
+    shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
+    is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
+    return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
+
+
+class _Sequences(NamedTuple):
+    """Sequences of one window: which of the rows are theirs, and of each its queries and its keys."""
+
+    window: tuple[int, int]
+    of_rows: Tensor
+    lengths: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def part(self, rows: Tensor, key_rows: Tensor, sizes: Sizes) -> Part:
+        """Return the packed call of these."""
+        batch, length_q, length_k = sizes
+        ends = self.counts.cumsum(0)
+        within = torch.arange(int(ends[-1])) - (ends - self.counts).repeat_interleave(self.counts)
+        places = within + self.starts.repeat_interleave(self.counts)
+        repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
+        rows_q, rows_k = rows[self.of_rows], key_rows[places]
+        totals = batch * length_q, batch * length_k
+        in_place = _in_place((rows_q, self.lengths, totals[0]), (rows_k, self.counts, totals[1]))
+        if in_place is not None:
+            of_all_q, of_all_k = in_place
+            longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
+            return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, self.window)
+        cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (self.lengths, self.counts))
+        return Part(
+            _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
+            cu_seq_q, cu_seq_k, int(self.lengths.max()), int(self.counts.max()), self.window,
+        )  # fmt: skip
+
+
+def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | None:
+    """Return offsets into all queries and into all keys, by which none is copied; None if order forbids it.
+
+    Each side is the rows of its sequences, how many each has, and how many there are in all. What lies
+    between two sequences becomes one of queries without keys and one of keys without queries.
+    """
+    found, none = [], torch.zeros(1, dtype=torch.long)
+    for rows, counts, total in sides:
+        ends = counts.cumsum(0)
+        begin, last = rows[ends - counts], rows[ends - 1] + 1
+        if (last - begin != counts).any() or (begin[1:] < last[:-1]).any():
+            return None
+        # As if one more sequence came after the end, with nothing in it.
+        end = torch.tensor([total])
+        found.append((torch.cat([none, last]), torch.cat([begin, end]), torch.cat([last, end])))
+    (_, begin_q, last_q), (before_k, begin_k, last_k) = found
+    of_q = torch.stack([begin_q, begin_q, last_q], -1).flatten()
+    of_k = torch.stack([before_k, begin_k, last_k], -1).flatten()
+    is_new = (of_q.diff(prepend=none) > 0) | (of_k.diff(prepend=none) > 0)
+    return torch.cat([none, of_q[is_new]]), torch.cat([none, of_k[is_new]])
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _unless_all(rows: Tensor, count: int) -> Tensor | None:
+    return None if len(rows) == count and torch.equal(rows, torch.arange(count)) else rows
+
+
+def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | None:
+    """Return sequences in which query t of n sees what the window leaves of m keys, or None.
+
+    `low` and `high` are the first and the last key of each query. Both rise within a document.
+    """
+    by_low, by_high = low.diff(), high.diff()
+    joined = low[1:] <= high[:-1]
+    if (joined & (by_low == 1) & (by_high == 0)).any():
+        return _two_sided(low, high, joined)
+    same = (by_low == 0) & (by_high == 0)
+    grows = joined & (by_high == 1) & ((by_low == 0) | (by_low == 1))
+    none = torch.zeros(1, dtype=torch.bool)
+    is_causal = torch.cat([none, grows]) | torch.cat([grows, none])
+    first = ~torch.cat([none, grows | (same & ~is_causal[1:] & ~is_causal[:-1])])
+    starts, number = first.nonzero().flatten(), first.cumsum(0) - 1
+    slides = grows & (by_low == 1)
+    left = int((high - low)[is_causal].max()) if slides.any() else -1
+    expected = low[starts][number]
+    if left >= 0:
+        expected = torch.maximum(expected, high - left)
+    if (low != expected)[is_causal].any():
+        return None
+    lengths = first.nonzero().flatten().diff(append=torch.tensor([len(low)]))
+    counts = high[starts + lengths - 1] - low[starts] + 1
+    causal = is_causal[starts]
+    if causal.any():  # the only query of a sequence sees all of its keys with either
+        causal |= (lengths == 1) & (counts <= (left + 1 if left >= 0 else counts))
+    found = []
+    for window, these in (((left, 0), causal), ((-1, -1), ~causal)):
+        if these.any():
+            of_these = lengths[these], low[starts][these], counts[these]
+            found.append(_Sequences(window, these[number], *of_these))
+    return found
+
+
+def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | None:
+    """Return the documents of windows that reach to both sides, or None.
+
+    Aligned bottom-right, the window of a document without its last keys lies further to the right.
+    """
+    first = torch.cat([torch.ones(1, dtype=torch.bool), ~joined])
+    starts, number = first.nonzero().flatten(), first.cumsum(0) - 1
+    lengths = starts.diff(append=torch.tensor([len(low)]))
+    ends = starts + lengths - 1
+    begin, end = low[starts], high[ends]
+    counts = end - begin + 1
+    # Of the key that the window is about: that of the last query is the document's last.
+    shift = end - lengths + 1
+    left = torch.where(low[ends] > begin, end - low[ends], -1)
+    right = torch.where(high[starts] < end, high[starts] - shift, -1)
+    both = torch.stack([left, right], -1)
+    windows = sorted({tuple(one) for one in both.tolist()}, reverse=True)  # the last, of -1, fit others, too
+    if len(windows) > MOST_WINDOWS:
+        return None
+    center = shift[number] + torch.arange(len(low)) - starts[number]
+    unassigned, found = torch.ones(len(starts), dtype=torch.bool), []
+    for reach_left, reach_right in windows:
+        fits = (left == reach_left) | ((left < 0) & (counts <= reach_left + 1))
+        fits &= (right == reach_right) | ((right < 0) & (lengths <= reach_right + 1))
+        these = fits & unassigned
+        unassigned &= ~these
+        if not these.any():
+            continue
+        of_rows = these[number]
+        sees = begin[number], end[number]
+        if reach_left >= 0:
+            sees = torch.maximum(sees[0], center - reach_left), sees[1]
+        if reach_right >= 0:
+            sees = sees[0], torch.minimum(sees[1], center + reach_right)
+        if ((low != sees[0]) | (high != sees[1]))[of_rows].any():
+            return None
+        found.append(
+            _Sequences((reach_left, reach_right), of_rows, lengths[these], begin[these], counts[these])
+        )
+    return found
+
+
+def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool) -> str:
+    """Return the kind of a mask in words."""
+    windows = {one.window for one in parts}
+    has_window = any(left >= 0 or right > 0 for left, right in windows)
+    words = {
+        "padded queries": shares[0] < 1.0,
+        "padded keys": shares[1] < 1.0,
+        "causal": any(right == 0 for _, right in windows),
+        "a window": has_window,
+        "documents": documents,
+    }
+    return ", ".join(word for word, is_so in words.items() if is_so) or "nothing hidden"
+
+
+def _is_causal(parts: tuple[Part, ...], sizes: Sizes) -> bool | None:
+    """Return the `is_causal` of a call whose mask says the same or nothing; None if it says more."""
+    (batch, length_q, length_k), one = sizes, parts[0]
+    is_all = len(parts) == 1 and one.rows_q is None and one.rows_k is None
+    if not is_all or len(one.cu_seq_q) != batch + 1 or (one.max_q, one.max_k) != (length_q, length_k):
+        return None
+    # The longest is as long as a row of the batch, of which there are as many as sequences.
+    if one.window == (-1, -1):
+        return False
+    return True if one.window == (-1, 0) and length_q == length_k else None

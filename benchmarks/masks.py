@@ -1,0 +1,163 @@
+"""Padded batches with a boolean mask: torch's own masked call against the same call with masks recognised.
+
+    python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--out FILE]
+
+Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %, under a mask of the keys
+(an encoder's) and a causal one of keys (a decoder's). Both sides get the same tensors (B, H, S, D), which lie
+in memory as a model's projections do, (B, S, H, D), and take turns: `F.scaled_dot_product_attention` of
+torch, and what attnreg puts in its place with `masks = "recognise"`. The mask is looked at before the clock
+starts, as it is once for all layers of a step; what that takes is a column of its own, with the read-back.
+The figure is torch's time over attnreg's, round by round, median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+import attnreg
+from attnreg.bench.report import save, show, show_machine
+from attnreg.masks.cache import find
+from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+TORCHS = F.scaled_dot_product_attention  # before attnreg puts another in its place
+
+# How long the sequences are, in units of the longest, by the share that is padding.
+PADDINGS = {
+    "0 %": (1.0,) * 8,
+    "33 %": (1.0, 0.95, 0.85, 0.75, 0.6, 0.5, 0.4, 0.28),
+    "67 %": (1.0, 0.6, 0.35, 0.25, 0.2, 0.12, 0.1, 0.05),
+}
+
+
+class Sizes(NamedTuple):
+    """The tensors of a call."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    dtype: torch.dtype
+
+
+SIZES = {
+    "cpu": [Sizes(8, 8, 512, 64, torch.float32), Sizes(8, 8, 512, 64, torch.bfloat16)],
+    "cuda": [Sizes(16, 16, 1024, 128, torch.bfloat16), Sizes(8, 16, 4096, 128, torch.bfloat16)],
+}
+
+
+def mask_of(sizes: Sizes, padding: str, causal: bool, device: torch.device) -> Tensor:
+    """Return a mask of right-padded keys, causal or not."""
+    counts = (torch.tensor(PADDINGS[padding]) * sizes.length).round().repeat(sizes.batch // 8)
+    places = torch.arange(sizes.length)
+    mask = (places < counts[:, None])[:, None, None]
+    return ((mask & (places[:, None] >= places)) if causal else mask).to(device)
+
+
+def measure(
+    sizes: Sizes, padding: str, causal: bool, backward: bool, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """Time one batch on both sides; returns milliseconds, and what ran."""
+    torch.manual_seed(0)
+    shape, timer = (sizes.batch, sizes.length, sizes.heads, sizes.dim), timer_for(device)
+    *inputs, grad_out = (torch.randn(shape, device=device).to(sizes.dtype).transpose(1, 2) for _ in "qkvo")
+    inputs = [x.requires_grad_(backward) for x in inputs]
+    mask = mask_of(sizes, padding, causal, device)
+
+    def side(function: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:
+        def run() -> list[Tensor]:
+            out = function(*inputs, attn_mask=mask)
+            return [out, *(torch.autograd.grad(out, inputs, grad_out) if backward else ())]
+
+        return run
+
+    runs = {"torch": side(TORCHS), "attnreg": side(F.scaled_dot_product_attention)}
+    attnreg.reset_stats()
+    check(runs, sizes.dtype)
+    stats = attnreg.stats()
+    calls = calls_for(0.05, per_call(runs["attnreg"], 1))
+    taken = interleaved(
+        {name: lambda run=run: timer.back_to_back(run, calls) for name, run in runs.items()}, rounds
+    )
+    choice = torch._fused_sdp_choice(*inputs, attn_mask=mask)
+    return {
+        "length": sizes.length,
+        "dtype": str(sizes.dtype).removeprefix("torch."),
+        "padding": padding,
+        "mask": "causal" if causal else "keys",
+        "directions": "forward + backward" if backward else "forward",
+        "keys_hidden": 1.0 - float(mask[:, 0, -1].float().mean()),
+        "milliseconds": {name: statistics.median(seconds) * 1e3 for name, seconds in taken.items()},
+        "ratio": median_ratio(taken["torch"], taken["attnreg"]),
+        "look": look(mask, sizes, rounds) * 1e3,
+        "torchs_kernels": [SDPBackend(choice).name.lower()],
+        "seen": [row.seen for row in stats.masks],
+        "backends": sorted(stats.calls),
+    }
+
+
+def check(runs: dict[str, Callable[[], list[Tensor]]], dtype: torch.dtype) -> None:
+    """Refuse to time what doesn't compute the same."""
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+    for ours, theirs in zip(runs["attnreg"](), runs["torch"](), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def look(mask: Tensor, sizes: Sizes, rounds: int) -> float:
+    """Return the seconds that a mask takes the first time, with the read-back."""
+    masks = [mask.clone() for _ in range(rounds + 1)]
+    of_call = sizes.batch, sizes.length, sizes.length
+    _warm_up, *seconds = (per_call(lambda one=one: find(one, of_call), 1) for one in masks)
+    return statistics.median(seconds)
+
+
+def row(result: dict[str, Any]) -> tuple[str, ...]:
+    """Return a result as a row of the table."""
+    what = f"{result['length']}, {result['dtype']}, {result['mask']}, {result['directions']}"
+    times = (f"{result['milliseconds'][side]:.2f}" for side in ("torch", "attnreg"))
+    return (what, result["padding"], *times, f"{result['ratio']:.2f}", f"{result['look']:.2f}")
+
+
+def main() -> None:
+    """Measure every batch and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    show_machine()
+    attnreg.configure({"masks": "recognise"})
+    device, results = torch.device(options.device), []
+    cases = itertools.product(SIZES[options.device], (False, True), (False, True), PADDINGS)
+    for sizes, causal, backward, padding in cases:
+        results.append(measure(sizes, padding, causal, backward, device, options.rounds))
+        print(" · ".join(row(results[-1])), file=sys.stderr, flush=True)
+    header = ("length, dtype, mask, directions", "padding", "torch", "attnreg", "times as fast", "first look")
+    show("ms; last, what a mask takes once for all layers", header, [row(result) for result in results])
+    kernels, backends, seen = (
+        sorted({name for result in results for name in result[key]})
+        for key in ("torchs_kernels", "backends", "seen")
+    )
+    print(
+        f"torch's kernels {', '.join(kernels)}; backends {', '.join(backends)}; masks were {'; '.join(seen)}"
+    )
+    save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

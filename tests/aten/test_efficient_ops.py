@@ -1,0 +1,256 @@
+"""Promises about the efficient ops, which torch has for CUDA alone: values, layouts, and who runs them."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import truth
+from support.cuda_ops import LENGTHS_K, LENGTHS_Q
+from support.dense import ADDED, CAUSAL, OPEN, assert_near, qkv, random_like, with_gradients
+from support.efficient_ops import BACKWARD, FORWARD, call, native_kernels, rounded, varlen
+from support.known import know
+from support.packages import on_cpu
+
+import attnreg
+from attnreg.backends import efficient as backend
+from attnreg.backends import math
+from attnreg.errors import UnsupportedInputError
+from attnreg.selection import policy
+from attnreg.torchlib import captured
+from attnreg.tuning import traces
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_steps(bias):
+    """Return a bias with rows of whole sixteen bytes, as `F.scaled_dot_product_attention` makes them."""
+    return F.pad(bias, (0, -bias.shape[-1] % 4))[..., : bias.shape[-1]]
+
+
+SHAPES = {"square": {}, "fewer queries": {"len_q": 3}, "fewer keys": {"len_k": 3}}
+
+
+def assert_right(result, inputs, **meant):
+    """Check output, LSE and gradients of a dense call against the reference."""
+    length = inputs[0].shape[2]
+    expected, expected_lse = truth.dense(*inputs, **meant)
+    lse = result[1]
+    assert lse.shape[-1] == rounded(length)
+    assert (lse[..., length:] == torch.inf).all()
+    truth.assert_near(lse[..., :length], expected_lse, torch.float32)
+    assert result[0].transpose(1, 2).is_contiguous()
+    assert_near(with_gradients(result[0], inputs), inputs, expected)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["math", "torch's own"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_call_is_right_with_the_ops_own_alignment(route, ran, native, causal, shape, dtype):
+    route(native_kernels())
+    inputs = qkv(**shape, dtype=dtype)
+    policy.activate(True)
+    if not native:
+        attnreg.register_backend("math")
+    for _ in range(3):
+        result = call(inputs, causal=causal, scale=0.4)
+        assert_right(result, inputs, window=CAUSAL if causal else OPEN, top_left=True, scale=0.4)
+    assert ran() == {"efficient" if native else "math": (3, 3)}
+
+
+def test_with_nothing_registered_the_call_and_its_results_are_torchs(route, ran):
+    kernels = native_kernels()
+    route(kernels)
+    inputs = qkv()
+    bias = in_steps(ADDED)
+    out, _, seed, offset = call(inputs, bias=bias)
+    out.sum().backward()
+    assert (int(seed), int(offset)) == (3, 4)
+    ((args, _),) = kernels[FORWARD].calls
+    assert args[3] is bias
+    assert len(kernels[BACKWARD].calls) == 1
+    assert ran() == {}
+
+
+BIASES = {
+    "added": ADDED,
+    "of the keys": ADDED[:, :, :1].expand(2, 4, 6, 6),
+    "for all heads": ADDED[:1, :1].expand(2, 4, 6, 6),
+    "hiding": ADDED.masked_fill(ADDED > 0.5, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_a_bias_counts_forward_and_backward(route, ran, bias):
+    route()
+    inputs = qkv()
+    attnreg.register_backend("math")
+    assert_right(call(inputs, bias=bias), inputs, bias=bias)
+    assert ran() == {"math": (1, 1)}
+
+
+def test_a_backend_that_declares_no_bias_runs_no_call_with_one(route, ran, fake):
+    route(native_kernels())
+    attnreg.register_backend(fake("plain", bias=False).backend)
+    inputs = qkv()
+    call(inputs)
+    assert ran() == {"plain": (1, 0)}
+    padded = in_steps(ADDED)
+    assert_right(call(inputs, bias=padded), inputs, bias=padded)
+    reasons = {row.reason for row in attnreg.stats().fallbacks if row.backend == "plain"}
+    assert "attn_bias must be None, got a tensor" in reasons
+    assert ran() == {"efficient": (1, 1)}
+
+
+@pytest.mark.parametrize("first", ["math", "efficient"])
+def test_a_row_that_the_bias_hides_entirely_pairs_with_either_backward(route, ran, first):
+    route(native_kernels())
+    policy.activate(True)
+    bias = in_steps(ADDED).clone()
+    bias[:, :, 2] = -torch.inf
+    inputs = qkv()
+    with attnreg.register_backend("math") if first == "math" else contextlib.nullcontext():
+        result = call(inputs, bias=in_steps(bias))
+    second = {"math": "efficient", "efficient": "math"}[first]
+    with attnreg.register_backend("math") if second == "math" else contextlib.nullcontext():
+        grads = with_gradients(result[0], inputs)[1:]
+    assert ran() == {first: (1, 0), second: (0, 1)}
+    assert_near([result[0], *grads], inputs, truth.dense(*inputs, bias)[0])
+
+
+def test_the_gradient_of_a_bias_comes_from_torchs_kernel_whoever_ran_the_forward(route, ran):
+    route(native_kernels())
+    attnreg.register_backend("math")
+    leaf = F.pad(ADDED[:1], (0, 2)).requires_grad_()
+    inputs = qkv()
+    out = call(inputs, bias=leaf[..., :6].expand(2, 4, 6, 6))[0]
+    got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
+    assert ran() == {"math": (1, 0), "efficient": (0, 1)}
+    expected, _ = truth.dense(*inputs, leaf[..., :6])
+    right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
+    for one, other in zip(got, right, strict=True):
+        truth.assert_near(one, other.double())
+
+
+def test_with_dropout_the_gradient_of_a_bias_has_torchs_kernel_run_the_forward_too(route, ran):
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.register_backend("math")
+    bias = in_steps(ADDED).requires_grad_()
+    call(qkv(), bias=bias, dropout=0.2)[0].sum().backward()
+    assert ran() == {"efficient": (1, 1)}
+    assert kernels[BACKWARD].calls[0][0][15] is True
+
+
+def test_dropout_ties_the_backward_to_the_forwards_backend(route, ran):
+    route(native_kernels())
+    inputs = qkv()
+    with attnreg.register_backend("math"):
+        out = call(inputs, dropout=0.2)[0]
+    policy.activate(True)
+    out.sum().backward()
+    assert ran() == {"math": (1, 1)}
+    out = call(inputs, dropout=0.2)[0]
+    with attnreg.register_backend("math"):
+        out.sum().backward()
+    assert ran() == {"efficient": (1, 1)}
+
+
+def test_the_choice_of_a_scope_goes_to_the_backward_outside_it(route, ran):
+    route(native_kernels())
+    policy.activate(True)
+    inputs = qkv()
+    for _ in range(3):
+        with attnreg.use_backend("math"):
+            out = call(inputs)[0]
+        out.sum().backward()
+    assert ran() == {"math": (3, 3)}
+
+
+def test_without_a_gradient_torch_is_given_an_lse_without_rows(route):
+    route()
+    attnreg.register_backend("math")
+    out, lse, *_ = call([x.detach() for x in qkv()], lse=False)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((2, 4, 6, 8), (2, 4, 0))
+
+
+def test_a_batch_that_torchs_kernel_cannot_launch_is_cut_by_the_backend(route, ran, monkeypatch):
+    kernels = native_kernels()
+    route(kernels)
+    monkeypatch.setattr(backend, "GRID", 2)
+    monkeypatch.setattr(captured, "kernel", lambda op, key: kernels[op])
+    policy.activate(True)
+    know(monkeypatch, math.BACKEND, on_cpu(backend.BACKEND))
+    inputs = qkv(batch=5)
+    for shape in (None, (1, 4, 6, 6)):
+        bias = None if shape is None else in_steps(ADDED[:1]).expand(5, 4, 6, 6)
+        assert_right(call(inputs, bias=bias), inputs, bias=bias)
+    assert ran() == {"efficient": (2, 2)}
+    for fake in kernels.values():
+        assert [args[0].shape[0] for args, _ in fake.calls] == [2, 2, 1] * 2
+    out = call(inputs, bias=bias.clone().requires_grad_())[0]
+    with pytest.raises(UnsupportedInputError, match=r"attn_bias needs a gradient, .* got 5: split the batch"):
+        out.sum().backward()
+
+
+def test_recorded_are_the_calls_that_the_op_serves(route, tmp_path):
+    route(native_kernels())
+    with attnreg.record(tmp_path / "calls.jsonl"):
+        inputs = qkv()
+        for _ in range(2):
+            call(inputs, bias=in_steps(ADDED))[0].sum().backward()
+    (one,) = traces.read(tmp_path / "calls.jsonl")
+    assert (one.spec.bias, one.spec.dtype, one.forward, one.backward) == (True, "float32", 2, 2)
+
+
+# Packed, as nested tensors call the op
+
+
+def packed_inputs(lengths_k=LENGTHS_K):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), 4, 8) for lengths in (LENGTHS_Q, lengths_k, lengths_k)]
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (LENGTHS_Q, lengths_k))
+    return tensors, cu_q, cu_k, max(LENGTHS_Q), max(lengths_k)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["math", "torch's own"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_packed_call_is_right_forward_and_backward(route, ran, native, causal):
+    kernels = native_kernels()
+    route(kernels)
+    policy.activate(True)
+    if not native:
+        attnreg.register_backend("math")
+    tensors, cu_q, cu_k, max_q, max_k = packed_inputs(LENGTHS_Q if causal else LENGTHS_K)
+    cu_k = cu_q if causal else cu_k  # self-attention: the two alignments are one
+    out, lse, *_ = varlen(tensors, cu_q, cu_k, max_q, max_k, mask=int(causal), scale=0.4)
+    window = CAUSAL if causal else OPEN
+    expected, expected_lse = truth.varlen(*tensors, cu_q, cu_k, window=window, scale=0.4)
+    for index, length in enumerate(LENGTHS_Q):
+        row = lse[index]
+        assert (row[:, length:] == torch.inf).all()
+        start = int(cu_q[index])
+        truth.assert_near(row[:, :length], expected_lse[:, start : start + length], torch.float32)
+    assert_near([out[0], *with_gradients(out, tensors)[1:]], tensors, expected)
+    assert ran() == {"efficient" if native else "math": (1, 1)}
+
+
+ONLY_TORCHS = {
+    "a window": {"window_size": 2, "mask": 1},
+    "top-left over other keys": {"mask": 1},
+}
+
+
+@pytest.mark.parametrize("options", ONLY_TORCHS.values(), ids=ONLY_TORCHS)
+def test_what_only_torchs_kernel_understands_is_left_to_it(route, ran, options):
+    kernels = native_kernels()
+    route(kernels)
+    attnreg.register_backend("math")
+    varlen(*packed_inputs(), **options)
+    assert len(kernels[FORWARD].calls) == 1
+    assert ran() == {}
+    route()
+    with pytest.raises(UnsupportedInputError, match="torch has no kernel for this device"):
+        varlen(*packed_inputs(), **options)

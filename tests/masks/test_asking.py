@@ -1,0 +1,168 @@
+"""Promises about who asks for masks to be recognised, and where one reads what they were recognised as."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import dense
+from support.command_line import invoke
+from support.processes import python
+
+import attnreg
+from attnreg.cli.run import _print_stats
+from attnreg.errors import ConfigError
+
+SDPA = F.scaled_dot_product_attention
+PADDED = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None]
+
+# What a program does that knows nothing of attnreg.
+PROGRAM = """
+import torch
+mask = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None]
+x = torch.randn(2, 4, 6, 8, requires_grad=True)
+torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum().backward()
+"""
+ASKS_STATS = (
+    PROGRAM
+    + """
+import attnreg
+print([(row.seen, row.count) for row in attnreg.stats().masks])
+"""
+)
+
+
+def attend():
+    F.scaled_dot_product_attention(*dense.qkv(), attn_mask=PADDED)
+
+
+@pytest.mark.parametrize("by", ["a variable", "a file"])
+def test_a_program_that_imports_only_torch_is_asked_for_from_outside(by, tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text('masks = "recognise"\n', encoding="utf-8")
+    done = python(
+        "-c", ASKS_STATS,
+        **({"ATTNREG_MASKS": "recognise"} if by == "a variable" else {"ATTNREG_CONFIG": str(file)}),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[('padded keys', 1)]\n"), done.stderr
+
+
+def test_where_nobody_asks_torchs_function_is_its_own_and_the_room_is_not_imported():
+    looks = "import sys; print('attnreg.masks' in sys.modules, torch.nn.functional.{0} is torch._C._nn.{0})"
+    looks = looks.format("scaled_dot_product_attention")
+    for variables in ({}, {"ATTNREG_BACKEND": "math"}, {"ATTNREG_MASKS": "as_given"}):
+        done = python("-c", f"{PROGRAM}\n{looks}", **variables)
+        assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
+
+
+@pytest.mark.usefixtures("routers")
+def test_settings_switch_it_on_and_off_and_the_environment_is_stronger(monkeypatch, seen, tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text('masks = "recognise"\n', encoding="utf-8")
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
+    attnreg.configure(file)
+    attend()
+    assert seen() == {"padded keys": 1}
+    attnreg.configure(attnreg.Settings(masks="as_given"))
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
+    monkeypatch.setenv("ATTNREG_MASKS", "recognise")
+    attnreg.reload()
+    attend()
+    assert seen() == {"padded keys": 1}
+    with pytest.raises(ConfigError, match="masks: got 'always', expected 'as_given' or 'recognise'"):
+        attnreg.configure({"masks": "always"})
+    attend()
+    assert seen() == {"padded keys": 1}
+
+
+def test_what_others_have_put_in_place_of_torchs_function_stays(monkeypatch, routers):
+    def theirs(*arguments, **options):
+        return SDPA(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    attnreg.configure({"masks": "recognise"})
+    assert F.scaled_dot_product_attention is theirs
+
+
+EXPLAINED = {
+    "padding": (
+        PADDED,
+        "attn_mask is recognised as padded keys: 100% of the queries and 83% of the keys count",
+    ),
+    "causal": (
+        torch.ones(6, 6).tril().bool(),
+        "attn_mask is recognised as causal: the call runs as one without a mask",
+    ),
+    "a gap": (
+        torch.eye(6).bool().logical_not(),
+        "attn_mask is left to torch: some query sees keys with gaps between them",
+    ),
+}
+
+
+@pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize(("mask", "note"), EXPLAINED.values(), ids=EXPLAINED)
+def test_explain_says_what_a_mask_is_and_which_backend_runs_what_takes_its_place(mask, note, ran):
+    inputs = dense.qkv()
+    found = attnreg.explain(*inputs, attn_mask=mask)
+    assert note in found.notes
+    assert f"note: {note}" in str(found)
+    assert attnreg.stats().masks == ()
+    dense.with_gradients(F.scaled_dot_product_attention(*inputs, attn_mask=mask), inputs)
+    assert ran() == {"cpu": (1, 1)}
+    assert (found.forward.backend, found.backward.backend) == ("cpu", "cpu")
+    assert found.spec.varlen is (mask is PADDED)
+
+
+@pytest.mark.usefixtures("recognise")
+def test_explain_names_every_packed_call_of_a_mask():
+    mask = PADDED & torch.ones(6, 6).tril().bool()
+    found = attnreg.explain(*dense.qkv(), attn_mask=mask)
+    assert found.spec.window == (-1, 0)
+    assert [note.split(":")[0] for note in found.notes[:2]] == [
+        "attn_mask is recognised as padded keys, causal", "this packed call runs as well"
+    ]  # fmt: skip
+
+
+def test_explain_says_nothing_of_masks_where_nobody_asks(routers):
+    found = attnreg.explain(*dense.qkv(), attn_mask=PADDED)
+    assert not any("attn_mask" in note for note in found.notes)
+    assert not found.spec.varlen
+
+
+def test_explain_on_the_command_line_says_where_to_look(monkeypatch):
+    described = ("explain", "--device", "cpu", "--dtype", "fp32", "--q", "2,6,4,8", "--bias", "--json")
+    said = "a boolean mask with structure is recognised"
+    assert said not in invoke(*described).stdout
+    monkeypatch.setenv("ATTNREG_MASKS", "recognise")
+    attnreg.reload()
+    assert said in " ".join(json.loads(invoke(*described).stdout)["notes"])
+
+
+def test_info_says_that_masks_are_recognised_and_by_whom(monkeypatch):
+    monkeypatch.setenv("ATTNREG_MASKS", "recognise")
+    attnreg.reload()
+    found = json.loads(invoke("info", "--json").stdout)["settings"]
+    assert {"setting": "masks", "value": "recognise", "source": "ATTNREG_MASKS"} in found["in_force"]
+    assert any(row["name"] == "ATTNREG_MASKS" and row["purpose"] for row in found["variables"])
+
+
+@pytest.mark.usefixtures("recognise")
+def test_stats_on_the_command_line_list_what_masks_were(capsys):
+    attend()
+    attend()
+    _print_stats()
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "What ran backend forward backward cpu 2 0" in printed
+    assert printed.endswith("What boolean masks were mask calls padded keys 2")
+    assert attnreg.stats().to_dict()["masks"] == [{"seen": "padded keys", "count": 2}]
+
+
+def test_a_program_that_is_run_with_stats_says_them_at_its_end(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    done = python("-m", "attnreg", "run", "--stats", str(file), ATTNREG_MASKS="recognise")
+    assert done.returncode == 0, done.stderr
+    assert "What boolean masks were mask calls padded keys 1" in " ".join(done.stderr.split())
