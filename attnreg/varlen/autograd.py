@@ -35,10 +35,10 @@ def attend(
     """Return the output and the LSE, as the kernel has laid them out."""
     if wants_gradient(query, key, value):
         return _VarlenAttention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
-    return _forward((query, key, value), call, choice, needs_backward=False)[:2]
+    return run_forward((query, key, value), call, choice, needs_backward=False)[:2]
 
 
-def _forward(
+def run_forward(
     inputs: tuple[Tensor, Tensor, Tensor], call: Call, choice: ScopedChoice | None, needs_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
     """Return output, LSE, and for a backward the random state and the choice, which dropout ties."""
@@ -58,7 +58,7 @@ class _VarlenAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value
-        out, lse, rng_state, ctx.choice = _forward(inputs, call, choice, needs_backward=True)
+        out, lse, rng_state, ctx.choice = run_forward(inputs, call, choice, needs_backward=True)
         ctx.save_for_backward(*inputs, out, lse, rng_state, *(getattr(call, name) for name in _SAVED))
         asked = call.deterministic and not wants_deterministic()  # by the call itself
         without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
@@ -75,7 +75,7 @@ class _VarlenAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
         if not torch.compiler.is_compiling():
-            grads = _backward(grad_out, tensors, call, ctx.choice, *others)
+            grads = run_backward(grad_out, tensors, call, ctx.choice, *others)
         elif call.dropout > 0.0 or call.deterministic or cu_seq_q is None:
             grads = _backward_uncompiled(grad_out, tensors, call, ctx.choice, *others)
         else:  # by compiled autograd, into the graph
@@ -87,7 +87,7 @@ class _VarlenAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-def _backward(
+def run_backward(
     grad_out: Tensor,
     tensors: list[Tensor],
     call: Call,
@@ -110,7 +110,7 @@ def _backward(
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
-_backward_uncompiled = _disable_dynamo(_backward)
+_backward_uncompiled = _disable_dynamo(run_backward)
 
 
 _lock = open_after_fork(threading.RLock())

@@ -63,6 +63,7 @@ def varlen_attn(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0,  # as softcap
     backend: str | None = None,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
@@ -100,6 +101,9 @@ def varlen_attn(
             are dropped follows from torch's default generator of the device (`torch.manual_seed`); another
             backend drops others. Under torch.compile such a call is a graph break.
         backend: run on this backend or not at all.
+        group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
+            its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
+            every call is spread.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
@@ -116,6 +120,18 @@ def varlen_attn(
     if returns_lse is None and return_aux is not None:
         raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
     returns_lse = bool(returns_lse)
+    if _is_spread or group is not None:
+        given = {
+            "is_causal": is_causal, "window_size": window_size, "scale": scale, "enable_gqa": enable_gqa,
+            "softcap": softcap, "sinks": sinks, "with_lse": returns_lse, "backend": backend,
+        }  # fmt: skip
+        refused = {
+            "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
+            "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
+        }  # fmt: skip
+        offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
+        out, lse = _attend_spread(group, query, key, value, offsets, given, refused)
+        return (out, lse.float().contiguous()) if returns_lse else out
     if sinks is not None:
         check_sinks(query, sinks)
     if not compiling:
@@ -175,6 +191,28 @@ def varlen_attn(
     return _returned(out, lse, returns_lse, sinks)
 
 
+# What calls are spread by while its `with` block lasts. It is one for all threads, as an activation that is
+# checkpointed is computed once more on a thread of autograd's. Compiled code looks at `_is_spread` alone, as
+# it is compiled once more for each new object that it looks at.
+_over: Any = None
+_is_spread = False
+
+
+def spread_over(context: Any) -> Any:
+    """Have calls spread by a `ContextParallel`, or by None; returns what they were spread by before."""
+    global _over, _is_spread
+    before, _over, _is_spread = _over, context, context is not None
+    return before
+
+
+@_disable_dynamo
+def _attend_spread(group: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    over = _over if group is None else group
+    if not hasattr(over, "attend"):
+        raise InvalidInputError(f"group: got {over!r}, expected what attnreg.context_parallel returns")
+    return over.attend(*arguments)  # type: ignore[no-any-return]
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -209,11 +247,11 @@ def _returned(
     out: Tensor, lse: Tensor, with_lse: bool, sinks: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse.float().contiguous()) if with_lse else out
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the results as if each row saw one more key, of a given score and without a value.
 
     It takes no more of a kernel than a gradient of its LSE. Rows that see no key stay as they are.

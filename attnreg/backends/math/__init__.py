@@ -2,8 +2,8 @@
 
 It is correct before it is fast: it computes in float32 or float64, keeps nothing of the size S_q x S_k, takes
 every option of the contract, and never reads a tensor of another device on the host. `batch.py` brings dense,
-packed and paged tensors to one form, `mask.py` says which scores count. Here each padded group is computed,
-tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k, S_k, D_v). The
+packed and paged tensors to one form, `mask.py` says which scores count, `softmax.py` keeps the sums of a row.
+Here each padded group is computed, tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k, S_k, D_v). The
 forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
 the backward computes each tile's weights twice, as it needs the sums of a row first.
 Imports from `contract`. Start with README.md.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnreg.backends.math.batch import Group, as_rows, groups, sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask, Tile
+from attnreg.backends.math.softmax import Softmax, Whole
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
 from attnreg.contract.spec import AttentionSpec
@@ -86,6 +87,7 @@ def backward(
     """Return the gradients of query, key and value."""
     work = _working_dtype(q)
     of_queries = as_rows(grad_out), as_rows(q)
+    results = as_rows(out), as_rows(lse.mT[..., None])
     grad_lse = None if call.grad_lse is None else as_rows(call.grad_lse.mT[..., None])
     of_keys = as_rows(k), as_rows(v)
     grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
@@ -95,7 +97,8 @@ def backward(
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
             of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, of_lse, mask)
+            whole = Whole(*(group.queries.gather(x, work) for x in results), torch.finfo(lse.dtype).eps)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, whole, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -134,7 +137,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tuple[Tensor, Tensor]:
-    softmax = _Softmax(q)
+    softmax = Softmax(q)
     weighted = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for tile in mask.tiles(rows):
         weights, fade = softmax.add(_masked(_scores(q, _seen_keys(k, tile), mask), tile, mask))
@@ -144,63 +147,33 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
     return weighted / softmax.divisor, softmax.peak + softmax.total.log()
 
 
-class _Softmax:
-    """The softmax of some rows, of which one tile of keys after another comes.
-
-    Attributes:
-        peak: the highest score so far, (b, H, rows, 1); -inf for a row without a key.
-        total: the sum of the weights so far, relative to the peak.
-    """
-
-    def __init__(self, q: Tensor) -> None:
-        self.peak = q.new_full((*q.shape[:-1], 1), -torch.inf)
-        self.total = torch.zeros_like(self.peak)
-
-    def add(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of a tile relative to the new peak, and the factor on what was summed before."""
-        before, self.peak = self.peak, torch.maximum(self.peak, scores.amax(-1, keepdim=True))
-        weights, fade = self.weights(scores), (before - self._anchor).exp_()
-        self.total = self.total * fade + weights.sum(-1, keepdim=True)
-        return weights, fade
-
-    def weights(self, scores: Tensor) -> Tensor:
-        """Return the weights of a tile relative to the peak."""
-        return (scores - self._anchor).exp_()
-
-    @property
-    def _anchor(self) -> Tensor:
-        # A row without a key so far has no peak: -inf - -inf would be NaN.
-        return self.peak.masked_fill(self.peak == -torch.inf, 0.0)
-
-    @property
-    def divisor(self) -> Tensor:
-        """The sum of all weights, 1 for a row without a key."""
-        return self.total.masked_fill(self.total == 0, 1.0)
-
-
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_lse: Tensor | None, mask: Mask
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Whole, grad_lse: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
     The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
     sum(grad_out * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
-    gradients where scores are large, or where terms cancel, as with one or two keys.
+    gradients where scores are large, or where terms cancel, as with one or two keys. So they are used in rows
+    only whose LSE and output are those of more keys.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
         of_rows = q[:, :, rows], grad_out[:, :, rows]
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
-        softmax = _Softmax(of_rows[0])
+        softmax = Softmax(of_rows[0])
         delta = torch.zeros_like(softmax.total)
         for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-        delta = delta / softmax.divisor - (0.0 if grad_lse is None else grad_lse[:, :, rows])
+        share = whole.share(rows, softmax)
+        delta = torch.where(share == 1.0, delta / softmax.divisor, whole.delta(rows, of_rows[1]))
+        delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
+        share = share / softmax.divisor
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
             queries, grads = (_seen_rows(x, tile) for x in of_rows)
-            weights = softmax.weights(scores) / softmax.divisor
+            weights = softmax.weights(scores) * share
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
             grad_scores = weights * (grad_weights - delta) * mask.call.scale
             grad_scores = _hide(grad_scores if slope is None else grad_scores * slope, tile, 0.0)

@@ -1,0 +1,145 @@
+"""`spread_documents`: which documents go to which rank, in order or so that all ranks have the same work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError, did_you_mean
+from attnreg.parallel.layout import Layout, Piece, checked_offsets, contiguous, joined, visible_pairs, zigzag
+
+__all__ = ["spread_documents"]
+
+# A token of a layer of width d takes about 12 * d multiplications times d outside of attention, and a pair of
+# a query and a key 2 times d.
+PAIRS_PER_WIDTH = 6
+
+
+def spread_documents(
+    cu_seq: Sequence[int] | Tensor,
+    ranks: int,
+    how: str = "balanced",
+    *,
+    is_causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    width: int = 0,
+) -> Layout:
+    """Spread a packed batch over ranks.
+
+    Args:
+        cu_seq: where each document begins in the whole batch, and the end of the last.
+        ranks: how many ranks there are.
+        how: "balanced": by cost, and only documents are cut that make a rank's work too much. "zigzag": two
+            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
+            rank's after the other's.
+        is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
+        width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
+            attention alone, and ranks may have very different numbers of tokens.
+    """
+    if how == "balanced":
+        per_token = PAIRS_PER_WIDTH * width
+        return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
+    makers = {"contiguous": contiguous, "zigzag": zigzag}
+    if how not in makers:
+        known = ["balanced", *makers]
+        raise InvalidInputError(f"how: got {how!r}, expected one of {known}{did_you_mean(str(how), known)}")
+    return makers[how](cu_seq, ranks)
+
+
+class _Costs(NamedTuple):
+    """What a piece costs: the pairs that its queries see, and the rest of the model for each of its tokens."""
+
+    cu_seq: tuple[int, ...]
+    left: int
+    right: int
+    per_token: float
+
+    def of(self, piece: Piece) -> float:
+        document, begin, end = piece
+        first, last = self.cu_seq[document], self.cu_seq[document + 1]
+        pairs = visible_pairs(begin, end, first, last, self.left, self.right)
+        return pairs + self.per_token * (end - begin)
+
+    def head(self, piece: Piece, cost: float) -> int:
+        """Return where the first rows of a piece end that cost so much together."""
+        low, high = piece.begin, piece.end
+        while low < high:
+            middle = (low + high) // 2
+            if self.of(piece._replace(end=middle)) < cost:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def balanced(
+    cu_seq: Sequence[int] | Tensor,
+    ranks: int,
+    *,
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    per_token: float = 0.0,
+    tolerance: float = 0.02,
+) -> Layout:
+    """Spread documents over ranks by what they cost, and cut only those that make a rank's work too much.
+
+    `per_token` is what a token costs outside of attention, in pairs; the most loaded rank may exceed the mean
+    by `tolerance` before a document is cut for it.
+    """
+    offsets = checked_offsets(cu_seq, ranks)
+    left, right = window_size[0], 0 if is_causal else window_size[1]
+    costs = _Costs(offsets, left, right, per_token)
+    whole = [
+        Piece(number, begin, end)
+        for number, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False))
+        if end > begin
+    ]
+    target = sum(map(costs.of, whole)) / ranks
+    loads, held = [0.0] * ranks, [list[Piece]() for _ in range(ranks)]
+    for piece in sorted(whole, key=costs.of, reverse=True):
+        _deal(piece, costs, target * (1 + tolerance), loads, held)
+    for _ in range(2 * ranks):
+        if not _even_out(costs, target, tolerance, loads, held):
+            break
+    return Layout(offsets, tuple(joined(sorted(pieces, key=lambda piece: piece.begin)) for pieces in held))
+
+
+def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: list[list[Piece]]) -> None:
+    """Give a document to the least loaded rank, or one that is more than a rank's work to as many as needed."""
+    ranks = sorted(range(len(loads)), key=loads.__getitem__)
+    wanted = min(len(ranks), math.ceil(costs.of(piece) / most)) if most else 1
+    # In two chunks for each rank, the first with the last, which balances a causal mask.
+    count, length = (2 * wanted if wanted > 1 else 1), piece.end - piece.begin
+    for number in range(count):
+        begin, end = (piece.begin + length * n // count for n in (number, number + 1))
+        if end > begin:
+            rank, chunk = ranks[min(number, count - 1 - number)], piece._replace(begin=begin, end=end)
+            held[rank].append(chunk)
+            loads[rank] += costs.of(chunk)
+
+
+def _even_out(
+    costs: _Costs, target: float, tolerance: float, loads: list[float], held: list[list[Piece]]
+) -> bool:
+    """Move work from the most to the least loaded rank, cutting one piece; false where nothing is left to do."""
+    most, least = loads.index(max(loads)), loads.index(min(loads))
+    if loads[most] <= target * (1 + tolerance):
+        return False
+    amount = min(loads[most] - target, target - loads[least])
+    # Of those with enough work the smallest, so that the large ones stay whole.
+    enough = [piece for piece in held[most] if costs.of(piece) >= amount]
+    piece = min(enough, key=costs.of) if enough else max(held[most], key=costs.of)
+    end = costs.head(piece, min(amount, costs.of(piece)))
+    moved = piece._replace(end=end)
+    if end <= piece.begin:
+        return False
+    held[most].remove(piece)
+    if end < piece.end:
+        held[most].append(piece._replace(begin=end))
+    held[least].append(moved)
+    loads[most] -= costs.of(moved)
+    loads[least] += costs.of(moved)
+    return True

@@ -1,0 +1,151 @@
+"""What one distributed call is: its arguments checked, and what of it has to be the same on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import reprlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.contract.spec import AttentionSpec, canonical_dtype
+from attnreg.contract.validation import check_scale, checked_softcap
+from attnreg.dispatch import scope
+from attnreg.dispatch.calls import bounds, wants_gradient
+from attnreg.dispatch.planning import device_of
+from attnreg.dispatch.state import state
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.explanation import explain
+from attnreg.parallel.layout import Layout
+from attnreg.parallel.ways import Shape
+from attnreg.varlen.plans import check_sinks, window
+
+
+class Arguments(NamedTuple):
+    """The arguments of `varlen_attn` that a distributed call takes, except query, key and value."""
+
+    is_causal: bool
+    window_size: Sequence[int] | None
+    scale: float | None
+    enable_gqa: bool
+    softcap: float
+    sinks: Tensor | None
+    with_lse: bool
+    backend: str | None
+
+
+class Kind(NamedTuple):
+    """What the calls of one kind share: the same on all ranks, or none of them may run."""
+
+    shape: Shape
+    window: tuple[int, int]
+    dtype: str
+    device: str
+    scale: float | None
+    softcap: float
+    sinks: bool
+    with_lse: bool
+    gradients: tuple[bool, bool, bool]
+    backend: str
+
+
+def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest: int) -> Kind:
+    """Return the kind of a call whose tensors have been checked."""
+    bound = bounds(window(given.window_size, given.is_causal), False, longest, longest)
+    shape = Shape(
+        query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.element_size(),
+        wants_gradient(query, key, value),
+    )  # fmt: skip
+    check_scale(1.0 if given.scale is None else given.scale)
+    softcap = checked_softcap(given.softcap) if given.softcap else 0.0
+    chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
+    asked = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
+    gradients = query.requires_grad, key.requires_grad, value.requires_grad
+    return Kind(
+        shape, bound, canonical_dtype(query.dtype), query.device.type, given.scale, softcap,
+        given.sinks is not None, given.with_lse, gradients, asked,
+    )  # fmt: skip
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, rows: int) -> None:
+    """Check that tensors are a rank's rows, in shapes and dtypes that go together."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            got = type(tensor).__name__
+            hint = "; a DTensor's is to_local()" if got == "DTensor" else ""
+            raise InvalidInputError(f"{name}: got a {got}, expected this rank's rows as a plain tensor{hint}")
+        if tensor.dim() != 3 or len(tensor) != rows:
+            expected = f"({rows}, heads, head dim): the rows of this rank, as context.shard gives them"
+            raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, expected {expected}")
+    if query.shape[1] != key.shape[1] and not given.enable_gqa:
+        got = f"{query.shape[1]} for query and {key.shape[1]} for key"
+        raise InvalidInputError(f"heads: got {got}, expected equal numbers (or enable_gqa=True)")
+    same = (query.shape[2], key.shape[1], query.dtype) == (key.shape[2], value.shape[1], key.dtype)
+    if not same or query.dtype != value.dtype or not key.shape[1] or query.shape[1] % key.shape[1]:
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (query, key, value))
+        raise InvalidInputError(
+            f"query, key, value: got {got}, expected heads, head dims and dtypes to match"
+        )
+    if given.sinks is not None:
+        check_sinks(query, given.sinks)
+
+
+def check_refused(refused: dict[str, object]) -> None:
+    """Refuse options that no way takes."""
+    for name, got in refused.items():
+        if got is not None and (isinstance(got, Tensor) or got):
+            given = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)
+            raise UnsupportedInputError(
+                f"{name}: got {given}, expected none: calls spread over ranks don't take it"
+            )
+
+
+def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
+    """Compare offsets with those of a layout; those on a GPU are read back, which waits for it."""
+    numbers = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    if numbers != list(layout.cu_seq):
+        got = "None" if numbers is None else short(numbers)
+        raise InvalidInputError(
+            f"{name}: got {got}, expected those of the whole batch, {short(layout.cu_seq)}"
+        )
+
+
+def texts(
+    layout: Layout, kind: Kind | None, device: torch.device, method: str, problem: object
+) -> dict[str, str]:
+    """Return what ranks compare before they run the first call of a kind."""
+    found = {
+        "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
+        "layouts": f"{short(layout.rows)} rows ({_digest(layout.pieces)})",
+        "arguments": "none that is wrong" if problem is None else str(problem),
+    }
+    if kind is None:
+        return found
+    found |= {name: str(one) for name, one in kind.shape._asdict().items()}
+    found |= {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
+    spec = AttentionSpec(
+        device=device_of(device), dtype=kind.dtype, batch=1, max_q=1024, max_k=1024, heads_q=kind.shape.heads,
+        heads_k=kind.shape.heads_k, head_dim=kind.shape.dim, head_dim_v=kind.shape.dim_v, varlen=True,
+        window=kind.window, softcap=kind.softcap, needs_backward=kind.shape.needs_backward,
+    )  # fmt: skip
+    return found | {"method": method, "backend of a usual call": _backends(spec, scope.current(), state())}
+
+
+@functools.lru_cache(maxsize=64)
+def _backends(spec: AttentionSpec, chosen: object, now: object) -> str:
+    """Return what runs both directions of a call; `chosen` and `now` say what else decides about that."""
+    found = explain(spec)
+    return f"{found.backend}, backward {found.backward.backend}" if found.backward else str(found.backend)
+
+
+def short(numbers: Sequence[int]) -> str:
+    """Return numbers as text of bounded length."""
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"({shown})" if len(numbers) < 9 else f"({shown}, ..., {numbers[-1]}; {len(numbers)} numbers)"
+
+
+def _digest(numbers: object) -> str:
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]

@@ -1,0 +1,239 @@
+"""`context_parallel`: what a program makes once for each packed batch, and the calls that are spread by it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnreg.dispatch import scope
+from attnreg.errors import AttnregError, InvalidInputError
+from attnreg.parallel.agreement import agree
+from attnreg.parallel.balance import spread_documents
+from attnreg.parallel.by_heads import WholeBatch, attend_by_heads
+from attnreg.parallel.calls import (
+    Arguments,
+    Kind,
+    check_offsets,
+    check_refused,
+    check_tensors,
+    kind_of,
+    texts,
+)
+from attnreg.parallel.layout import Layout
+from attnreg.parallel.steps import Needs, gathering, on_device, prepared, rotating
+from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
+from attnreg.parallel.ways import ALL_GATHER, ALL_TO_ALL, Rates, choose
+from attnreg.varlen import front
+from attnreg.varlen.plans import autocast
+
+__all__ = ["ContextParallel", "context_parallel"]
+
+
+def context_parallel(
+    group: dist.ProcessGroup | DeviceMesh,
+    batch: Layout | Sequence[int] | Tensor,
+    how: str = "contiguous",
+    *,
+    is_causal: bool = True,
+    method: str = "auto",
+    rates: Rates | None = None,
+    memory: int | None = None,
+) -> ContextParallel:
+    """Spread a packed batch over the ranks of a group; all of them call this with the same batch.
+
+    Args:
+        group: the ranks; of a `DeviceMesh` one dimension, such as `mesh["cp"]`.
+        batch: where each document begins in the whole batch, and the end of the last; or a `Layout`.
+        how, is_causal: as of `spread_documents`, if `batch` is no layout.
+        method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
+        rates: what the estimate assumes of the machine.
+        memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
+            given an eighth of the GPU's memory, and any number on a CPU.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            raise InvalidInputError(f"group: got a mesh of dimensions {names}, expected one, as mesh['cp']")
+        group = group.get_group()
+    ranks = dist.get_world_size(group)
+    layout = batch
+    if not isinstance(layout, Layout):
+        layout = spread_documents(layout, ranks, how, is_causal=is_causal)
+    if layout.ranks != ranks:
+        raise InvalidInputError(
+            f"batch: got a layout for {layout.ranks} ranks, expected {ranks}: the group has so many"
+        )
+    return ContextParallel(group, layout, method, rates or Rates(), memory)
+
+
+class ContextParallel:
+    """A packed batch that is spread over the ranks of a group.
+
+    Inside a `with` block of it every `attnreg.varlen_attn` of the process takes this rank's rows, with the
+    offsets of the whole batch, and sees the keys of all ranks. Backward and activation checkpointing run
+    forwards once more, so the block has to last until the backward is done.
+
+    Attributes:
+        group: the process group.
+        rank: this process's rank in it.
+        layout: which rank has which tokens.
+        method: the way that was asked for, or "auto".
+    """
+
+    def __init__(self, group: Any, layout: Layout, method: str, rates: Rates, memory: int | None) -> None:
+        self.group, self.layout, self.method = group, layout, method
+        self.rank = dist.get_rank(group)
+        self._rates, self._memory = rates, memory
+        self._agreed: dict[Kind, str] = {}  # and the way that it goes
+        self._made: dict[tuple[object, ...], Any] = {}
+        self._known_offsets: list[tuple[Tensor, int]] = []
+        self._before: list[Any] = []
+
+    # The batch
+
+    def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
+        if tensor.shape[dim] != self.layout.tokens:
+            raise InvalidInputError(
+                f"tensor: got {tensor.shape[dim]} tokens, expected the {self.layout.tokens} of the whole batch"
+            )
+        return tensor.index_select(dim, self._rows(self.rank, tensor.device))
+
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient."""
+        here, most = self.layout.rows[self.rank], max(self.layout.rows)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise InvalidInputError(
+                "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
+            )
+        if tensor.shape[dim] != here:
+            raise InvalidInputError(
+                f"tensor: got {tensor.shape[dim]} tokens, expected the {here} of this rank"
+            )
+        rows = tensor.movedim(dim, 0)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[:here] = rows
+        parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
+        dist.all_gather(parts, padded, group=self.group)
+        whole = rows.new_empty((self.layout.tokens, *rows.shape[1:]))
+        for rank, count in enumerate(self.layout.rows):
+            whole[self._rows(rank, whole.device)] = parts[rank][:count]
+        return whole.movedim(0, dim)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the position of each of this rank's tokens in its document, for rotary embeddings."""
+        return self._on("positions", device, lambda: self.layout.positions(self.rank))
+
+    def cu_seq(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the offsets of the whole batch, int32, as `varlen_attn` takes them."""
+        made = self._on("cu_seq", device, lambda: torch.tensor(self.layout.cu_seq).int())
+        if all(tensor is not made for tensor, _ in self._known_offsets):
+            self._known_offsets.append((made, made._version))
+        return made
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
+        return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
+
+    def _rows(self, rank: int, device: torch.device) -> Tensor:
+        return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))
+
+    def _on(self, what: str, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
+        device = torch.device(device)
+        tensor: Tensor = self._once((what, device), lambda: on_device(make(), device))
+        return tensor
+
+    # Calls
+
+    def __enter__(self) -> Self:
+        self._before.append(front.spread_over(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        front.spread_over(self._before.pop())
+
+    # A compiled program breaks its graph here: what ranks exchange is ordered by the calls of Python.
+    @_disable_dynamo
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: dict[str, Tensor | None],
+        arguments: dict[str, Any],
+        refused: dict[str, object],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and, if wanted, LSE of this rank's rows: what `varlen_attn` calls.
+
+        Raises:
+            RanksDifferError: on every rank, if ranks make different calls.
+            InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call.
+        """
+        kind, problem, given = None, None, Arguments(**arguments)
+        try:
+            check_refused(refused)
+            check_tensors(query, key, value, given, self.layout.rows[self.rank])
+            for name, tensor in offsets.items():
+                self._check_offsets(name, tensor)
+            query, key, value = autocast(query, key, value)
+            kind = kind_of(query, key, value, given, self.longest)
+            method = self._agreed.get(kind) or self._choose(kind, query.device)
+            mine = {} if kind in self._agreed else texts(self.layout, kind, query.device, method, None)
+        except AttnregError as error:
+            problem = error
+            mine = texts(self.layout, None, torch.device("cpu"), "", problem)
+        if mine:
+            agree(self.group, mine)
+        if problem is not None or kind is None:
+            raise problem or AssertionError
+        self._agreed[kind] = method
+        choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
+        options = Options(kind.scale, kind.softcap, choice)
+        plan = self._plan(method, kind.window, query.device)
+        if method == ALL_TO_ALL:
+            rest = kind.window, self.group, options, given.sinks, given.with_lse
+            return attend_by_heads(query, key, value, plan, *rest)
+        out, lse = StepwiseAttention.apply(query, key, value, Work(plan, self.group, options))  # type: ignore[no-untyped-call]
+        if given.sinks is not None:
+            out, lse = front.with_sinks(out, lse, given.sinks)
+        return out, lse if given.with_lse else None
+
+    def _choose(self, kind: Kind, device: torch.device) -> str:
+        memory = self._memory
+        if memory is None and device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory // 8
+        return choose(self._needs(kind.window), kind.shape, self.method, self._rates, memory).method
+
+    def _needs(self, bound: tuple[int, int]) -> Needs:
+        needs: Needs = self._once(("needs", *bound), lambda: Needs(self.layout, *bound))
+        return needs
+
+    def _plan(self, method: str, bound: tuple[int, int], device: torch.device) -> Any:
+        if method == ALL_TO_ALL:
+            return self._once((method, device), lambda: WholeBatch.of(self.layout, self.rank, device))
+        steps = gathering if method == ALL_GATHER else rotating
+        of_rank = functools.partial(steps, self._needs(bound), self.rank)
+        return self._once(
+            (method, *bound, device), lambda: prepared(of_rank(), self.layout, self.rank, device)
+        )
+
+    def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def _check_offsets(self, name: str, offsets: Tensor | None) -> None:
+        version = None if offsets is None or offsets.is_inference() else offsets._version
+        if not any(known is offsets and seen == version for known, seen in self._known_offsets):
+            check_offsets(name, offsets, self.layout)
+            if offsets is not None and version is not None:
+                self._known_offsets.append((offsets, version))

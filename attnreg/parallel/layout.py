@@ -1,0 +1,172 @@
+"""Which rank has which tokens of a packed batch: plain numbers, without communication and without a device."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError
+
+__all__ = ["Layout", "Piece"]
+
+
+class Piece(NamedTuple):
+    """Tokens of one document, as rows `begin` to `end` of the whole packed batch."""
+
+    document: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A packed batch spread over ranks.
+
+    Attributes:
+        cu_seq: where each document begins in the whole batch, and the end of the last.
+        pieces: for each rank what it holds, in the order of its rows. Each token is on one rank.
+    """
+
+    cu_seq: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def __post_init__(self) -> None:
+        pieces = sorted(itertools.chain.from_iterable(self.pieces), key=operator.itemgetter(1))
+        reached = 0
+        for piece in pieces:
+            document, begin, end = piece
+            if begin != reached or end <= begin:
+                raise InvalidInputError(f"pieces: got {piece} after row {reached}, expected each row once")
+            if not (self.cu_seq[document] <= begin and end <= self.cu_seq[document + 1]):
+                raise InvalidInputError(f"pieces: got {piece}, expected rows of one document")
+            reached = end
+        if reached != self.tokens:
+            raise InvalidInputError(f"pieces: got rows up to {reached}, expected all {self.tokens}")
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks the batch is spread."""
+        return len(self.pieces)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the whole batch has."""
+        return self.cu_seq[-1]
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        return tuple(sum(piece.end - piece.begin for piece in pieces) for pieces in self.pieces)
+
+    @cached_property
+    def cut(self) -> dict[int, dict[int, list[Piece]]]:
+        """Of each document that several ranks hold: its pieces by rank."""
+        found: dict[int, dict[int, list[Piece]]] = {}
+        for rank, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                found.setdefault(piece.document, {}).setdefault(rank, []).append(piece)
+        return {document: by_rank for document, by_rank in found.items() if len(by_rank) > 1}
+
+    def index(self, rank: int) -> Tensor:
+        """Return which rows of the whole batch a rank holds, in its order; int64, on the CPU."""
+        ranges = [torch.arange(piece.begin, piece.end) for piece in self.pieces[rank]]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the position of each of a rank's tokens in its document; int64, on the CPU."""
+        starts = [self.cu_seq[document] for document, begin, end in self.pieces[rank]]
+        lengths = torch.tensor([end - begin for _, begin, end in self.pieces[rank]], dtype=torch.int64)
+        starts_of_rows = torch.tensor(starts, dtype=torch.int64).repeat_interleave(lengths)
+        return self.index(rank) - starts_of_rows
+
+    def cost(self, rank: int, left: int = -1, right: int = -1) -> int:
+        """Return how many pairs of query and key a rank's queries see, within a window."""
+        return sum(
+            visible_pairs(begin, end, self.cu_seq[document], self.cu_seq[document + 1], left, right)
+            for document, begin, end in self.pieces[rank]
+        )
+
+    def imbalance(self, left: int = -1, right: int = -1) -> float:
+        """Return the cost of the most loaded rank, as a multiple of the mean: 1 is perfect."""
+        costs = [self.cost(rank, left, right) for rank in range(self.ranks)]
+        return max(costs) * self.ranks / sum(costs) if sum(costs) else 1.0
+
+
+def visible_pairs(begin: int, end: int, first: int, last: int, left: int, right: int) -> int:
+    """Count the pairs of queries `begin` to `end` and the keys `first` to `last`, of which each sees one."""
+    whole = max(last, end) - min(first, begin)
+    left, right = (whole if bound < 0 else bound for bound in (left, right))
+    # Queries before `low` reach the first key, those from `high` on the last.
+    low, high = (min(max(row, begin), end) for row in (first + left, last - right))
+    lowest = first * (low - begin) + _sum(low, end) - left * (end - low)
+    highest = _sum(begin, high) + right * (high - begin) + (last - 1) * (end - high)
+    return highest - lowest + end - begin
+
+
+def _sum(begin: int, end: int) -> int:
+    """Return the sum of the numbers from `begin` to before `end`."""
+    return (begin + end - 1) * (end - begin) // 2
+
+
+def checked_offsets(cu_seq: Sequence[int] | Tensor, ranks: int) -> tuple[int, ...]:
+    """Return offsets as integers; those of a tensor on a GPU are read back, which waits for the GPU."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidInputError(f"ranks: got {ranks!r}, expected a number from 1 on")
+    given = cu_seq.tolist() if isinstance(cu_seq, Tensor) else cu_seq
+    try:
+        offsets = tuple(map(operator.index, given))
+    except TypeError:
+        offsets = ()
+    if not offsets or offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
+        raise InvalidInputError(f"cu_seq: got {given!r}, expected integers from 0 on, none less than before")
+    return offsets
+
+
+def cut_at(cu_seq: tuple[int, ...], begin: int, end: int) -> Iterable[Piece]:
+    """Yield rows of the whole batch as pieces of its documents."""
+    while begin < end:
+        document = bisect_right(cu_seq, begin) - 1
+        upto = min(end, cu_seq[document + 1])
+        yield Piece(document, begin, upto)
+        begin = upto
+
+
+def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Return pieces with those made one that follow each other in their document."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].document == piece.document and found[-1].end == piece.begin:
+            found[-1] = found[-1]._replace(end=piece.end)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _chunks(cu_seq: tuple[int, ...], count: int) -> list[list[Piece]]:
+    ends = [cu_seq[-1] * number // count for number in range(count + 1)]
+    return [list(cut_at(cu_seq, begin, end)) for begin, end in itertools.pairwise(ends)]
+
+
+def contiguous(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
+    """Give each rank as many tokens as the others, one rank's after the other's."""
+    offsets = checked_offsets(cu_seq, ranks)
+    return Layout(offsets, tuple(map(joined, _chunks(offsets, ranks))))
+
+
+def zigzag(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
+    """Cut the batch into two chunks for each rank; rank i has chunk i, and chunk i from the end.
+
+    With one document and a causal mask all ranks then have the same work.
+    """
+    offsets = checked_offsets(cu_seq, ranks)
+    chunks = _chunks(offsets, 2 * ranks)
+    pairs = [(*chunks[rank], *chunks[-1 - rank]) for rank in range(ranks)]
+    return Layout(offsets, tuple(map(joined, pairs)))

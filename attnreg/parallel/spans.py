@@ -1,0 +1,123 @@
+"""Which keys a run of queries sees, and the packed calls that compute it.
+
+A query at row i of the whole batch sees the keys of its document from `i - left` to `i + right`. A kernel
+aligns a window with the ends of its queries and keys, bottom-right. So where the keys at hand end `shift` rows
+after the queries, the window that it is told is (left + shift, right - shift).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from attnreg.parallel.layout import Piece
+
+# Rows of the whole batch, from the first to before the second.
+Range = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """A run of queries with the keys that it sees; rows are those of the whole batch.
+
+    Attributes:
+        begin, end: the queries.
+        keys: the keys, one range after the other.
+        left, right: the window that a kernel is told.
+        piece: the number of the piece, among its rank's, that has the queries.
+    """
+
+    begin: int
+    end: int
+    keys: tuple[Range, ...]
+    left: int
+    right: int
+    piece: int
+
+    @property
+    def key_count(self) -> int:
+        """How many keys there are."""
+        return sum(end - begin for begin, end in self.keys)
+
+    @property
+    def _free(self) -> tuple[bool, bool]:
+        """Whether either bound excludes nothing."""
+        return _unbounded(self.left, self.key_count), _unbounded(self.right, self.end - self.begin)
+
+    def is_full(self) -> bool:
+        """Whether each query sees each key."""
+        return all(self._free)
+
+    def fits(self, window: tuple[int, int]) -> bool:
+        """Whether a kernel with this window computes the span."""
+        free_left, free_right = self._free
+        left = window[0] == self.left or (free_left and _unbounded(window[0], self.key_count))
+        right = window[1] == self.right or (free_right and _unbounded(window[1], self.end - self.begin))
+        return left and right
+
+
+def _unbounded(bound: int, count: int) -> bool:
+    return bound < 0 or bound >= count - 1
+
+
+def seen(number: int, piece: Piece, keys: Range, left: int, right: int) -> Span | None:
+    """Return what the queries of a piece see of some keys of their document; None if they see none."""
+    first, last = keys
+    begin = piece.begin if right < 0 else max(piece.begin, first - right)
+    end = piece.end if left < 0 else min(piece.end, last + left)
+    if begin >= end:
+        return None
+    first = first if left < 0 else max(first, begin - left)
+    last = last if right < 0 else min(last, end + right)
+    if first >= last:
+        return None
+    shift = last - end
+    bounds = left if left < 0 else left + shift, right if right < 0 else right - shift
+    return Span(begin, end, ((first, last),), *bounds, number)
+
+
+def seen_of_several(number: int, piece: Piece, keys: Iterable[Range], left: int, right: int) -> list[Span]:
+    """Return what the queries of a piece see of several ranges of keys, in as few spans as can be.
+
+    What is seen whole can stand before what isn't, as a kernel aligns the window with the end of the keys.
+    """
+    spans = [span for one in keys if (span := seen(number, piece, one, left, right)) is not None]
+    whole = [span for span in spans if span.is_full() and (span.begin, span.end) == (piece.begin, piece.end)]
+    others = [span for span in spans if span not in whole]
+    before = tuple(one for span in whole for one in span.keys)
+    if not before:
+        return others
+    for place, span in enumerate(others):
+        if span.left < 0 and (span.begin, span.end) == (piece.begin, piece.end):
+            others[place] = span._replace(keys=before + span.keys)
+            return others
+    return [Span(piece.begin, piece.end, before, -1, -1, number), *others]
+
+
+def grouped(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[Span]]]:
+    """Return spans by the window that one packed call computes them with, no query twice in a call."""
+    windows = Counter((span.left, span.right) for span in spans if not span.is_full())
+    groups: list[tuple[tuple[int, int], list[Span], set[int]]] = [
+        (window, [], set()) for window, _ in windows.most_common()
+    ]
+    for span in spans:
+        for window, members, pieces in groups:
+            if span.piece not in pieces and span.fits(window):
+                members.append(span)
+                pieces.add(span.piece)
+                break
+        else:
+            window = (-1, -1) if span.is_full() else (span.left, span.right)
+            groups.append((window, [span], {span.piece}))
+    return [(window, members) for window, members, _ in groups if members]
+
+
+def united(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ranges in order, with those made one that meet."""
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return tuple(found)

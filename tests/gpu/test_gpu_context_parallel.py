@@ -1,0 +1,63 @@
+"""On two GPUs, over NCCL: calls that are spread over ranks, each way, against float64 of the whole batch."""
+
+import itertools
+
+import pytest
+import torch
+from support import ranks as work
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+METHODS = ["all_to_all", "all_gather", "ring"]
+DOCUMENTS = list(itertools.accumulate([0, 300, 5, 0, 1042, 64, 129, 700]))
+ON_GPU = {"device": "cuda", "dtype": torch.bfloat16, "heads": (8, 4), "dims": (64, 64)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = work.Ranks(2, tmp_path_factory.mktemp("ranks") / "store", "nccl")
+    yield started
+    started.close()
+
+
+def assert_ran(counts, named):
+    """Both ranks ran both directions, and on no other backend."""
+    for one in counts:
+        assert set(one) == {named}
+        assert min(one[named].values()) >= 1
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (200, 0)])
+@pytest.mark.parametrize("method", METHODS)
+def test_results_and_gradients_are_those_of_the_whole_batch(ranks, named, method, window):
+    for how in ("contiguous", "zigzag", "balanced"):
+        counts = ranks.run(
+            work.compare, method, DOCUMENTS, how=how, window=window, backend=named, with_lse=False, **ON_GPU
+        )
+        assert_ran(counts, named)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_long_document_of_equal_heads(ranks, named, method):
+    options = ON_GPU | {"heads": (4, 4), "dims": (128, 128)}
+    counts = ranks.run(
+        work.compare,
+        method,
+        [0, 2048],
+        how="zigzag",
+        window=(-1, 0),
+        backend=named,
+        with_lse=False,
+        **options,
+    )
+    assert_ran(counts, named)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, method):
+    """On math, which takes every option."""
+    options = {"window": (-1, 0), "how": "balanced", "backend": "math", "sinks": True}
+    assert_ran(ranks.run(work.compare, method, DOCUMENTS, **options, **ON_GPU), "math")

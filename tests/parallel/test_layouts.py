@@ -1,0 +1,108 @@
+"""Promises of layouts: each token is on one rank, costs are counted right, and `balanced` balances them."""
+
+import itertools
+
+import pytest
+import torch
+
+from attnreg.errors import InvalidInputError
+from attnreg.parallel.balance import balanced
+from attnreg.parallel.layout import Layout, Piece, contiguous, visible_pairs, zigzag
+
+BATCHES = {
+    "one document": [0, 64],
+    "several": [0, 5, 5, 37, 40, 64],
+    "many": list(itertools.accumulate([0, 3, 1, 0, 9, 27, 2, 2, 31, 8])),
+    "shorter than the ranks": [0, 2, 3],
+    "empty": [0, 0],
+    "none": [0],
+}
+MAKERS = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "balanced": balanced,
+    "balanced causal": lambda cu_seq, ranks: balanced(cu_seq, ranks, is_causal=True, per_token=4.0),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("cu_seq", BATCHES.values(), ids=BATCHES)
+def test_every_token_is_on_one_rank_and_knows_its_position(cu_seq, maker, ranks):
+    layout = MAKERS[maker](cu_seq, ranks)
+    rows = torch.cat([layout.index(rank) for rank in range(ranks)])
+    assert sorted(rows.tolist()) == list(range(cu_seq[-1]))
+    assert layout.rows == tuple(len(layout.index(rank)) for rank in range(ranks))
+    positions = [row - begin for begin, end in itertools.pairwise(cu_seq) for row in range(begin, end)]
+    got = torch.cat([layout.positions(rank) for rank in range(ranks)])
+    assert got.tolist() == [positions[row] for row in rows]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 5), (-1, 4), (0, 0), (99, 99)])
+def test_visible_pairs_are_as_many_as_a_mask_shows(window):
+    first, last = 3, 19
+    rows = torch.arange(first, last)
+    distance = rows[None] - rows[:, None]
+    seen = (distance >= -(window[0] if window[0] >= 0 else 99)) & (
+        distance <= (window[1] if window[1] >= 0 else 99)
+    )
+    for begin, end in itertools.combinations(range(first, last + 1), 2):
+        counted = visible_pairs(begin, end, first, last, *window)
+        assert counted == int(seen[begin - first : end - first].sum())
+
+
+def test_zigzag_gives_all_ranks_the_same_work_of_a_causal_document():
+    assert zigzag([0, 4096], 4).imbalance(right=0) < 1.001
+    assert contiguous([0, 4096], 4).imbalance(right=0) > 1.7
+
+
+def test_balanced_cuts_no_document_where_that_is_not_needed():
+    layout = balanced([0, 10, 20, 30, 40], 2, is_causal=True)
+    assert layout.cut == {}
+    assert layout.imbalance(right=0) == 1.0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_balanced_comes_near_the_mean_whatever_the_documents(ranks, is_causal):
+    generator = torch.Generator().manual_seed(ranks)
+    right = 0 if is_causal else -1
+    for most in (50, 500, 5000):
+        lengths = torch.randint(0, most, (12,), generator=generator).tolist()
+        cu_seq = list(itertools.accumulate([0, 8000, *lengths]))
+        layout = balanced(cu_seq, ranks, is_causal=is_causal)
+        assert layout.imbalance(right=right) < 1.05
+        assert len(layout.cut) <= 2 * ranks
+
+
+def test_balanced_counts_what_tokens_cost_outside_of_attention():
+    cu_seq = [0, *range(100, 1021, 10)]  # 5,050 pairs in one document, 5,060 in 92
+    by_attention, by_both = (balanced(cu_seq, 2, is_causal=True, per_token=x) for x in (0.0, 1e6))
+    assert sorted(by_attention.rows) == [100, 920]
+    assert by_attention.imbalance(right=0) < 1.01
+    assert sorted(by_both.rows) == [510, 510]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([[Piece(0, 0, 4)], []], "got rows up to 4, expected all 8"),
+        ([[Piece(0, 0, 4)], [Piece(1, 3, 8)]], "expected each row once"),
+        ([[Piece(0, 0, 8)], []], "expected rows of one document"),
+    ],
+)
+def test_a_layout_that_loses_or_repeats_a_row_is_refused(pieces, said):
+    with pytest.raises(InvalidInputError, match=said):
+        Layout((0, 4, 8), tuple(map(tuple, pieces)))
+
+
+@pytest.mark.parametrize("cu_seq", [[1, 4], [0, 4, 3], [], ["a"], [0, 1.5]])
+def test_offsets_that_are_none_are_refused_with_what_was_expected(cu_seq):
+    with pytest.raises(InvalidInputError, match="cu_seq: got .*expected integers from 0 on"):
+        contiguous(cu_seq, 2)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks):
+    with pytest.raises(InvalidInputError, match="ranks: got"):
+        zigzag([0, 4], ranks)

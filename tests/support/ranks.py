@@ -1,0 +1,144 @@
+"""Processes that are the ranks of a process group, and what they do: calls spread over them against float64."""
+
+import contextlib
+import datetime
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support import truth
+
+import attnreg
+
+PATIENCE = 60.0  # seconds after which a call hangs
+
+
+class Ranks:
+    """Processes that do the same work, each as one rank of a group, until they are closed."""
+
+    def __init__(self, count, store, backend="gloo"):
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(count):
+            here, there = context.Pipe()
+            given = there, rank, count, str(store), backend
+            self._processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self._processes[-1].start()
+            self._pipes.append(here)
+
+    def __len__(self):
+        return len(self._pipes)
+
+    def run(self, work, *arguments, **options):
+        """Return what `work` returns on each rank; if it raises on one, its text is an error here."""
+        for pipe in self._pipes:
+            pipe.send((work, arguments, options))
+        replies = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(PATIENCE):
+                self.close()
+                raise TimeoutError(f"rank {rank} has not answered in {PATIENCE} s")
+            replies.append(pipe.recv())
+        for rank, (error, _) in enumerate(replies):
+            if error:
+                raise AssertionError(f"rank {rank}: {error}")
+        return [result for _, result in replies]
+
+    def close(self):
+        """End the processes, which must end by themselves if they are well."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(pipe, rank, count, store, backend):
+    torch.set_num_threads(1)
+    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=PATIENCE / 2)}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", **options)
+    while (given := pipe.recv()) is not None:
+        work, arguments, keywords = given
+        try:
+            pipe.send(("", work(*arguments, **keywords)))
+        except Exception:
+            pipe.send((traceback.format_exc(), None))
+    dist.destroy_process_group()
+
+
+def batch(cu_seq, heads, heads_k, dim, dim_v, dtype, device, seed=0):
+    """Draw query, key, value, and gradients of output and LSE of a whole batch; the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    tokens = cu_seq[-1]
+    inputs = drawn(tokens, heads, dim), drawn(tokens, heads_k, dim), drawn(tokens, heads_k, dim_v)
+    return *inputs, drawn(tokens, heads, dim_v), drawn(heads, tokens).float()
+
+
+def compare(
+    method,
+    cu_seq,
+    *,
+    how="contiguous",
+    window=(-1, -1),
+    heads=(4, 2),
+    dims=(8, 8),
+    dtype=torch.float32,
+    device="cpu",
+    backend="math",
+    sinks=False,
+    with_lse=True,
+    **options,
+):
+    """Hold a spread call, forward and backward, to float64 of the whole batch; return what kernels ran."""
+    device = torch.device("cuda", dist.get_rank()) if device == "cuda" else torch.device(device)
+    query, key, value, grad, grad_lse = batch(cu_seq, *heads, *dims, dtype, device)
+    sink = torch.linspace(-1, 1, heads[0], device=device) if sinks else None
+    leaves = [x.detach().cpu().double().requires_grad_() for x in (query, key, value, sink) if x is not None]
+    offsets = torch.tensor(cu_seq, dtype=torch.int32)
+    softcap = options.get("softcap", 0.0)
+    out, lse = truth.varlen(*leaves[:3], offsets, offsets, window=window, softcap=softcap)
+    if sinks:
+        out, lse = _with_sinks(out, lse, leaves[3])
+    results, weights = (out, lse), (grad.cpu().double(), grad_lse.cpu().double())
+    if not with_lse:
+        results, weights = results[:1], weights[:1]
+    wanted = torch.autograd.grad(results, leaves, weights)
+
+    spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, how, is_causal=window[1] == 0, method=method)
+    mine = [spread.shard(x).requires_grad_() for x in (query, key, value)]
+    mine += [] if sink is None else [sink.requires_grad_()]
+    attnreg.reset_stats()
+    got = attnreg.varlen_attn(
+        *mine[:3], spread.cu_seq(device), spread.cu_seq(device), spread.longest, spread.longest,
+        window_size=window, enable_gqa=True, sinks=sink, backend=backend, group=spread,
+        return_aux=attnreg.AuxRequest(lse=True) if with_lse else None, **options,
+    )  # fmt: skip
+    got = got if with_lse else (got,)
+    weights = (spread.shard(grad), spread.shard(grad_lse, 1))[: len(got)]
+    grads = list(torch.autograd.grad(got, mine, weights))
+    if sinks:
+        dist.all_reduce(grads[3])  # as DDP or FSDP would: a rank has its own tokens' share
+    truth.assert_near(got[0].cpu(), spread.shard(out), dtype)
+    if with_lse:
+        truth.assert_near(got[1].cpu(), spread.shard(lse, 1), dtype)
+    for one, other in zip(grads[:3], wanted[:3], strict=True):
+        truth.assert_near(one.cpu(), spread.shard(other), dtype)
+    if sinks:
+        truth.assert_near(grads[3].cpu(), wanted[3], dtype)
+    truth.assert_near(spread.gather(got[0].detach()).cpu(), out, dtype)
+    return {name: count for name, count in attnreg.stats().calls.items() if any(count.values())}
+
+
+def _with_sinks(out, lse, sinks):
+    share = (lse - sinks[:, None]).sigmoid()
+    return out * share.mT[..., None], torch.logaddexp(lse, sinks[:, None])
