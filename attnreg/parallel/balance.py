@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,8 +34,8 @@ def spread_documents(
         cu_seq: where each document begins in the whole batch, and the end of the last.
         ranks: how many ranks there are.
         how: "balanced": by cost, and only documents are cut that make a rank's work too much. "zigzag": two
-            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
-            rank's after the other's.
+            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens,
+            one rank's after the other's.
         is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
@@ -50,7 +51,7 @@ def spread_documents(
 
 
 class _Costs(NamedTuple):
-    """What a piece costs: the pairs that its queries see, and the rest of the model for each of its tokens."""
+    """What a piece costs: the pairs that its queries see, and for each token the rest of the model."""
 
     cu_seq: tuple[int, ...]
     left: int
@@ -94,7 +95,7 @@ def balanced(
     costs = _Costs(offsets, left, right, per_token)
     whole = [
         Piece(number, begin, end)
-        for number, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False))
+        for number, (begin, end) in enumerate(itertools.pairwise(offsets))
         if end > begin
     ]
     target = sum(map(costs.of, whole)) / ranks
@@ -108,7 +109,7 @@ def balanced(
 
 
 def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: list[list[Piece]]) -> None:
-    """Give a document to the least loaded rank, or one that is more than a rank's work to as many as needed."""
+    """Give a document to the least loaded rank; one that is too much for it to as many as needed."""
     ranks = sorted(range(len(loads)), key=loads.__getitem__)
     wanted = min(len(ranks), math.ceil(costs.of(piece) / most)) if most else 1
     # In two chunks for each rank, the first with the last, which balances a causal mask.
@@ -124,7 +125,7 @@ def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: li
 def _even_out(
     costs: _Costs, target: float, tolerance: float, loads: list[float], held: list[list[Piece]]
 ) -> bool:
-    """Move work from the most to the least loaded rank, cutting one piece; false where nothing is left to do."""
+    """Move work from the most to the least loaded rank, cutting one piece; false if there is none to move."""
     most, least = loads.index(max(loads)), loads.index(min(loads))
     if loads[most] <= target * (1 + tolerance):
         return False

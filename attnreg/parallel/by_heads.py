@@ -74,8 +74,10 @@ def attend_by_heads(
     ranks, here = len(batch.rows), batch.rows[batch.rank]
     if key.shape[1] % ranks:
         key, value = (x.repeat_interleave(ranks // x.shape[1], 1) for x in (key, value))
-    per_rank = [x.unflatten(1, (ranks, -1)).flatten(2) for x in (query, key, value)]
-    packed = torch.cat(per_rank, 2).transpose(0, 1).flatten(0, 1)
+    per_rank: list[Tensor] = [
+        x.unflatten(1, (ranks, -1)).flatten(2).transpose(0, 1) for x in (query, key, value)
+    ]
+    packed = torch.cat(per_rank, 2).flatten(0, 1)
     rows = _moved(packed, [here] * ranks, list(batch.rows), group)[batch.in_order]
     parts = rows.split([x.shape[2] for x in per_rank], 1)
     query, key, value = (

@@ -1,4 +1,4 @@
-"""`context_parallel`: what a program makes once for each packed batch, and the calls that are spread by it."""
+"""`context_parallel`: what a program makes once for each packed batch, and the calls spread by it."""
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ class ContextParallel:
     def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
         if tensor.shape[dim] != self.layout.tokens:
-            raise InvalidInputError(
-                f"tensor: got {tensor.shape[dim]} tokens, expected the {self.layout.tokens} of the whole batch"
-            )
+            got, expected = tensor.shape[dim], self.layout.tokens
+            raise InvalidInputError(f"tensor: got {got} tokens, expected the {expected} of the whole batch")
         return tensor.index_select(dim, self._rows(self.rank, tensor.device))
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:

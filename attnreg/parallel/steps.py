@@ -1,9 +1,9 @@
-"""The steps in which a rank computes its queries: what it receives and sends in each, and the calls it makes.
+"""The steps in which a rank computes its queries: what it receives and sends in each, and its calls.
 
-In the first step a rank uses its own keys. With *all_gather* there is one more step, with the keys of all other
-ranks that its remaining queries need. With the *ring* there is a step for each distance between two ranks: a
-rank receives from the one that is so far before it, and sends to the one that is so far behind it. Each rank
-works the steps of all out from the layout.
+In the first step a rank uses its own keys. With *all_gather* there is one more step, with the keys of all
+other ranks that its remaining queries need. With the *ring* there is a step for each distance between two
+ranks: a rank receives from the one that is so far before it, and sends to the one that is so far behind it.
+Each rank works the steps out from the layout, without communication.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Needs:
         layout, bounds = self.layout, (self.left, self.right)
         return [
             sum(
-                visible_pairs(begin, end, *layout.cu_seq[document : document + 2], *bounds)
+                visible_pairs(begin, end, layout.cu_seq[document], layout.cu_seq[document + 1], *bounds)
                 for document, begin, end in pieces
                 if document not in layout.cut
             )
@@ -108,7 +108,7 @@ class Needs:
 
 
 def gathering(needs: Needs, rank: int) -> list[Step]:
-    """Return the steps of all_gather: queries whose keys are all here, then the others with all their keys."""
+    """Return the steps of all_gather: queries whose keys are all here, then the others with all keys."""
     layout, ranks = needs.layout, range(needs.layout.ranks)
     here: list[Span] = []
     with_others: list[Span] = []
@@ -128,7 +128,7 @@ def gathering(needs: Needs, rank: int) -> list[Step]:
 
 
 def rotating(needs: Needs, rank: int) -> list[Step]:
-    """Return the steps of the ring: what this rank sees of its own keys, then of those of one rank at a time."""
+    """Return the steps of the ring: this rank's own keys, then those of one other rank at a time."""
     layout, ranks, steps = needs.layout, needs.layout.ranks, []
     for distance in range(ranks):
         if distance and not needs.at(distance):

@@ -1,7 +1,7 @@
 """Which way a distributed call goes: what each of the three would take, by a model of time and memory.
 
-It looks at the layout and at shapes alone, so all ranks come to the same choice, and `explain_context_parallel`
-to the same without a GPU.
+It looks at the layout and at shapes alone, so all ranks come to the same choice, and so does
+`explain_context_parallel` without a GPU.
 """
 
 from __future__ import annotations

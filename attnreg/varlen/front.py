@@ -130,8 +130,8 @@ def varlen_attn(
             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
-        out, lse = _attend_spread(group, query, key, value, offsets, given, refused)
-        return (out, lse.float().contiguous()) if returns_lse else out
+        spread = _attend_spread(group, query, key, value, offsets, given, refused)
+        return (spread[0], spread[1].float().contiguous()) if returns_lse else spread[0]
     if sinks is not None:
         check_sinks(query, sinks)
     if not compiling:

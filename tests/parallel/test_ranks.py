@@ -1,9 +1,8 @@
-"""Promises of calls that are spread over ranks: each way gives what the whole batch gives, in 2 and 3 processes."""
+"""Promises of calls spread over 2 and 3 processes: each way gives what the whole batch gives."""
 
 import itertools
 
 import pytest
-import torch
 from support import ranks as work
 
 METHODS = ["all_to_all", "all_gather", "ring"]

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a process group, and what they do: calls spread over them against float64."""
+"""Processes that are the ranks of a process group; they hold calls spread over them to float64."""
 
 import contextlib
 import datetime
