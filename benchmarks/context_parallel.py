@@ -130,12 +130,9 @@ def chosen(here: Here, case: Case) -> dict[str, Any]:
     """Return what `explain_context_parallel` says of a case, by the defaults."""
     ends, place = list(itertools.accumulate([0, *case.lengths])), here.place
     layout = attnreg.spread_documents(ends, dist.get_world_size(), case.how, window_size=(case.left, 0))
+    window = case.left, 0
     return attnreg.explain_context_parallel(
-        layout,
-        heads=here.place.heads,
-        head_dim=here.place.dim,
-        dtype=here.place.dtype,
-        window_size=(case.left, 0),
+        layout, heads=place.heads, head_dim=place.dim, dtype=place.dtype, window_size=window
     ).to_dict()
 
 

@@ -74,14 +74,13 @@ def attend_by_heads(
     ranks, here = len(batch.rows), batch.rows[batch.rank]
     if key.shape[1] % ranks:
         key, value = (x.repeat_interleave(ranks // x.shape[1], 1) for x in (key, value))
-    per_rank: list[Tensor] = [
-        x.unflatten(1, (ranks, -1)).flatten(2).transpose(0, 1) for x in (query, key, value)
-    ]
+    per_rank = [_by_rank(x, ranks) for x in (query, key, value)]
     packed = torch.cat(per_rank, 2).flatten(0, 1)
     rows = _moved(packed, [here] * ranks, list(batch.rows), group)[batch.in_order]
-    parts = rows.split([x.shape[2] for x in per_rank], 1)
+    parts = torch.split(rows, [x.shape[2] for x in per_rank], 1)
+    sizes = (x.shape[1:] for x in (query, key, value))
     query, key, value = (
-        part.unflatten(1, (-1, x.shape[2])) for part, x in zip(parts, (query, key, value), strict=True)
+        part.view(len(rows), heads // ranks, dim) for part, (heads, dim) in zip(parts, sizes, strict=True)
     )
     lengths = batch.cu_seq, batch.cu_seq, batch.longest, batch.longest
     call = call_of(query, lengths, options.scale, window, softcap=options.softcap)
@@ -91,6 +90,12 @@ def attend_by_heads(
         out, lse = with_sinks(out, lse, sinks[batch.rank * heads : (batch.rank + 1) * heads])
     out = _back(out, batch, group)
     return out, _back(lse.mT[..., None], batch, group)[..., 0].mT.contiguous() if with_lse else None
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Return (ranks, T, elements of the heads that each gets), which is no copy."""
+    heads, dim = x.shape[1:]
+    return x.reshape(len(x), ranks, heads // ranks * dim).transpose(0, 1)
 
 
 def _back(rows: Tensor, batch: WholeBatch, group: Any) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
@@ -160,8 +159,6 @@ class ContextParallel:
     def __exit__(self, *exc: object) -> None:
         front.spread_over(self._before.pop())
 
-    # A compiled program breaks its graph here: what ranks exchange is ordered by the calls of Python.
-    @_disable_dynamo
     def attend(
         self,
         query: Tensor,

@@ -17,12 +17,12 @@ PATIENCE = 60.0  # seconds after which a call hangs
 class Ranks:
     """Processes that do the same work, each as one rank of a group, until they are closed."""
 
-    def __init__(self, count, store, backend="gloo"):
+    def __init__(self, count, store, backend="gloo", patience=PATIENCE / 2):
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
-            given = there, rank, count, str(store), backend
+            given = there, rank, count, str(store), backend, patience
             self._processes.append(context.Process(target=_serve, args=given, daemon=True))
             self._processes[-1].start()
             self._pipes.append(here)
@@ -30,12 +30,19 @@ class Ranks:
     def __len__(self):
         return len(self._pipes)
 
-    def run(self, work, *arguments, **options):
+    def kill(self, rank):
+        """Kill a rank, once all have joined the group."""
+        self.run(dist.barrier)
+        self._processes[rank].kill()
+        self._processes[rank].join()
+
+    def run(self, work, *arguments, only=None, **options):
         """Return what `work` returns on each rank; if it raises on one, its text is an error here."""
-        for pipe in self._pipes:
+        pipes = [pipe for rank, pipe in enumerate(self._pipes) if only is None or rank in only]
+        for pipe in pipes:
             pipe.send((work, arguments, options))
         replies = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(pipes):
             if not pipe.poll(PATIENCE):
                 self.close()
                 raise TimeoutError(f"rank {rank} has not answered in {PATIENCE} s")
@@ -56,9 +63,9 @@ class Ranks:
                 process.kill()
 
 
-def _serve(pipe, rank, count, store, backend):
+def _serve(pipe, rank, count, store, backend, patience):
     torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=PATIENCE / 2)}
+    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=patience)}
     if backend == "nccl":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
@@ -142,3 +149,32 @@ def compare(
 def _with_sinks(out, lse, sinks):
     share = (lse - sinks[:, None]).sigmoid()
     return out * share.mT[..., None], torch.logaddexp(lse, sinks[:, None])
+
+
+def disagree(**different):
+    """Make a call of which some options are others on some ranks; return the error that this rank gets."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    usual = {
+        "cu_seq": [0, 5, 12], "heads": count, "backend": "math", "method": "all_gather",
+        "dtype": torch.float32, "gradient": True, "softcap": 0.0,
+    }  # fmt: skip
+    given = usual | {name: by_rank[rank] for name, by_rank in different.items() if rank in by_rank}
+
+    def call(cu_seq, heads, backend, method, dtype, gradient, softcap):
+        spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method)
+        shape = spread.layout.rows[rank], heads, 8
+        inputs = [torch.randn(shape, dtype=dtype, requires_grad=gradient) for _ in range(3)]
+        ends = spread.cu_seq()
+        with attnreg.use_backend(backend):
+            return attnreg.varlen_attn(
+                *inputs, ends, ends, spread.longest, spread.longest, True, softcap=softcap, group=spread
+            )
+
+    try:
+        call(**given)
+    except attnreg.AttnregError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "no error"
+    assert call(**usual).shape[1] == count
+    return said
