@@ -197,9 +197,9 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
     """Return the closure of a function by name if it was made where `like` was, else nothing."""
-    code = getattr(function, "__code__", None)
-    if code is None or code is not getattr(like, "__code__", None):
+    if like is None or getattr(function, "__code__", None) is not like.__code__:
         return {}
+    code: Any = function.__code__
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
 
 

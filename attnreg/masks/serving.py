@@ -6,6 +6,7 @@ What isn't recognised is left to torch as it came, and `stats().masks` counts it
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -158,22 +159,21 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     """Run the packed calls of a mask, and return their results in the layout of torch's own."""
     query, key, value = call[:3]
     batch, heads, length, _ = query.shape
+    parts = structure.parts
+    shared = len(parts) > 1 or parts[0].repeats  # a key may be in several sequences, a query is in one
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    results = [(part.rows_q, _run(call, part, flat)) for part in structure.parts]
-    outs = [result for rows, result in results if rows is None]
-    if rest := [one for one in results if one[0] is not None]:
-        rows, parts = zip(*rest, strict=True)
-        outs.append(_Spread.apply(batch * length, rows, *parts))  # type: ignore[no-untyped-call]
-    out = functools.reduce(torch.add, outs)  # a query is in one sequence, and 0 elsewhere
+    queries = _pieces(flat[0], [part.rows_q for part in parts], False)
+    keys, values = (_pieces(x, [part.rows_k for part in parts], shared) for x in flat[1:])
+    results = [_run(call, *of_part) for of_part in zip(parts, queries, keys, values, strict=True)]
+    outs = [result for part, result in zip(parts, results, strict=True) if part.rows_q is None]
+    if rest := [(p.rows_q, result) for p, result in zip(parts, results, strict=True) if p.rows_q is not None]:
+        rows, some = zip(*rest, strict=True)
+        outs.append(_Joined.apply(batch * length, rows, *some))  # type: ignore[no-untyped-call]
+    out = functools.reduce(torch.add, outs)  # a query that isn't in a call is 0 there
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 
-def _run(call: SdpaCall, part: Part, flat: list[Tensor]) -> Tensor:
-    rows = (part.rows_q, False), (part.rows_k, part.repeats), (part.rows_k, part.repeats)
-    query, key, value = (
-        x if of is None else _Chosen.apply(x, of, repeats)  # type: ignore[no-untyped-call]
-        for x, (of, repeats) in zip(flat, rows, strict=True)
-    )
+def _run(call: SdpaCall, part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     result: Any = varlen_attn(
         query, key, value, part.cu_seq_q, part.cu_seq_k, part.max_q, part.max_k, scale=call.scale,
         window_size=part.window, enable_gqa=True, dropout_p=call.dropout_p,
@@ -181,35 +181,53 @@ def _run(call: SdpaCall, part: Part, flat: list[Tensor]) -> Tensor:
     return result  # type: ignore[no-any-return]
 
 
-# Autograd's own backward of `index_select` adds, which takes a CPU longer than the attention itself.
+def _pieces(flat: Tensor, rows: list[Tensor | None], shared: bool) -> list[Tensor]:
+    """Return the rows of each packed call; `shared` says whether two may have the same."""
+    if not (given := [one for one in rows if one is not None]):
+        return [flat] * len(rows)
+    chosen = iter(_Chosen.apply(flat, shared, *given))  # type: ignore[no-untyped-call]
+    return [flat if one is None else next(chosen) for one in rows]
+
+
+# Autograd's own backward of `index_select` adds, which takes a CPU longer than the attention itself; and one
+# gradient for all packed calls saves a pass over it for each.
 class _Chosen(torch.autograd.Function):
-    """Some rows of (B * S, H, D)."""
+    """Some rows of (B * S, H, D) for each packed call."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, rows: Tensor, repeats: bool) -> Tensor:
-        ctx.rows, ctx.repeats, ctx.shape = rows, repeats, flat.shape
-        return flat.index_select(0, rows)
+    def forward(ctx: Any, flat: Tensor, shared: bool, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.shared, ctx.shape = rows, shared, flat.shape
+        return tuple(flat.index_select(0, one) for one in rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        of_all = grad.new_zeros(ctx.shape)
-        put = of_all.index_add_ if ctx.repeats else of_all.index_copy_
-        return put(0, ctx.rows, grad), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.shared:
+            of_all = grads[0].new_zeros(ctx.shape)
+            for rows, grad in zip(ctx.rows, grads, strict=True):
+                of_all.index_add_(0, rows, grad)
+        else:
+            of_all = _joined(ctx.shape[0], ctx.rows, grads)
+        return of_all, *(None for _ in range(1 + len(grads)))
 
 
-class _Spread(torch.autograd.Function):
+class _Joined(torch.autograd.Function):
     """The results of some rows each, put in their places; 0 for a query that sees no key."""
 
     @staticmethod
     def forward(ctx: Any, count: int, rows: tuple[Tensor, ...], *results: Tensor) -> Tensor:
         ctx.rows = rows
-        out = results[0].new_zeros(count, *results[0].shape[1:])
-        for of_part, result in zip(rows, results, strict=True):
-            out.index_copy_(0, of_part, result)
-        return out
+        return _joined(count, rows, results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grad.index_select(0, rows) for rows in ctx.rows)
+
+
+def _joined(count: int, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    like, is_whole = parts[0], sum(map(len, rows)) == count
+    joined = (like.new_empty if is_whole else like.new_zeros)((count, *like.shape[1:]))
+    for one, part in zip(rows, parts, strict=True):
+        joined.index_copy_(0, one, part)
+    return joined

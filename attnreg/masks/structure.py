@@ -88,10 +88,11 @@ def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (rebuilt == mask).all(), keys, first, last
 
 
-def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes) -> Structure | str:
+def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) -> Structure | str:
     """Return the structure that numbers of `describe` say of a call, or why it has none.
 
-    `of_mask` are the mask's own sizes, of which some may be 1 where the call's `sizes` aren't.
+    `of_mask` are the mask's own sizes, of which some may be 1 where the call's `sizes` aren't. `in_place`
+    leaves queries and keys where they are if it can, as sequences of their own if they don't count.
     """
     if not numbers[0]:
         return "some query sees keys with gaps between them"
@@ -117,7 +118,7 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes) -> Structure | s
         return "most keys would have to be there more than twice"
     apart = low[1:] > high[:-1]
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
-    made = tuple(one.part(rows, key_rows, sizes) for one in found)
+    made = tuple(one.part(rows, key_rows, sizes, in_place) for one in found)
     shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
     is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
     return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
@@ -132,7 +133,7 @@ class _Sequences(NamedTuple):
     starts: Tensor
     counts: Tensor
 
-    def part(self, rows: Tensor, key_rows: Tensor, sizes: Sizes) -> Part:
+    def part(self, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> Part:
         """Return the packed call of these."""
         batch, length_q, length_k = sizes
         ends = self.counts.cumsum(0)
@@ -141,9 +142,10 @@ class _Sequences(NamedTuple):
         repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
         rows_q, rows_k = rows[self.of_rows], key_rows[places]
         totals = batch * length_q, batch * length_k
-        in_place = _in_place((rows_q, self.lengths, totals[0]), (rows_k, self.counts, totals[1]))
-        if in_place is not None:
-            of_all_q, of_all_k = in_place
+        if in_place and (
+            offsets := _in_place((rows_q, self.lengths, totals[0]), (rows_k, self.counts, totals[1]))
+        ):
+            of_all_q, of_all_k = offsets
             longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
             return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, self.window)
         cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (self.lengths, self.counts))

@@ -14,6 +14,15 @@ def recognise(routers):
     attnreg.reset_stats()
 
 
+@pytest.fixture(params=[True, False], ids=["in place", "copied"])
+def in_place(request, monkeypatch):
+    """Leave padding where it is, as on a CPU, and copy what counts, as on a GPU."""
+    of_numbers = cache.structure_of
+    monkeypatch.setattr(
+        cache, "structure_of", lambda *sizes, in_place: of_numbers(*sizes, in_place=request.param)
+    )
+
+
 @pytest.fixture
 def seen():
     """Return what masks were seen as since the last call, and of how many calls."""

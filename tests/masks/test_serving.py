@@ -36,7 +36,7 @@ def assert_right(results, inputs, mask):
     dense.assert_right(results, inputs, bias=added(mask))
 
 
-@pytest.mark.usefixtures("recognise")
+@pytest.mark.usefixtures("recognise", "in_place")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_with_masks_of_every_structure_are_right_in_both_directions(seed, dtype, seen, ran):
