@@ -16,7 +16,8 @@ from attnreg.dispatch import scope
 from attnreg.errors import AttnregError, InvalidInputError
 from attnreg.parallel.agreement import agree
 from attnreg.parallel.balance import spread_documents
-from attnreg.parallel.by_heads import WholeBatch, attend_by_heads
+from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
+from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
     Kind,
@@ -27,7 +28,8 @@ from attnreg.parallel.calls import (
     texts,
 )
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.steps import Needs, gathering, on_device, prepared, rotating
+from attnreg.parallel.parts import on_device, prepared
+from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.parallel.ways import ALL_GATHER, ALL_TO_ALL, Rates, choose
 from attnreg.varlen import front
@@ -195,10 +197,15 @@ class ContextParallel:
         choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
         options = Options(kind.scale, kind.softcap, choice)
         plan = self._plan(method, kind.window, query.device)
+        apply: Any = StepwiseAttention.apply
+        work: Any = Work(plan, self.group, options) if method != ALL_TO_ALL else None
         if method == ALL_TO_ALL:
-            rest = kind.window, self.group, options, given.sinks, given.with_lse
-            return attend_by_heads(query, key, value, plan, *rest)
-        out, lse = StepwiseAttention.apply(query, key, value, Work(plan, self.group, options))  # type: ignore[no-untyped-call]
+            with_lse = given.with_lse or given.sinks is not None
+            apply, work = (
+                AttentionByHeads.apply,
+                WorkByHeads(plan, kind.window, self.group, options, with_lse),
+            )
+        out, lse = apply(query, key, value, work)
         if given.sinks is not None:
             out, lse = front.with_sinks(out, lse, given.sinks)
         return out, lse if given.with_lse else None
@@ -218,9 +225,8 @@ class ContextParallel:
             return self._once((method, device), lambda: WholeBatch.of(self.layout, self.rank, device))
         steps = gathering if method == ALL_GATHER else rotating
         of_rank = functools.partial(steps, self._needs(bound), self.rank)
-        return self._once(
-            (method, *bound, device), lambda: prepared(of_rank(), self.layout, self.rank, device)
-        )
+        place = self.layout, self.rank, device, method == ALL_GATHER
+        return self._once((method, *bound, device), lambda: prepared(of_rank(), *place))
 
     def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if what not in self._made:

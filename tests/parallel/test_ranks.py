@@ -60,6 +60,21 @@ def test_options_reach_every_part(ranks, method):
     assert_ran(ranks.run(work.compare, method, BATCH, softcap=2.0, sinks=True, **options), "math")
 
 
+def test_heads_in_groups_come_back_in_their_places(ranks):
+    """As large messages are cut; here each head of a rank is a group."""
+    options = {"how": "zigzag", "window": (-1, 0), "heads": (8 * len(ranks), 4 * len(ranks)), "dims": (8, 6)}
+    counts = ranks.run(work.compare, "all_to_all", BATCH, enough=1, **options)
+    assert [one["math"] for one in counts] == [{"forward": 4, "backward": 4}] * len(ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):
+    """As those of many ranks are; here it is done from the second result on."""
+    options = {"how": "zigzag", "window": (-1, -1), "dtype": dtype, "most_rounded": 1}
+    assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
+
+
 @pytest.mark.parametrize("cu_seq", [[0, 2, 3], [0, 0, 1, 1], [0, 0], [0]], ids=str)
 @by_each_method
 def test_ranks_may_have_no_tokens(ranks, method, cu_seq):

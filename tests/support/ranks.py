@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from support import truth
 
 import attnreg
+from attnreg.parallel import by_heads, parts
 
 PATIENCE = 60.0  # seconds after which a call hangs
 
@@ -104,6 +105,8 @@ def compare(
     backend="math",
     sinks=False,
     with_lse=True,
+    enough=by_heads.ENOUGH,
+    most_rounded=parts.MOST_ROUNDED,
     **options,
 ):
     """Hold a spread call, forward and backward, to float64 of the whole batch; return what kernels ran."""
@@ -125,6 +128,7 @@ def compare(
     mine = [spread.shard(x).requires_grad_() for x in (query, key, value)]
     mine += [] if sink is None else [sink.requires_grad_()]
     attnreg.reset_stats()
+    by_heads.ENOUGH, parts.MOST_ROUNDED = enough, most_rounded
     got = attnreg.varlen_attn(
         *mine[:3], spread.cu_seq(device), spread.cu_seq(device), spread.longest, spread.longest,
         window_size=window, enable_gqa=True, sinks=sink, backend=backend, group=spread,
