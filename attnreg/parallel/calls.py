@@ -19,8 +19,8 @@ from attnreg.dispatch.planning import device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.explanation import explain
+from attnreg.parallel.estimates import Shape
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.ways import Shape
 from attnreg.varlen.plans import check_sinks, window
 
 

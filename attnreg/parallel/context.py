@@ -27,11 +27,12 @@ from attnreg.parallel.calls import (
     kind_of,
     texts,
 )
+from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device, prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.parallel.ways import ALL_GATHER, ALL_TO_ALL, Rates, choose
+from attnreg.parallel.ways import choose
 from attnreg.varlen import front
 from attnreg.varlen.plans import autocast
 

@@ -78,6 +78,28 @@ class Needs:
         count = self._found[1].get((rank, source), 0)
         return count + self._alone[rank] if rank == source else count
 
+    def rows(self, rank: int, source: int) -> int:
+        """Return how many rows of `source`, another rank, a rank needs."""
+        return _length(self.of(rank, source))
+
+    def whole(self, rank: int) -> list[tuple[Span, bool]]:
+        """Return what each piece of a rank sees, and whether all of it is on that rank."""
+        pieces, cu_seq = self.layout.pieces[rank], self.layout.cu_seq
+        own, found = united((begin, end) for _, begin, end in pieces), []
+        for number, piece in enumerate(pieces):
+            (span,) = self.seen(rank, number, [(cu_seq[piece.document], cu_seq[piece.document + 1])])
+            found.append((span, piece.document not in self.layout.cut or _covered(span.keys[0], own)))
+        return found
+
+    def alone(self, rank: int) -> int:
+        """Return how many pairs there are of queries of a rank that see no keys of others."""
+        bounds = self.left, self.right
+        return sum(
+            visible_pairs(span.begin, span.end, *span.keys[0], *bounds)
+            for span, is_here in self.whole(rank)
+            if is_here
+        )
+
     @functools.cached_property
     def _alone(self) -> list[int]:
         """For each rank the pairs of the documents that it has to itself."""
@@ -103,16 +125,8 @@ class Needs:
 
 def gathering(needs: Needs, rank: int) -> list[Step]:
     """Return the steps of all_gather: queries whose keys are all here, then the others with all keys."""
-    layout, ranks = needs.layout, range(needs.layout.ranks)
-    here: list[Span] = []
-    with_others: list[Span] = []
-    own = united((begin, end) for _, begin, end in layout.pieces[rank])
-    for number, piece in enumerate(layout.pieces[rank]):
-        (span,) = needs.seen(
-            rank, number, [(layout.cu_seq[piece.document], layout.cu_seq[piece.document + 1])]
-        )
-        is_here = piece.document not in layout.cut or _covered(span.keys[0], own)
-        (here if is_here else with_others).append(span)
+    ranks, found = range(needs.layout.ranks), needs.whole(rank)
+    here, with_others = ([span for span, is_here in found if is_here == wanted] for wanted in (True, False))
     steps = [Step((), (), True, tuple(here))]
     if any(map(needs.at, ranks[1:])):
         sends = tuple(needs.of(other, rank) for other in ranks)

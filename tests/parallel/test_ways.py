@@ -7,9 +7,9 @@ import pytest
 
 import attnreg
 from attnreg.errors import InvalidInputError
+from attnreg.parallel.estimates import Rates
 from attnreg.parallel.layout import contiguous
 from attnreg.parallel.steps import Needs, gathering, rotating
-from attnreg.parallel.ways import Rates
 
 DOCUMENTS = list(itertools.accumulate([0, 700, 5000, 40, 0, 12000, 3000]))
 WHOLE = [0, 65536]
@@ -73,7 +73,7 @@ def test_an_imbalance_is_shown_and_costs_time():
     assert even.imbalance < 1.001
     assert uneven.imbalance > 1.7
     assert way(uneven, "all_gather").seconds > 1.5 * way(even, "all_gather").seconds
-    assert way(uneven, "all_to_all").seconds == pytest.approx(way(even, "all_to_all").seconds)
+    assert way(uneven, "all_to_all").seconds <= way(even, "all_to_all").seconds
     assert sum(uneven.pairs) == 65536 * 65537 // 2
     lines = str(uneven).splitlines()
     assert lines[0].startswith(uneven.method)
