@@ -217,8 +217,12 @@ def _multiple(heads: int, ranks: int) -> int:
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> list[Tensor]:
     """Return query, key and value with each key head as often as it travels."""
-    others = (x.repeat_interleave(_multiple(x.shape[1], ranks) // x.shape[1], 1) for x in (key, value))
-    return [x.contiguous() for x in (query, *others)]
+    times = _multiple(key.shape[1], ranks) // key.shape[1]
+    return [x.contiguous() for x in (query, *(_times(x, times) for x in (key, value)))]
+
+
+def _times(x: Tensor, count: int) -> Tensor:
+    return x if count == 1 else x.repeat_interleave(count, 1)
 
 
 def _summed(grad: Tensor, shape: torch.Size) -> Tensor:

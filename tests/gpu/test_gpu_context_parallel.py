@@ -56,6 +56,15 @@ def test_one_long_document_of_equal_heads(ranks, named, method):
     assert_ran(counts, named)
 
 
+def test_groups_of_heads_travel_while_others_are_computed(ranks, named):
+    options = ON_GPU | {"heads": (16, 8), "enough": 1}
+    counts = ranks.run(
+        work.compare, "all_to_all", DOCUMENTS, how="zigzag", window=(-1, 0), backend=named, with_lse=False,
+        **options,
+    )  # fmt: skip
+    assert counts == [{named: {"forward": 4, "backward": 4}}] * 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, method):
     """On math, which takes every option."""
