@@ -52,7 +52,7 @@ def cases(scale: int) -> list[Case]:
 
 
 class Place(NamedTuple):
-    """Where a rank computes, on which backend, and what."""
+    """Where a rank computes, on which backend, and what; and whether torch's ways are left out."""
 
     rank: int
     device: torch.device
@@ -60,6 +60,7 @@ class Place(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
+    leaves_torch_out: bool
 
 
 def training_step(call: Callable[..., Any], inputs: list[Tensor], grad: Tensor) -> Callable[[], object]:
@@ -175,7 +176,7 @@ def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     if len(case.lengths) == 1:
         yield "all-to-all by hand", lambda: contextlib.nullcontext(ulysses(here, case, whole))
-        if here.device.type == "cuda":
+        if here.device.type == "cuda" and not here.leaves_torch_out:
             for rotation, backend in itertools.product(("alltoall", "allgather"), (None, here.backend)):
                 name = f"torch {rotation}, {backend or 'flash'}"
                 yield name, lambda r=rotation, b=backend: torchs(here, whole, r, b)

@@ -1,6 +1,6 @@
 """Attention over tokens that are spread over GPUs: each way, against one GPU and against torch's own.
 
-    python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200]
+    python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200] [--ours]
     python -m benchmarks.context_parallel --out FILE --device cpu --small
 
 Starts a process for each GPU, two unless `--ranks` says more. Forward and backward of bfloat16, 16 heads of
@@ -43,7 +43,7 @@ class Here:
         self.rank, self.options = rank, options
         self.device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
         sizes = (4, 32, torch.float32) if options.small else (16, 128, torch.bfloat16)
-        self.place = Place(rank, self.device, options.backend, *sizes)
+        self.place = Place(rank, self.device, options.backend, *sizes, options.ours)
         self.until = time.monotonic() + options.seconds
 
     def wait(self) -> None:
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no further side after so long")
+    parser.add_argument("--ours", action="store_true", help="leave torch's ways out")
     parser.add_argument("--small", action="store_true", help="short lengths, to try the program")
     options = parser.parse_args()
     if options.backend is None and options.device == "cuda":
