@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from support import ranks as work
+from support import spread_models
+from torch.nn.attention import SDPBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +72,17 @@ def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, method):
     """On math, which takes every option."""
     options = {"window": (-1, 0), "how": "balanced", "backend": "math", "sinks": True}
     assert_ran(ranks.run(work.compare, method, DOCUMENTS, **options, **ON_GPU), "math")
+
+
+@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+def test_sdpa_of_dtensors_runs_on_each_ranks_heads(ranks, named):
+    assert_ran(ranks.run(spread_models.sdpa_of_shards, named), named)
+
+
+@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+@pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=lambda x: x.name
+)
+def test_torchs_own_context_parallel_runs_on_a_backend(ranks, named, kernel, rotation):
+    assert_ran(ranks.run(spread_models.torchs_context_parallel, named, kernel, rotation), named)

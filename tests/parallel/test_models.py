@@ -1,0 +1,32 @@
+"""Promises to models whose tokens are spread: with checkpointing, torch.compile, FSDP2 and tensor parallelism."""
+
+import pytest
+from support import spread_models as work
+from support.ranks import Ranks
+
+METHODS = ["all_to_all", "all_gather", "ring"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "store")
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled", "fsdp"])
+def test_gradients_of_a_model_are_those_of_one_process(ranks, how, method):
+    for calls in ranks.run(work.trained, how, method):
+        assert sum(count["backward"] for count in calls.values()) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_parallel_and_fsdp_share_a_mesh_with_it(tmp_path, method):
+    started = Ranks(4, tmp_path / "store")
+    try:
+        started.run(work.trained, "tensor parallel", method)
+        started.run(work.trained, "tensor parallel, fsdp", method)
+    finally:
+        started.close()
