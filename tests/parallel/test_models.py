@@ -1,4 +1,4 @@
-"""Promises to models whose tokens are spread: with checkpointing, torch.compile, FSDP2 and tensor parallelism."""
+"""Promises to models whose tokens are spread: checkpointing, torch.compile, FSDP2 and tensor parallelism."""
 
 import pytest
 from support import spread_models as work
@@ -18,6 +18,13 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled", "fsdp"])
 def test_gradients_of_a_model_are_those_of_one_process(ranks, how, method):
     for calls in ranks.run(work.trained, how, method):
+        assert sum(count["backward"] for count in calls.values()) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_of_transformers_takes_the_offsets_of_the_whole_batch(ranks, method):
+    for calls in ranks.run(work.llama, method):
         assert sum(count["backward"] for count in calls.values()) >= 2
 
 

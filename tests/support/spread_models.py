@@ -1,4 +1,4 @@
-"""What ranks do with models of attention over spread tokens, and with torch's own ways to spread attention."""
+"""What ranks do with models whose tokens are spread, and with torch's own ways to spread attention."""
 
 import torch
 import torch.distributed as dist
@@ -159,3 +159,37 @@ def torchs_context_parallel(backend, kernel, rotation):
     for one, other in zip(whole, wanted, strict=True):
         truth.assert_near(one.cpu(), other)
     return ran
+
+
+def llama(method):
+    """Hold a small Llama of transformers, on attnreg, to itself in one process; return what kernels ran."""
+    import transformers
+
+    import attnreg.integrations.transformers as integration
+
+    integration.install()
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="attnreg",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 50, (CU_SEQ[-1],), generator=torch.Generator().manual_seed(1))
+    spread = attnreg.context_parallel(dist.group.WORLD, CU_SEQ, "balanced", method=method)
+    ends = spread.cu_seq()
+
+    def run(tokens, positions):
+        batch = {"input_ids": tokens[None], "position_ids": positions[None]}
+        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 24, "max_length_k": 24}
+        logits = model(**batch, **lengths, use_cache=False).logits[0]
+        return logits, *torch.autograd.grad(logits.square().sum(), model.model.embed_tokens.weight)
+
+    starts = ends[:-1].repeat_interleave(ends.diff())
+    wanted, wanted_grad = run(tokens, torch.arange(CU_SEQ[-1]) - starts)
+    attnreg.reset_stats()
+    with spread:
+        got, grad = run(spread.shard(tokens), spread.positions())
+    dist.all_reduce(grad)
+    torch.testing.assert_close(got, spread.shard(wanted), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-4)
+    return _ran()
