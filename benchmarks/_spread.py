@@ -52,7 +52,7 @@ def cases(scale: int) -> list[Case]:
 
 
 class Place(NamedTuple):
-    """Where a rank computes, on which backend, and what; and whether torch's ways are left out."""
+    """Where a rank computes, on which backend, and what."""
 
     rank: int
     device: torch.device
@@ -60,7 +60,6 @@ class Place(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
-    leaves_torch_out: bool
 
 
 def training_step(call: Callable[..., Any], inputs: list[Tensor], grad: Tensor) -> Callable[[], object]:
@@ -162,11 +161,16 @@ def torchs(
             x.requires_grad_(False)
 
 
-def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what is compared: a name, and a function that returns a context manager of a step."""
+def whole_batch(here: Place, case: Case) -> list[Tensor]:
+    """Return query, key, value and a gradient of the output; the same on all ranks."""
     generator = torch.Generator(here.device).manual_seed(0)
     shape = sum(case.lengths), here.heads, here.dim
-    whole = [torch.randn(shape, device=here.device, generator=generator).to(here.dtype) for _ in range(4)]
+    return [torch.randn(shape, device=here.device, generator=generator).to(here.dtype) for _ in range(4)]
+
+
+def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what is compared: a name, and a function that returns a context manager of a step."""
+    whole = whole_batch(here, case)
     yield ONE, lambda: contextlib.nullcontext(alone(here, case, whole))
     for method in METHODS:
         yield method, lambda method=method: contextlib.nullcontext(ours(here, case, whole, method, case.how))
@@ -176,7 +180,13 @@ def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     if len(case.lengths) == 1:
         yield "all-to-all by hand", lambda: contextlib.nullcontext(ulysses(here, case, whole))
-        if here.device.type == "cuda" and not here.leaves_torch_out:
-            for rotation, backend in itertools.product(("alltoall", "allgather"), (None, here.backend)):
-                name = f"torch {rotation}, {backend or 'flash'}"
-                yield name, lambda r=rotation, b=backend: torchs(here, whole, r, b)
+
+
+def sides_of_torch(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield torch's ways, which take one document on GPUs."""
+    if len(case.lengths) > 1 or here.device.type == "cpu":
+        return
+    whole = whole_batch(here, case)
+    for rotation, backend in itertools.product(("alltoall", "allgather"), (None, here.backend)):
+        name = f"torch {rotation}, {backend or 'flash'}"
+        yield name, lambda r=rotation, b=backend: torchs(here, whole, r, b)
