@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg.dispatch import call_cache, counters
-from attnreg.dispatch.counters import Bypass, Failure, Fallback, Stats
+from attnreg.dispatch.counters import Bypass, Failure, Fallback, MaskSeen, Stats
 from attnreg.torchlib import building
 
 
@@ -296,9 +296,11 @@ def test_stats_are_plain_data_for_json():
     failure = Failure("a", "backward", "RuntimeError", "no image", 2)
     stats = Stats({"a": {"forward": 1, "backward": 0}}, (Fallback("b", "too new", 3),), (failure,))
     stats = dataclasses.replace(stats, bypassed=(Bypass("torch's math kernel", "a mask", 4),))
+    stats = dataclasses.replace(stats, masks=(MaskSeen("causal", 5),))
     assert json.loads(json.dumps(stats.to_dict())) == {
         "calls": {"a": {"forward": 1, "backward": 0}},
         "bypassed": [{"kernel": "torch's math kernel", "reason": "a mask", "count": 4}],
+        "masks": [{"seen": "causal", "count": 5}],
         "fallbacks": [{"backend": "b", "reason": "too new", "count": 3}],
         "failures": [
             {
