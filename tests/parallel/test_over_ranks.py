@@ -44,7 +44,7 @@ def test_results_are_as_precise_as_the_dtype(ranks, method, dtype):
 
 
 @by_each_method
-def test_the_compiled_kernel_of_a_cpu_computes_for_each_rank(ranks, method):
+def test_the_cpu_backend_computes_for_each_rank(ranks, method):
     """Its backward rests on the LSE and the output that it is given: those of all keys."""
     heads = 2 * len(ranks)
     for window in ((-1, 0), (7, 0)):

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import traceback
 
 import torch
@@ -19,7 +20,9 @@ class Ranks:
     """Processes that do the same work, each as one rank of a group, until they are closed."""
 
     def __init__(self, count, store, backend="gloo", patience=PATIENCE / 2):
-        context = mp.get_context("spawn")
+        # Its server has imported torch, once for all, and forks.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "attnreg"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
@@ -65,6 +68,7 @@ class Ranks:
 
 
 def _serve(pipe, rank, count, store, backend, patience):
+    os.environ["ATTNREG_BUILD"] = "off"
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=patience)}
     if backend == "nccl":
