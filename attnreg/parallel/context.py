@@ -231,7 +231,8 @@ class ContextParallel:
 
     def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if what not in self._made:
-            self._made[what] = make()
+            with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+                self._made[what] = make()
         return self._made[what]
 
     def _check_offsets(self, name: str, offsets: Tensor | None) -> None:

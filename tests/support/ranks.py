@@ -186,3 +186,78 @@ def disagree(**different):
         said = "no error"
     assert call(**usual).shape[1] == count
     return said
+
+
+def _inputs(spread, heads=4, dim=8):
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(3, spread.layout.tokens, heads, dim, generator=generator)
+    return whole, [spread.shard(x) for x in whole]
+
+
+def _attend(spread, inputs, **options):
+    ends, longest = spread.cu_seq(), spread.longest
+    return attnreg.varlen_attn(*inputs, ends, ends, longest, longest, True, **options)
+
+
+def inside_and_outside():
+    """Return whether calls are spread inside of a block alone, nested ones by the innermost."""
+    two = [attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], how) for how in ("contiguous", "zigzag")]
+    inputs = [_inputs(spread)[1] for spread in two]
+    found = []
+    with two[0]:
+        found.append(torch.equal(_attend(two[0], inputs[0]), _attend(two[0], inputs[0], group=two[0])))
+        with two[1]:
+            found.append(torch.equal(_attend(two[1], inputs[1]), _attend(two[1], inputs[1], group=two[1])))
+        found.append(torch.equal(_attend(two[0], inputs[0]), _attend(two[0], inputs[0], group=two[0])))
+    whole, _ = _inputs(two[0])
+    alone = _attend(two[0], whole)  # of all tokens, without any other rank
+    found.append(torch.allclose(two[0].shard(alone), _attend(two[0], inputs[0], group=two[0]), atol=1e-5))
+    return found
+
+
+def without_gradients(mode):
+    """Return how far a spread call in a mode without gradients is from the whole batch's."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag", method="ring")
+    whole, inputs = _inputs(spread)
+    inputs = [x.requires_grad_() for x in inputs]
+    with mode():
+        out = _attend(spread, inputs, group=spread)
+    assert not out.requires_grad
+    return float((out - spread.shard(_attend(spread, whole))).abs().max())
+
+
+def under_autocast():
+    """Return the dtypes of a spread call's output and gradients under autocast."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag")
+    inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = _attend(spread, inputs, group=spread)
+    return [out.dtype, *(x.dtype for x in torch.autograd.grad(out.sum(), inputs))]
+
+
+def refusals():
+    """Return what wrong uses say."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    whole, inputs = _inputs(spread)
+    ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+    grid = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    wrong = {
+        "mesh": lambda: attnreg.context_parallel(grid, [0, 20]),
+        "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
+        "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
+        "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
+        "rows": lambda: _attend(spread, whole, group=spread),
+        "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
+        "dropout": lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
+        "heads": lambda: _attend(spread, [inputs[0], *(x[:, :2] for x in inputs[1:])], group=spread),
+        "shard": lambda: spread.shard(torch.zeros(3)),
+        "gather": lambda: spread.gather(torch.zeros(3)),
+        "gradient": lambda: spread.gather(inputs[0].requires_grad_()),
+    }
+    said = {}
+    for name, call in wrong.items():
+        try:
+            call()
+        except attnreg.AttnregError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
