@@ -35,7 +35,7 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(ranks):
         "how": r"InvalidInputError: how: got 'zigzags', expected one of .*did you mean 'zigzag'",
         "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel returns",
         "rows": r"InvalidInputError: query: got shape \(20, 4, 8\), expected \(10, heads, head dim\)",
-        "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* the whole batch, \(0, 7, 20\)",
+        "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* whole batch, \(0, 7, 20\)",
         "dropout": r"UnsupportedInputError: dropout_p: got 0.5, expected none",
         "heads": r"InvalidInputError: heads: got 4 for query and 2 for key, expected equal numbers",
         "shard": r"InvalidInputError: tensor: got 3 tokens, expected the 20 of the whole batch",
