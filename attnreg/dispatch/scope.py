@@ -150,12 +150,14 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
     """
     if tensor.is_inference():
         return tensor
-    shape, stride = tensor.shape, tensor.stride()
-    storage, extent = tensor.untyped_storage(), _extent(shape, stride)
-    if tensor.is_cpu and storage.nbytes() == extent * tensor.element_size():
-        storage.resize_(storage.nbytes() + MARKED * choice.number + GUARD)
-        return tensor
-    start = ALIGNED * choice.number
+    if tensor.is_cpu:
+        storage = tensor.untyped_storage()
+        stored = storage.nbytes()
+        if stored == tensor.nbytes:  # all of it is there, once: what it spans is its storage
+            storage.resize_(stored + MARKED * choice.number + GUARD)
+            return tensor
+    shape, stride, start = tensor.shape, tensor.stride(), ALIGNED * choice.number
+    extent = _extent(shape, stride)
     return tensor.new_empty(start + extent + GUARD).as_strided_(shape, stride, start).copy_(tensor)
 
 
