@@ -17,6 +17,8 @@ __all__ = ["spread_documents"]
 # A token of a layer of width d takes about 12 * d multiplications times d outside of attention, and a pair of
 # a query and a key 2 times d.
 PAIRS_PER_WIDTH = 6
+# Kernels compute whole tiles: on each bound of a mask half of one's length, for each query.
+PAIRS_PER_BOUND = 64
 
 
 def spread_documents(
@@ -41,7 +43,8 @@ def spread_documents(
             attention alone, and ranks may have very different numbers of tokens.
     """
     if how == "balanced":
-        per_token = PAIRS_PER_WIDTH * width
+        bounds = (window_size[0] >= 0) + (is_causal or window_size[1] >= 0)
+        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds
         return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     if how not in makers:

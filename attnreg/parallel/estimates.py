@@ -18,22 +18,25 @@ BACKWARD = 2.5
 class Rates:
     """What the model of time assumes of each rank.
 
-    The defaults are those of two H100s joined by NVLink, measured by `benchmarks/context_parallel.py`, which
-    measures those of any machine.
+    The defaults are for two H100s joined by NVLink: `flops`, `link` and `latency` as
+    `benchmarks/context_parallel.py` measured them there, the others as they account for the times of whole
+    calls in that run. It measures the link of any machine.
 
     Attributes:
         flops: of an attention kernel, per second.
+        cut: the share of `flops` that is left where queries meet keys of other ranks.
         link: bytes that a rank receives per second while all do.
         memory: bytes that a rank reads or writes per second.
         latency: seconds that an exchange takes at least.
-        launch: seconds that a call of a kernel takes at least.
+        launch: seconds that a call of a kernel takes at least, with what is copied before and after it.
     """
 
     flops: float = 600e12
+    cut: float = 0.93
     link: float = 216e9
     memory: float = 2.5e12
     latency: float = 43e-6
-    launch: float = 30e-6
+    launch: float = 120e-6
 
     def moving(self, size: float) -> float:
         """Return the seconds that an exchange takes; none where nothing is to be moved."""
@@ -99,8 +102,9 @@ class _Call:
 
     Attributes:
         received: bytes of keys and values, by rank and source.
-        computing: seconds of the forward with these keys.
-        alone: seconds of each rank's queries whose keys are all on that rank.
+        computing: seconds of the forward with these keys, where keys come to queries.
+        alone: of that each rank's queries whose keys are all on that rank.
+        evenly: seconds of the forward where each rank computes as much as the others.
         factors: what the forward and, if there is one, the backward take of that.
     """
 
@@ -110,8 +114,12 @@ class _Call:
         seconds = shape.flops_of_pair / rates.flops
         self.distances = [0, *filter(needs.at, ranks[1:])]
         self.received = [[needs.rows(rank, source) * shape.row_k for source in ranks] for rank in ranks]
-        self.computing = [[needs.pairs(rank, source) * seconds for source in ranks] for rank in ranks]
         self.alone = [needs.alone(rank) * seconds for rank in ranks]
+        pairs = [[needs.pairs(rank, source) * seconds for source in ranks] for rank in ranks]
+        self.evenly = sum(map(sum, pairs)) / len(pairs)
+        self.computing = [[x / rates.cut for x in row] for row in pairs]
+        for rank, alone in enumerate(self.alone):
+            self.computing[rank][rank] += alone - alone / rates.cut
         self.factors = (1.0, BACKWARD) if shape.needs_backward else (1.0,)
         self.most = max(self.layout.rows, default=0)
 
@@ -141,9 +149,9 @@ def _all_to_all(call: _Call) -> Way:
     pieces = itertools.chain.from_iterable(layout.pieces)
     is_in_order = all(one.end == other.begin for one, other in itertools.pairwise(pieces))
     copying = rates.copying(call.most * (there + back)) * (1 if is_in_order else 2)
-    computing, seconds = sum(map(sum, call.computing)) / ranks, 0.0
+    seconds = 0.0
     for factor in call.factors:
-        hidden = factor * computing + groups * rates.launch
+        hidden = factor * call.evenly + groups * rates.launch
         seconds += max(hidden, sum(map(rates.moving, moving)) - waiting) + waiting + copying
     refusal = unsupported(shape.heads, shape.heads_k, ranks)
     return Way(ALL_TO_ALL, seconds, received, 2 * call.most * (there + back), refusal)
@@ -160,7 +168,7 @@ def _all_gather(call: _Call) -> Way:
         together = sum(call.computing[rank]) - call.alone[rank]
         # Keys, queries and results of the second call are copied.
         copied = 2 * totals[rank] + rows * (shape.row_q + shape.row_out) if moving else 0
-        overhead = rates.copying(copied) + rates.launch * (2 if moving else 1)
+        overhead = rates.copying(copied) + rates.launch * (4 if moving else 1)
         seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
         slowest = max(slowest, seconds)
         memory = max(memory, totals[rank] * (3 if shape.needs_backward else 2) + copied)
@@ -178,9 +186,9 @@ def _ring(call: _Call) -> Way:
             coming = 0 if following is None else call.coming(following)
             slowest = max(row[(rank - distance) % ranks] for rank, row in enumerate(call.computing))
             # In a backward the gradients of the step before go back meanwhile.
-            seconds += (
-                max(factor * slowest, rates.moving(coming) * (1 if factor == 1.0 else 2)) + rates.launch
-            )
+            seconds += max(factor * slowest, (1 if factor == 1.0 else 2) * rates.moving(coming))
+            # A step of several has copies, and merges of results, around its call.
+            seconds += rates.launch * (1 if len(call.distances) == 1 else 2)
             # Merging reads and writes float32 several times.
             seconds += rates.copying(2 * wide * merged) if distance else 0.0
             most = max(most, coming)

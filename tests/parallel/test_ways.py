@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from attnreg.parallel.estimates import Rates
 from attnreg.parallel.layout import contiguous
 from attnreg.parallel.steps import Needs, gathering, rotating
 
+RESULTS = Path(__file__).parents[2] / "docs/results"
 DOCUMENTS = list(itertools.accumulate([0, 700, 5000, 40, 0, 12000, 3000]))
 WHOLE = [0, 65536]
 
@@ -89,3 +91,12 @@ def test_a_choice_is_plain_data_for_json():
 def test_an_unknown_way_is_refused_with_the_known_ones():
     with pytest.raises(InvalidInputError, match="did you mean 'ring'"):
         explained(contiguous([0, 8], 2).cu_seq, method="rin")
+
+
+@pytest.mark.parametrize("tokens", [16384, 65536])
+def test_one_long_document_goes_over_heads_as_was_measured_to_be_fastest(tokens):
+    measured = json.loads((RESULTS / "context_parallel_h100.json").read_text())
+    (case,) = (case for case in measured["cases"] if case["name"] == f"causal, {tokens:,}")
+    seconds = {row["side"]: row["seconds"] for row in case["rows"]}
+    choice = explained([0, tokens], 2, "zigzag")
+    assert choice.method == min(("all_to_all", "all_gather", "ring"), key=seconds.__getitem__)
