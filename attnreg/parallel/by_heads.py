@@ -137,7 +137,7 @@ class Work(NamedTuple):
 
 def _heads(rows: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return rows of several tensors' heads one after the other as these tensors."""
-    parts = torch.split(rows, [heads * dim for heads, dim in sizes], -1)
+    parts = rows.split_with_sizes([heads * dim for heads, dim in sizes], -1)
     return [part.view(*rows.shape[:-1], *size) for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -83,7 +83,7 @@ class Sums:
 def _unpacked(rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the key and value of packed rows; `key` and `value` give their shapes."""
     heads, dim, dim_v = *key.shape[1:], value.shape[2]
-    flat_k, flat_v = torch.split(rows, [heads * dim, heads * dim_v], 1)
+    flat_k, flat_v = rows.split_with_sizes([heads * dim, heads * dim_v], 1)
     return flat_k.view(len(rows), heads, dim), flat_v.view(len(rows), heads, dim_v)
 
 
