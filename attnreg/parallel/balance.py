@@ -115,14 +115,27 @@ def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: li
     """Give a document to the least loaded rank; one that is too much for it to as many as needed."""
     ranks = sorted(range(len(loads)), key=loads.__getitem__)
     wanted = min(len(ranks), math.ceil(costs.of(piece) / most)) if most else 1
-    # In two chunks for each rank, the first with the last, which balances a causal mask.
-    count, length = (2 * wanted if wanted > 1 else 1), piece.end - piece.begin
-    for number in range(count):
-        begin, end = (piece.begin + length * n // count for n in (number, number + 1))
-        if end > begin:
-            rank, chunk = ranks[min(number, count - 1 - number)], piece._replace(begin=begin, end=end)
-            held[rank].append(chunk)
-            loads[rank] += costs.of(chunk)
+    for number, chunk in enumerate(_chunks(piece, costs, wanted)):
+        rank = ranks[min(number, 2 * wanted - 1 - number)]
+        held[rank].append(chunk)
+        loads[rank] += costs.of(chunk)
+
+
+def _chunks(piece: Piece, costs: _Costs, ranks: int) -> list[Piece]:
+    """Cut a document for some ranks: one chunk for each with a window, else a first with a last one.
+
+    With a window chunks of equal costs need few keys of others. Without one the last rank would need all of
+    them for few queries; so each rank gets as many tokens of the document as the others.
+    """
+    begin, end = piece.begin, piece.end
+    if ranks == 1:
+        cuts = []
+    elif costs.left >= 0:
+        cuts = [costs.head(piece, costs.of(piece) * n / ranks) for n in range(1, ranks)]
+    else:
+        cuts = [begin + (end - begin) * n // (2 * ranks) for n in range(1, 2 * ranks)]
+    places = itertools.pairwise([begin, *cuts, end])
+    return [piece._replace(begin=low, end=high) for low, high in places if high > low]
 
 
 def _even_out(

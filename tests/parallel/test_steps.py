@@ -109,6 +109,18 @@ def test_only_keys_that_are_seen_are_moved():
     assert len(rotating(Needs(layout, 10, 0), 3)) == 2  # no more than to the next rank
 
 
+def test_a_document_with_a_window_is_cut_so_that_few_keys_move():
+    layout = balanced([0, 40000], 4, is_causal=True, window_size=(1000, 0))
+    assert layout.imbalance(1000, 0) < 1.01
+    needs = Needs(layout, 1000, 0)
+    assert [sum(needs.rows(rank, source) for source in range(4)) for rank in range(4)] == [
+        0,
+        1000,
+        1000,
+        1000,
+    ]
+
+
 def test_documents_that_are_whole_need_no_communication():
     layout = balanced([0, 10, 20, 30, 40], 2, is_causal=True)
     for way in (gathering, rotating):
