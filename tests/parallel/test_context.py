@@ -7,28 +7,21 @@ import torch
 from support import ranks as work
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = work.Ranks(2, tmp_path_factory.mktemp("ranks") / "store")
-    yield started
-    started.close()
-
-
-def test_calls_are_spread_inside_of_the_block_alone(ranks):
-    assert ranks.run(work.inside_and_outside) == [[True] * 4] * 2
+def test_calls_are_spread_inside_of_the_block_alone(two_ranks):
+    assert two_ranks.run(work.inside_and_outside) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_calls_without_gradients_keep_nothing_and_give_the_same(ranks, mode):
-    assert max(ranks.run(work.without_gradients, mode)) < 1e-5
+def test_calls_without_gradients_keep_nothing_and_give_the_same(two_ranks, mode):
+    assert max(two_ranks.run(work.without_gradients, mode)) < 1e-5
 
 
-def test_autocast_reaches_spread_calls_and_gradients_are_float32(ranks):
+def test_autocast_reaches_spread_calls_and_gradients_are_float32(two_ranks):
     expected = [torch.bfloat16, torch.float32, torch.float32, torch.float32]
-    assert ranks.run(work.under_autocast) == [expected] * 2
+    assert two_ranks.run(work.under_autocast) == [expected] * 2
 
 
-def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(ranks):
+def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
     expected = {
         "mesh": r"InvalidInputError: group: got a mesh of dimensions \('a', 'b'\), expected one",
         "ranks": r"InvalidInputError: batch: got a layout for 7 ranks, expected 2: the group has so many",
@@ -42,6 +35,6 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(ranks):
         "gather": r"InvalidInputError: tensor: got 3 tokens, expected .*10",
         "gradient": r"InvalidInputError: tensor: got one that needs a gradient, expected .*tensor.detach\(\)",
     }
-    for said in ranks.run(work.refusals):
+    for said in two_ranks.run(work.refusals):
         assert said.keys() == expected.keys()
         assert {name: text for name, text in said.items() if not re.match(expected[name], text)} == {}

@@ -7,24 +7,17 @@ from support.ranks import Ranks
 METHODS = ["all_to_all", "all_gather", "ring"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "store")
-    yield started
-    started.close()
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled", "fsdp"])
-def test_gradients_of_a_model_are_those_of_one_process(ranks, how, method):
-    for calls in ranks.run(work.trained, how, method):
+def test_gradients_of_a_model_are_those_of_one_process(two_ranks, how, method):
+    for calls in two_ranks.run(work.trained, how, method):
         assert sum(count["backward"] for count in calls.values()) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_of_transformers_takes_the_offsets_of_the_whole_batch(ranks, method):
-    for calls in ranks.run(work.llama, method):
+def test_a_model_of_transformers_takes_the_offsets_of_the_whole_batch(two_ranks, method):
+    for calls in two_ranks.run(work.llama, method):
         assert sum(count["backward"] for count in calls.values()) >= 2
 
 

@@ -13,11 +13,9 @@ WINDOWS = [(-1, 0), (-1, -1), (7, 0), (3, 2)]
 by_each_method = pytest.mark.parametrize("method", METHODS)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    started = work.Ranks(request.param, tmp_path_factory.mktemp("ranks") / "store")
-    yield started
-    started.close()
+@pytest.fixture(params=["two_ranks", "three_ranks"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
 
 
 def assert_ran(counts, named):
