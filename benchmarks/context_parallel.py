@@ -1,80 +1,49 @@
 """Attention over tokens that are spread over GPUs: each way, against one GPU and against torch's own.
 
-    python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200]
+    python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200] [--ours]
     python -m benchmarks.context_parallel --out FILE --device cpu --small
 
-Starts a process for each GPU, two unless `--ranks` says more. Forward and backward of bfloat16, 16 heads of 128.
-`share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it together: 1
-where half the work takes half the time. Times are the slowest rank's, medians of rounds in which the sides take
-turns. Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads
-written by hand. Bandwidth and latency of the link are what `attnreg.parallel.ways.Rates` wants to know.
+Starts a process for each GPU, two unless `--ranks` says more. Forward and backward of bfloat16, 16 heads of
+128. `share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it
+together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds.
+Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads written
+by hand (`_spread.py`). Bandwidth and latency of the link are what `attnreg.parallel.ways.Rates` takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import json
-import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg.bench.report import machine, show_machine
+from benchmarks._spread import ONE, Case, Place, cases, sides, sides_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-METHODS = ("all_to_all", "all_gather", "ring", "auto")
-ONE = "one GPU"
-
-
-class Case(NamedTuple):
-    """A batch, its causal window's left bound, and how its tokens are laid out over ranks."""
-
-    name: str
-    lengths: tuple[int, ...]
-    left: int
-    how: str
-
-
-def cases(scale: int) -> list[Case]:
-    """Return what is measured; a CPU gets lengths that are `scale` times shorter."""
-    draw = random.Random(0)
-    documents: list[int] = []
-    while sum(documents) < 65536:
-        documents.append(min(draw.randint(500, 20000), 65536 - sum(documents)))
-    packed = tuple(length // scale for length in documents)
-    return [
-        Case("causal, 65,536", (65536 // scale,), -1, "zigzag"),
-        Case("causal, 16,384", (16384 // scale,), -1, "zigzag"),
-        Case("packed, 65,536", packed, -1, "balanced"),
-        Case("packed, window 4,096", packed, 4096 // scale, "balanced"),
-    ]
-
 
 class Here:
-    """This rank: its device, its clock, and when to stop."""
+    """This rank: its place, its clock, and when to stop."""
 
     def __init__(self, rank: int, options: argparse.Namespace) -> None:
         self.rank, self.options = rank, options
         self.device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-        self.heads, self.dim = (4, 32) if options.small else (16, 128)
-        self.dtype = torch.float32 if options.small else torch.bfloat16
+        sizes = (4, 32, torch.float32) if options.small else (16, 128, torch.bfloat16)
+        self.place = Place(rank, self.device, options.backend, *sizes)
         self.until = time.monotonic() + options.seconds
 
     def wait(self) -> None:
@@ -88,15 +57,16 @@ class Here:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor)
 
-    def seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Return what one of so many calls takes the slowest rank."""
+    def seconds(self, run: Callable[[], object], calls: int, together: bool = True) -> float:
+        """Return what one of so many calls takes the slowest rank; the fastest where each works by itself."""
         dist.barrier()
         self.wait()
         started = time.perf_counter()
         for _ in range(calls):
             run()
         self.wait()
-        return self.slowest((time.perf_counter() - started) / calls)
+        taken = (time.perf_counter() - started) / calls
+        return self.slowest(taken) if together else -self.slowest(-taken)
 
     def is_late(self) -> bool:
         """Whether the time is up, by the clock of rank 0."""
@@ -129,135 +99,9 @@ def link(here: Here) -> dict[str, float]:
     return {"bytes_per_second": size * (ranks - 1) / ranks / found["large"], "latency": found["small"]}
 
 
-def training_step(call: Callable[..., Any], inputs: list[Tensor], grad: Tensor) -> Callable[[], object]:
-    """Return a function that runs a forward and a backward."""
-    return lambda: torch.autograd.grad(call(*inputs), inputs, grad)
-
-
-def ours(here: Here, case: Case, whole: list[Tensor], method: str, how: str) -> Callable[[], object]:
-    """Return a step of a spread call."""
-    ends = list(itertools.accumulate([0, *case.lengths]))
-    spread = attnreg.context_parallel(
-        dist.group.WORLD, attnreg.spread_documents(ends, dist.get_world_size(), how, window_size=(case.left, 0)),
-        method=method,
-    )  # fmt: skip
-    *inputs, grad = (spread.shard(x) for x in whole)
-    inputs = [x.requires_grad_() for x in inputs]
-    offsets, most = spread.cu_seq(here.device), spread.longest
-
-    def call(*inputs: Tensor) -> Any:
-        return attnreg.varlen_attn(
-            *inputs, offsets, offsets, most, most, window_size=(case.left, 0), group=spread,
-            backend=here.options.backend,
-        )  # fmt: skip
-
-    return training_step(call, inputs, grad)
-
-
-def alone(here: Here, case: Case, whole: list[Tensor]) -> Callable[[], object]:
-    """Return a step of the whole batch on this rank."""
-    ends = torch.tensor([0, *case.lengths]).cumsum(0).int().to(here.device)
-    *inputs, grad = (x.clone() for x in whole)
-    inputs, most = [x.requires_grad_() for x in inputs], max(case.lengths)
-
-    def call(*inputs: Tensor) -> Any:
-        return attnreg.varlen_attn(
-            *inputs, ends, ends, most, most, window_size=(case.left, 0), backend=here.options.backend
-        )
-
-    return training_step(call, inputs, grad)
-
-
-class ByHand(torch.autograd.Function):
-    """Tokens of this rank and all heads to all tokens and some heads, or back: Ulysses as it is written down."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
-        ctx.to_heads, ranks = to_heads, dist.get_world_size()
-        tokens, heads, dim = x.shape
-        if to_heads:
-            x = x.view(tokens, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
-            moved = torch.empty_like(x)
-            dist.all_to_all_single(moved, x)
-            return moved.flatten(0, 1)
-        x, moved = x.contiguous(), torch.empty_like(x)
-        dist.all_to_all_single(moved, x)
-        return moved.view(ranks, tokens // ranks, heads, dim).transpose(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ByHand.apply(grad, not ctx.to_heads), None
-
-
-def ulysses(here: Here, case: Case, whole: list[Tensor]) -> Callable[[], object]:
-    """Return a step of all-to-all by hand, for one document."""
-    length, ranks = sum(case.lengths), dist.get_world_size()
-    rows = slice(here.rank * length // ranks, (here.rank + 1) * length // ranks)
-    *inputs, grad = (x[rows].clone() for x in whole)
-    inputs = [x.requires_grad_() for x in inputs]
-    ends = torch.tensor([0, length], dtype=torch.int32, device=here.device)
-
-    def call(*inputs: Tensor) -> Tensor:
-        moved = [ByHand.apply(x, True) for x in inputs]
-        out = attnreg.varlen_attn(
-            *moved, ends, ends, length, length, is_causal=True, backend=here.options.backend
-        )
-        return ByHand.apply(out, False)
-
-    return training_step(call, inputs, grad)
-
-
-@contextlib.contextmanager
-def torchs(
-    here: Here, whole: list[Tensor], rotation: str, backend: str | None
-) -> Iterator[Callable[[], object]]:
-    """Give a step of torch's `context_parallel` with its flash kernel, or `backend` in its place."""
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-
-    mesh = init_device_mesh(here.device.type, (dist.get_world_size(),))
-    _attention.set_rotate_method(rotation)
-    buffers = [x.transpose(0, 1)[None].contiguous() for x in whole]
-    handle = attnreg.register_backend(backend) if backend else contextlib.nullcontext()
-    with handle, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
-            *inputs, grad = buffers
-            for x in inputs:
-                x.requires_grad_()
-
-            def call(*inputs: Tensor) -> Tensor:
-                return F.scaled_dot_product_attention(*inputs, is_causal=True)
-
-            yield training_step(call, inputs, grad)
-            for x in inputs:
-                x.requires_grad_(False)
-
-
-def sides(here: Here, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what is compared: a name, and a function that returns a context manager of a step."""
-    generator = torch.Generator(here.device).manual_seed(0)
-    shape = sum(case.lengths), here.heads, here.dim
-    whole = [torch.randn(shape, device=here.device, generator=generator).to(here.dtype) for _ in range(4)]
-    yield ONE, lambda: contextlib.nullcontext(alone(here, case, whole))
-    for method in METHODS:
-        yield method, lambda method=method: contextlib.nullcontext(ours(here, case, whole, method, case.how))
-    yield (
-        "all_to_all, contiguous",
-        lambda: contextlib.nullcontext(ours(here, case, whole, "all_to_all", "contiguous")),
-    )
-    if len(case.lengths) == 1:
-        yield "all-to-all by hand", lambda: contextlib.nullcontext(ulysses(here, case, whole))
-        if here.device.type == "cuda":
-            for rotation, backend in itertools.product(
-                ("alltoall", "allgather"), (None, here.options.backend)
-            ):
-                name = f"torch {rotation}, {backend or 'flash'}"
-                yield name, lambda r=rotation, b=backend: torchs(here, whole, r, b)
-
-
-def measure(here: Here, case: Case) -> list[dict[str, Any]]:
-    """Return a row for each side of a case."""
-    rows = []
-    for name, open_side in sides(here, case):
+def measure(here: Here, case: Case, of_case: Iterator[tuple[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Append a row for each side of a case."""
+    for name, open_side in of_case:
         if here.is_late():
             rows.append({"case": case.name, "side": name, "error": "left out: the time was up"})
             continue
@@ -268,7 +112,7 @@ def measure(here: Here, case: Case) -> list[dict[str, Any]]:
                 once = here.seconds(step, 1)
                 row["memory"] = here.memory(step)
                 calls = max(1, min(20, int(0.15 / once)))
-                row["rounds"] = [here.seconds(step, calls) for _ in range(here.options.rounds)]
+                row["rounds"] = [here.seconds(step, calls, name != ONE) for _ in range(here.options.rounds)]
                 row["seconds"] = statistics.median(row["rounds"])
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -279,15 +123,15 @@ def measure(here: Here, case: Case) -> list[dict[str, Any]]:
     for row in rows:
         if "seconds" in row and row["side"] != ONE:
             row["share"] = one / (dist.get_world_size() * row["seconds"])
-    return rows
 
 
 def chosen(here: Here, case: Case) -> dict[str, Any]:
     """Return what `explain_context_parallel` says of a case, by the defaults."""
-    ends = list(itertools.accumulate([0, *case.lengths]))
+    ends, place = list(itertools.accumulate([0, *case.lengths])), here.place
     layout = attnreg.spread_documents(ends, dist.get_world_size(), case.how, window_size=(case.left, 0))
+    window = case.left, 0
     return attnreg.explain_context_parallel(
-        layout, heads=here.heads, head_dim=here.dim, dtype=here.dtype, window_size=(case.left, 0)
+        layout, heads=place.heads, head_dim=place.dim, dtype=place.dtype, window_size=window
     ).to_dict()
 
 
@@ -307,12 +151,16 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
         show_machine()
         print(f"link: {found['link']['bytes_per_second'] / 1e9:.1f} GB/s received, ", end="")
         print(f"{found['link']['latency'] * 1e6:.0f} us an exchange")
-    for case in cases(64 if options.small else 1):
-        rows = measure(here, case)
-        found["cases"].append({"name": case.name, "rows": rows, "explained": chosen(here, case)})
-        if rank == 0:
-            show(case, rows, here)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    all_cases = cases(64 if options.small else 1)
+    for case in all_cases:
+        found["cases"].append({"name": case.name, "rows": [], "explained": chosen(here, case)})
+    # Torch's ways come last: what the time isn't enough for is theirs.
+    for of_case in (sides,) if options.ours else (sides, sides_of_torch):
+        for case, saved in zip(all_cases, found["cases"], strict=True):
+            measure(here, case, of_case(here.place, case), saved["rows"])
+            if rank == 0:
+                show(case, saved["rows"], here)
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -320,16 +168,15 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
 def show(case: Case, rows: list[dict[str, Any]], here: Here) -> None:
     """Print a table."""
     print(f"\n{case.name}\n{'':<26}{'ms':>9}{'share':>8}{'TFLOP/s':>9}{'MiB':>8}")
-    flops = 3.5 * 4 * here.heads * here.dim * pairs(case)
+    flops = 3.5 * 4 * here.place.heads * here.place.dim * pairs(case)
     for row in rows:
         if "error" in row:
             print(f"{row['side']:<26}  {row['error'][:120]}")
             continue
         share = f"{row['share']:.3f}" if "share" in row else ""
         rate = flops / row["seconds"] / 1e12
-        print(
-            f"{row['side']:<26}{row['seconds'] * 1e3:>9.2f}{share:>8}{rate:>9.1f}{row['memory'] / 2**20:>8.0f}"
-        )
+        numbers = f"{row['seconds'] * 1e3:>9.2f}{share:>8}{rate:>9.1f}{row['memory'] / 2**20:>8.0f}"
+        print(f"{row['side']:<26}{numbers}")
 
 
 def pairs(case: Case) -> int:
@@ -347,6 +194,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no further side after so long")
+    parser.add_argument("--ours", action="store_true", help="leave torch's ways out")
     parser.add_argument("--small", action="store_true", help="short lengths, to try the program")
     options = parser.parse_args()
     if options.backend is None and options.device == "cuda":

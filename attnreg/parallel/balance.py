@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,8 @@ __all__ = ["spread_documents"]
 # A token of a layer of width d takes about 12 * d multiplications times d outside of attention, and a pair of
 # a query and a key 2 times d.
 PAIRS_PER_WIDTH = 6
+# Kernels compute whole tiles: on each bound of a mask half of one's length, for each query.
+PAIRS_PER_BOUND = 64
 
 
 def spread_documents(
@@ -33,14 +36,15 @@ def spread_documents(
         cu_seq: where each document begins in the whole batch, and the end of the last.
         ranks: how many ranks there are.
         how: "balanced": by cost, and only documents are cut that make a rank's work too much. "zigzag": two
-            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
-            rank's after the other's.
+            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens,
+            one rank's after the other's.
         is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
     """
     if how == "balanced":
-        per_token = PAIRS_PER_WIDTH * width
+        bounds = (window_size[0] >= 0) + (is_causal or window_size[1] >= 0)
+        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds
         return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     if how not in makers:
@@ -50,7 +54,7 @@ def spread_documents(
 
 
 class _Costs(NamedTuple):
-    """What a piece costs: the pairs that its queries see, and the rest of the model for each of its tokens."""
+    """What a piece costs: the pairs that its queries see, and for each token the rest of the model."""
 
     cu_seq: tuple[int, ...]
     left: int
@@ -94,7 +98,7 @@ def balanced(
     costs = _Costs(offsets, left, right, per_token)
     whole = [
         Piece(number, begin, end)
-        for number, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False))
+        for number, (begin, end) in enumerate(itertools.pairwise(offsets))
         if end > begin
     ]
     target = sum(map(costs.of, whole)) / ranks
@@ -108,23 +112,36 @@ def balanced(
 
 
 def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: list[list[Piece]]) -> None:
-    """Give a document to the least loaded rank, or one that is more than a rank's work to as many as needed."""
+    """Give a document to the least loaded rank; one that is too much for it to as many as needed."""
     ranks = sorted(range(len(loads)), key=loads.__getitem__)
     wanted = min(len(ranks), math.ceil(costs.of(piece) / most)) if most else 1
-    # In two chunks for each rank, the first with the last, which balances a causal mask.
-    count, length = (2 * wanted if wanted > 1 else 1), piece.end - piece.begin
-    for number in range(count):
-        begin, end = (piece.begin + length * n // count for n in (number, number + 1))
-        if end > begin:
-            rank, chunk = ranks[min(number, count - 1 - number)], piece._replace(begin=begin, end=end)
-            held[rank].append(chunk)
-            loads[rank] += costs.of(chunk)
+    for number, chunk in enumerate(_chunks(piece, costs, wanted)):
+        rank = ranks[min(number, 2 * wanted - 1 - number)]
+        held[rank].append(chunk)
+        loads[rank] += costs.of(chunk)
+
+
+def _chunks(piece: Piece, costs: _Costs, ranks: int) -> list[Piece]:
+    """Cut a document for some ranks: one chunk for each with a window, else a first with a last one.
+
+    With a window chunks of equal costs need few keys of others. Without one the last rank would need all of
+    them for few queries; so each rank gets as many tokens of the document as the others.
+    """
+    begin, end = piece.begin, piece.end
+    if ranks == 1:
+        cuts = []
+    elif costs.left >= 0:
+        cuts = [costs.head(piece, costs.of(piece) * n / ranks) for n in range(1, ranks)]
+    else:
+        cuts = [begin + (end - begin) * n // (2 * ranks) for n in range(1, 2 * ranks)]
+    places = itertools.pairwise([begin, *cuts, end])
+    return [piece._replace(begin=low, end=high) for low, high in places if high > low]
 
 
 def _even_out(
     costs: _Costs, target: float, tolerance: float, loads: list[float], held: list[list[Piece]]
 ) -> bool:
-    """Move work from the most to the least loaded rank, cutting one piece; false where nothing is left to do."""
+    """Move work from the most to the least loaded rank, cutting one piece; false if there is none to move."""
     most, least = loads.index(max(loads)), loads.index(min(loads))
     if loads[most] <= target * (1 + tolerance):
         return False

@@ -1,23 +1,32 @@
 """all_to_all over heads (Ulysses): each rank computes some heads for the tokens of all ranks.
 
-Query, key and value travel in one message there, the output in one back. Where there are fewer key heads than
-ranks, each is sent to all ranks that use it.
+The heads of a rank are cut into groups. Query, key and value of a group travel in one message there, its
+output in one back. The messages of all groups are sent at once, so while one group is computed the next ones
+come.
+Where there are fewer key heads than ranks, each is sent to all ranks that use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from attnreg.parallel.exchange import AllToAll
+from attnreg.contract.backend import Call
+from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.steps import Rows, on_device, rows_on
+from attnreg.parallel.parts import on_device
 from attnreg.parallel.stepwise import Options
-from attnreg.varlen.autograd import attend
-from attnreg.varlen.front import with_sinks
+from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
+
+# A group's query, key and value take so many bytes on a rank: smaller messages take longer than they hide.
+ENOUGH, MOST_GROUPS = 32 * 2**20, 4
+
+Rows = slice | Tensor
 
 
 def unsupported(heads: int, heads_k: int, ranks: int) -> str:
@@ -27,6 +36,12 @@ def unsupported(heads: int, heads_k: int, ranks: int) -> str:
     if heads_k % ranks and ranks % heads_k:
         return f"key heads must be a multiple of the {ranks} ranks or divide them, got {heads_k}"
     return ""
+
+
+def group_count(heads: int, heads_k: int, bytes_of_rank: int) -> int:
+    """Return into how many groups the heads that a rank computes are cut."""
+    wanted = min(MOST_GROUPS, bytes_of_rank // ENOUGH)
+    return max((n for n in range(1, wanted + 1) if heads % n == heads_k % n == 0), default=1)
 
 
 class WholeBatch(NamedTuple):
@@ -55,49 +70,162 @@ class WholeBatch(NamedTuple):
         places[by_rank] = torch.arange(len(by_rank))
         cu_seq = torch.tensor(layout.cu_seq)
         longest = int(cu_seq.diff().max()) if len(cu_seq) > 1 else 0
-        rows = rows_on(places, device), rows_on(by_rank, device)
+        rows = _rows_on(places, device), _rows_on(by_rank, device)
         return cls(*rows, on_device(cu_seq.int(), device), longest, layout.rows, rank)
 
 
-def attend_by_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch: WholeBatch,
-    window: tuple[int, int],
-    group: Any,
-    options: Options,
-    sinks: Tensor | None,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return output and, if wanted, LSE of this rank's rows and all heads."""
-    ranks, here = len(batch.rows), batch.rows[batch.rank]
-    if key.shape[1] % ranks:
-        key, value = (x.repeat_interleave(ranks // x.shape[1], 1) for x in (key, value))
-    per_rank = [x.unflatten(1, (ranks, -1)).flatten(2) for x in (query, key, value)]
-    packed = torch.cat(per_rank, 2).transpose(0, 1).flatten(0, 1)
-    rows = _moved(packed, [here] * ranks, list(batch.rows), group)[batch.in_order]
-    parts = rows.split([x.shape[2] for x in per_rank], 1)
-    query, key, value = (
-        part.unflatten(1, (-1, x.shape[2])) for part, x in zip(parts, (query, key, value), strict=True)
-    )
-    lengths = batch.cu_seq, batch.cu_seq, batch.longest, batch.longest
-    call = call_of(query, lengths, options.scale, window, softcap=options.softcap)
-    out, lse = attend(query, key, value, call, options.choice)
-    if sinks is not None:
-        heads = query.shape[1]
-        out, lse = with_sinks(out, lse, sinks[batch.rank * heads : (batch.rank + 1) * heads])
-    out = _back(out, batch, group)
-    return out, _back(lse.mT[..., None], batch, group)[..., 0].mT.contiguous() if with_lse else None
+def _rows_on(index: Tensor, device: torch.device) -> Rows:
+    """Return a permutation as a slice, if it changes nothing, else on the device."""
+    return slice(None) if bool((index.diff() == 1).all()) else on_device(index, device)
 
 
-def _back(rows: Tensor, batch: WholeBatch, group: Any) -> Tensor:
-    """Send the rows of each rank back to it, and return this rank's with all heads, (T, H, D)."""
-    ranks, here = len(batch.rows), batch.rows[batch.rank]
-    heads, dim = rows.shape[1:]
-    moved = _moved(rows.flatten(1)[batch.by_rank], list(batch.rows), [here] * ranks, group)
-    return moved.view(ranks, here, heads, dim).transpose(0, 1).flatten(1, 2)
+class Work(NamedTuple):
+    """A distributed call, without its tensors."""
+
+    batch: WholeBatch
+    window: tuple[int, int]
+    group: Any
+    options: Options
+    with_lse: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.batch.rows)
+
+    @property
+    def here(self) -> int:
+        """How many tokens this rank has."""
+        return self.batch.rows[self.batch.rank]
+
+    def call(self, query: Tensor) -> Call:
+        """Return the contract's call of a group of heads, whose queries `query` are."""
+        batch, options = self.batch, self.options
+        lengths = batch.cu_seq, batch.cu_seq, batch.longest, batch.longest
+        return call_of(query, lengths, options.scale, self.window, softcap=options.softcap)
+
+    def send(self, tensors: Sequence[Tensor], groups: int, number: int) -> Pending:
+        """Send a group's heads of this rank's tokens, (T, H, D), to the ranks that compute them."""
+        parts = [self._of_group(x, groups, number) for x in tensors]
+        rows = parts[0].new_empty((self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in parts)))
+        for place, part in zip(_heads(rows, [x.shape[2:] for x in parts]), parts, strict=True):
+            place.copy_(part.transpose(0, 1))
+        return Pending(rows.flatten(0, 1), [self.here] * self.ranks, list(self.batch.rows), self.group)
+
+    def came(self, pending: Pending, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return what `send` has brought: all tokens in their order; `sizes` are heads and head dim."""
+        return _heads(pending.wait()[self.batch.in_order], sizes)
+
+    def send_back(self, tensors: Sequence[Tensor]) -> Pending:
+        """Send all ranks what this one has computed for their tokens."""
+        flat = [x.flatten(1) for x in tensors]
+        rows = (flat[0] if len(flat) == 1 else torch.cat(flat, 1))[self.batch.by_rank]
+        return Pending(rows, list(self.batch.rows), [self.here] * self.ranks, self.group)
+
+    def put_back(self, pending: Pending, tensors: Sequence[Tensor], groups: int, number: int) -> None:
+        """Write what `send_back` has brought to a group's heads of this rank's tokens, (T, H, D)."""
+        places = [self._of_group(x, groups, number) for x in tensors]
+        rows = pending.wait().view(self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in places))
+        for place, part in zip(places, _heads(rows, [x.shape[2:] for x in places]), strict=True):
+            place.copy_(part.transpose(0, 1))
+
+    def _of_group(self, x: Tensor, groups: int, number: int) -> Tensor:
+        """Return (T, ranks, heads of a group, head dim), without a copy."""
+        heads = x.shape[1] // (self.ranks * groups)
+        return x.view(self.here, self.ranks, groups, heads, x.shape[2])[:, :, number]
 
 
-def _moved(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
-    return AllToAll.apply(rows, sends, receives, group)  # type: ignore[no-untyped-call,no-any-return]
+def _heads(rows: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return rows of several tensors' heads one after the other as these tensors."""
+    parts = rows.split_with_sizes([heads * dim for heads, dim in sizes], -1)
+    return [part.view(*rows.shape[:-1], *size) for part, size in zip(parts, sizes, strict=True)]
+
+
+class AttentionByHeads(torch.autograd.Function):
+    """Output, and LSE if wanted, of this rank's rows and all heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs, ranks = _repeated(query, key, value, work.ranks), work.ranks
+        most = max(work.batch.rows) * sum(x.shape[1] * x.shape[2] for x in inputs) * query.element_size()
+        heads = [x.shape[1] // ranks for x in inputs]
+        groups = group_count(heads[0], heads[1], most)
+        sizes = [(x.shape[1] // (ranks * groups), x.shape[2]) for x in inputs]
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_empty((*query.shape[:2], 1), dtype=wide) if work.with_lse else None
+        coming, returning, kept = [work.send(inputs, groups, n) for n in range(groups)], [], []
+        for pending in coming:
+            tensors: Any = tuple(work.came(pending, sizes))
+            part, part_lse, *_ = run_forward(
+                tensors, work.call(tensors[0]), work.options.choice, any(ctx.needs_input_grad)
+            )
+            kept += [*tensors, part, part_lse]
+            back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)])
+            returning.append((work.send_back([part]), back_lse))
+        for number, (back, back_lse) in enumerate(returning):
+            work.put_back(back, [out], groups, number)
+            if lse is not None and back_lse is not None:
+                work.put_back(back_lse, [lse], groups, number)
+        ctx.save_for_backward(*kept)
+        ctx.work, ctx.shapes = work, (query.shape, key.shape, value.shape)
+        ctx.set_materialize_grads(False)
+        return out, None if lse is None else lse[..., 0].mT.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        work, shapes, saved = ctx.work, ctx.shapes, ctx.saved_tensors
+        groups = len(saved) // 5
+        # A rank without a gradient takes part all the same: the others wait for it.
+        shape_out = *shapes[0][:2], shapes[2][2]
+        grad_out = saved[0].new_zeros(shape_out) if grad_out is None else grad_out.contiguous()
+        of_group = shapes[0][1] // (work.ranks * groups)
+        coming = [work.send([grad_out], groups, n) for n in range(groups)]
+        coming_lse = None
+        if work.with_lse:
+            if grad_lse is None:
+                grad_lse = saved[4].new_zeros((shapes[0][1], shapes[0][0]))
+            of_rows = grad_lse.mT.contiguous()[..., None]
+            coming_lse = [work.send([of_rows], groups, n) for n in range(groups)]
+        returning = []
+        for number, pending in enumerate(coming):
+            (part,) = work.came(pending, [(of_group, shapes[2][2])])
+            tensors = list(saved[5 * number : 5 * number + 5])
+            part_lse = None
+            if coming_lse is not None:
+                (part_lse,) = work.came(coming_lse[number], [(of_group, 1)])
+                part_lse = part_lse[..., 0].mT.contiguous()
+            call = work.call(tensors[0])._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+            offsets = work.batch.cu_seq, work.batch.cu_seq, None, None, None
+            grads = run_backward(part, tensors, call, work.options.choice, None, part_lse, *offsets)
+            returning.append(work.send_back(grads))
+        mine = [
+            saved[0].new_empty((tokens, _multiple(heads, work.ranks), dim)) for tokens, heads, dim in shapes
+        ]
+        for number, pending in enumerate(returning):
+            work.put_back(pending, mine, groups, number)
+        return *(_summed(x, shape) for x, shape in zip(mine, shapes, strict=True)), None
+
+
+def _multiple(heads: int, ranks: int) -> int:
+    """Return how many heads travel: each of them to all ranks that use it."""
+    return heads if heads % ranks == 0 else ranks
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> list[Tensor]:
+    """Return query, key and value with each key head as often as it travels."""
+    times = _multiple(key.shape[1], ranks) // key.shape[1]
+    return [x.contiguous() for x in (query, *(_times(x, times) for x in (key, value)))]
+
+
+def _times(x: Tensor, count: int) -> Tensor:
+    return x if count == 1 else x.repeat_interleave(count, 1)
+
+
+def _summed(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Return the gradient of a tensor whose heads have been repeated."""
+    tokens, heads, dim = shape
+    return grad if grad.shape == shape else grad.view(tokens, heads, grad.shape[1] // heads, dim).sum(2)

@@ -19,8 +19,8 @@ from attnreg.dispatch.planning import device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.explanation import explain
+from attnreg.parallel.estimates import Shape
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.ways import Shape
 from attnreg.varlen.plans import check_sinks, window
 
 
@@ -124,8 +124,8 @@ def texts(
     }
     if kind is None:
         return found
-    found |= {name: str(one) for name, one in kind.shape._asdict().items()}
     found |= {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
+    found |= {name: str(one) for name, one in kind.shape._asdict().items()}
     spec = AttentionSpec(
         device=device_of(device), dtype=kind.dtype, batch=1, max_q=1024, max_k=1024, heads_q=kind.shape.heads,
         heads_k=kind.shape.heads_k, head_dim=kind.shape.dim, head_dim_v=kind.shape.dim_v, varlen=True,

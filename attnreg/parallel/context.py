@@ -1,4 +1,4 @@
-"""`context_parallel`: what a program makes once for each packed batch, and the calls that are spread by it."""
+"""`context_parallel`: what a program makes once for each packed batch, and the calls spread by it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
 from attnreg.errors import AttnregError, InvalidInputError
 from attnreg.parallel.agreement import agree
 from attnreg.parallel.balance import spread_documents
-from attnreg.parallel.by_heads import WholeBatch, attend_by_heads
+from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
+from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
     Kind,
@@ -27,10 +27,12 @@ from attnreg.parallel.calls import (
     kind_of,
     texts,
 )
+from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.steps import Needs, gathering, on_device, prepared, rotating
+from attnreg.parallel.parts import on_device, prepared
+from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.parallel.ways import ALL_GATHER, ALL_TO_ALL, Rates, choose
+from attnreg.parallel.ways import choose
 from attnreg.varlen import front
 from attnreg.varlen.plans import autocast
 
@@ -102,9 +104,8 @@ class ContextParallel:
     def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
         if tensor.shape[dim] != self.layout.tokens:
-            raise InvalidInputError(
-                f"tensor: got {tensor.shape[dim]} tokens, expected the {self.layout.tokens} of the whole batch"
-            )
+            got, expected = tensor.shape[dim], self.layout.tokens
+            raise InvalidInputError(f"tensor: got {got} tokens, expected the {expected} of the whole batch")
         return tensor.index_select(dim, self._rows(self.rank, tensor.device))
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -161,8 +162,6 @@ class ContextParallel:
     def __exit__(self, *exc: object) -> None:
         front.spread_over(self._before.pop())
 
-    # A compiled program breaks its graph here: what ranks exchange is ordered by the calls of Python.
-    @_disable_dynamo
     def attend(
         self,
         query: Tensor,
@@ -199,10 +198,15 @@ class ContextParallel:
         choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
         options = Options(kind.scale, kind.softcap, choice)
         plan = self._plan(method, kind.window, query.device)
+        apply: Any = StepwiseAttention.apply
+        work: Any = Work(plan, self.group, options) if method != ALL_TO_ALL else None
         if method == ALL_TO_ALL:
-            rest = kind.window, self.group, options, given.sinks, given.with_lse
-            return attend_by_heads(query, key, value, plan, *rest)
-        out, lse = StepwiseAttention.apply(query, key, value, Work(plan, self.group, options))  # type: ignore[no-untyped-call]
+            with_lse = given.with_lse or given.sinks is not None
+            apply, work = (
+                AttentionByHeads.apply,
+                WorkByHeads(plan, kind.window, self.group, options, with_lse),
+            )
+        out, lse = apply(query, key, value, work)
         if given.sinks is not None:
             out, lse = front.with_sinks(out, lse, given.sinks)
         return out, lse if given.with_lse else None
@@ -222,13 +226,13 @@ class ContextParallel:
             return self._once((method, device), lambda: WholeBatch.of(self.layout, self.rank, device))
         steps = gathering if method == ALL_GATHER else rotating
         of_rank = functools.partial(steps, self._needs(bound), self.rank)
-        return self._once(
-            (method, *bound, device), lambda: prepared(of_rank(), self.layout, self.rank, device)
-        )
+        place = self.layout, self.rank, device, method == ALL_GATHER
+        return self._once((method, *bound, device), lambda: prepared(of_rank(), *place))
 
     def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if what not in self._made:
-            self._made[what] = make()
+            with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+                self._made[what] = make()
         return self._made[what]
 
     def _check_offsets(self, name: str, offsets: Tensor | None) -> None:

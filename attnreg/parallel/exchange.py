@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,16 +26,3 @@ class Pending:
         """Return the rows, in the order of the ranks that they come from."""
         self._work.wait()
         return self._received
-
-
-class AllToAll(torch.autograd.Function):
-    """The exchange as a differentiable function; its backward sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
-        ctx.back = receives, sends, group
-        return Pending(rows, sends, receives, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return AllToAll.apply(grad, *ctx.back), None, None, None  # type: ignore[no-untyped-call]

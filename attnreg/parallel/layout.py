@@ -1,4 +1,4 @@
-"""Which rank has which tokens of a packed batch: plain numbers, without communication and without a device."""
+"""Which rank has which tokens of a packed batch: plain numbers, without communication or a device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which keys a run of queries sees, and the packed calls that compute it.
 
 A query at row i of the whole batch sees the keys of its document from `i - left` to `i + right`. A kernel
-aligns a window with the ends of its queries and keys, bottom-right. So where the keys at hand end `shift` rows
-after the queries, the window that it is told is (left + shift, right - shift).
+aligns a window with the ends of its queries and keys, bottom-right. So where the keys at hand end `shift`
+rows after the queries, the window that it is told is (left + shift, right - shift).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """all_gather and ring: keys and values come to the queries, in steps, and results are merged by their LSE.
 
-While one step is computed the next one's keys are on their way. A backward receives them once more, as
-nothing that came from other ranks is saved, and sends their gradients back. Partial results meet in float32
-(float64 for float64 inputs); between ranks gradients travel in the dtype in which kernels give them.
+While one step is computed the next one's keys are on their way. Between ranks gradients travel in the dtype
+in which kernels give them. With all_gather a backward has the keys that the forward received; with the ring
+it receives them once more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.parallel.exchange import Pending
-from attnreg.parallel.steps import Part, Prepared, Rows
+from attnreg.parallel.parts import Part, Plan, Put, Run, taken
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 
@@ -34,7 +35,7 @@ class Options(NamedTuple):
 class Work:
     """A distributed call, without its tensors."""
 
-    steps: list[Prepared]
+    plan: Plan
     group: Any
     options: Options
 
@@ -44,42 +45,51 @@ class Work:
         scale, softcap, _ = self.options
         return call_of(query, lengths, scale, part.window, softcap=softcap)
 
-    def merges(self, rows: int) -> bool:
-        """Whether a row's result comes from several parts."""
-        return sum(_count(part.queries) for step in self.steps for part in step.parts) > rows
-
-
-def _count(rows: Rows) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _taken(tensor: Tensor, rows: Rows) -> Tensor:
-    if isinstance(rows, slice):
-        return tensor if rows == slice(0, len(tensor)) else tensor[rows]
-    return tensor.index_select(0, rows)
+class Sums:
+    """Results of rows, some of which have several: these are written, or added to what is there."""
 
+    def __init__(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> None:
+        self._like, self._dtype, self._value = like, dtype, value
 
-def _add(total: Tensor, rows: Rows, new: Tensor) -> None:
-    """Add rows, of which some may be the same one, to those of `total`."""
-    if isinstance(rows, slice):
-        total[rows] += new
-    else:
-        total.index_add_(0, rows, new.to(total.dtype))
+    @property
+    def value(self) -> Tensor:
+        """All rows; 0 where nothing has been written."""
+        if self._value is None:
+            self._value = torch.zeros_like(self._like, dtype=self._dtype)
+        return self._value
 
+    def put(self, put: Put, new: Tensor) -> None:
+        """Write or add some of a call's results."""
+        (_, begin, end), at, is_first = put
+        if is_first and self._value is None and end - begin == len(self._like) == len(new):
+            self._value = new.to(self._dtype)
+        elif is_first:
+            self.value[begin:end] = new[at : at + end - begin]
+        else:
+            self.value[begin:end] += new[at : at + end - begin]
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat((key.flatten(1), value.flatten(1)), 1)
+    def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor) -> None:
+        """Take both what is there and new rows times a factor."""
+        (_, begin, end), at, _ = put
+        old = self.value[begin:end]
+        torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
 
 
 def _unpacked(rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the key and value of packed rows; `key` and `value` give their shapes."""
     heads, dim, dim_v = *key.shape[1:], value.shape[2]
-    flat_k, flat_v = rows.split((heads * dim, heads * dim_v), 1)
-    return flat_k.unflatten(1, (heads, dim)), flat_v.unflatten(1, (heads, dim_v))
+    flat_k, flat_v = rows.split_with_sizes([heads * dim, heads * dim_v], 1)
+    return flat_k.view(len(rows), heads, dim), flat_v.view(len(rows), heads, dim_v)
+
+
+def _space(count: int, key: Tensor, value: Tensor) -> Tensor:
+    """Return packed rows without values."""
+    return key.new_empty((count, key.shape[1] * (key.shape[2] + value.shape[2])))
 
 
 class Keys:
@@ -90,22 +100,22 @@ class Keys:
         self._coming = self._ask(0)
 
     def _ask(self, number: int) -> Pending | None:
-        steps = self._work.steps
+        steps = self._work.plan.steps
         if number >= len(steps) or (move := steps[number].move) is None:
             return None
-        rows = _packed(*(_taken(x, move.rows) for x in self._own))
+        rows, at = _space(sum(move.sends), *self._own), 0
+        for _, begin, end in move.rows:
+            for to, source in zip(_unpacked(rows[at : at + end - begin], *self._own), self._own, strict=True):
+                to.copy_(source[begin:end])
+            at += end - begin
         return Pending(rows, move.sends, move.receives, self._work.group)
 
-    def of(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return those of a step: this rank's own, if it uses them, then those received."""
-        coming, own = self._coming, self._work.steps[number].own
-        received = None if coming is None else _unpacked(coming.wait(), *self._own)
+    def of(self, number: int) -> Tensor | None:
+        """Return the packed rows that a step receives; None in a step that receives nothing."""
+        coming = self._coming
+        received = None if coming is None else coming.wait()
         self._coming = self._ask(number + 1)
-        if received is None:
-            return self._own
-        if not own:
-            return received
-        return torch.cat((self._own[0], received[0])), torch.cat((self._own[1], received[1]))
+        return received
 
 
 class StepwiseAttention(torch.autograd.Function):
@@ -113,8 +123,8 @@ class StepwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(query, key, value, work, ctx.needs_input_grad[0] or any(ctx.needs_input_grad))
-        ctx.save_for_backward(query, key, value, out, lse)
+        out, lse, received = _forward(query, key, value, work, any(ctx.needs_input_grad))
+        ctx.save_for_backward(query, key, value, out, lse, *(received if work.plan.keeps else ()))
         ctx.work = work
         ctx.set_materialize_grads(False)
         return out, lse
@@ -122,79 +132,111 @@ class StepwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, *received = ctx.saved_tensors
         # A rank without any gradient takes part all the same: the others wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return *_backward(grad_out, grad_lse, (query, key, value), out, lse, ctx.work), None
+        return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), received, ctx.work), None
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, work: Work, needs_backward: bool
-) -> tuple[Tensor, Tensor]:
-    rows, heads, _ = query.shape
-    merges, wide = work.merges(rows), _wide(query.dtype)
-    out = query.new_zeros((rows, heads, value.shape[2]), dtype=wide if merges else query.dtype)
-    lse = query.new_full((rows, heads), -torch.inf, dtype=wide)
-    keys = Keys(key, value, work)
-    for number, step in enumerate(work.steps):
-        key_now, value_now = keys.of(number)
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    plan, wide = work.plan, _wide(query.dtype)
+    outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), wide if plan.is_long else query.dtype)
+    lses = Sums(query.new_empty(query.shape[:2]), wide)
+    keys, received = Keys(key, value, work), []
+    for number, step in enumerate(plan.steps):
+        received.append(keys.of(number))
+        sources = _sources(key, value, number, received[-1])
         for part in step.parts:
-            inputs = (
-                _taken(query, part.queries), _taken(key_now, part.keys), _taken(value_now, part.keys),
-            )  # fmt: skip
+            key_now, value_now = (taken(x, part.keys) for x in sources)
+            inputs = taken({0: query}, part.queries), key_now, value_now
             call = work.call(inputs[0], part)
-            part_out, part_lse, *_ = run_forward(inputs, call, work.options.choice, needs_backward)
-            part_lse = part_lse.mT.to(wide)
-            if merges:
-                before = _taken(lse, part.queries)
-                part_lse = torch.logaddexp(before, part_lse_of := part_lse)
-                share, kept = (part_lse_of - part_lse).exp_(), (before - part_lse).exp_()
-                part_out = _taken(out, part.queries) * kept[..., None] + part_out * share[..., None]
-            out[part.queries], lse[part.queries] = part_out, part_lse
-    return out.to(query.dtype), lse.mT.contiguous()
+            out, lse, *_ = run_forward(inputs, call, work.options.choice, needs_backward)
+            for put in part.outs:
+                _put(outs, lses, put, out, lse.mT.to(wide))
+    return outs.value.to(query.dtype), lses.value.mT.contiguous(), received
+
+
+def _sources(
+    key: Tensor, value: Tensor, number: int, received: Tensor | None
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return where the runs of a step find keys, and where values."""
+    if received is None:
+        return {0: key}, {0: value}
+    others_k, others_v = _unpacked(received, key, value)
+    return {0: key, number: others_k}, {0: value, number: others_v}
+
+
+def _put(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor) -> None:
+    """Write results of a call, or merge them with those of the same queries and other keys."""
+    if put.is_first:
+        outs.put(put, out)
+        lses.put(put, lse)
+        return
+    (_, begin, end), at, _ = put
+    before, new = lses.value[begin:end], lse[at : at + end - begin]
+    total = torch.logaddexp(before, new)
+    outs.merge(put, (before - total).exp_(), out, (new - total).exp_())
+    before.copy_(total)
 
 
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
+    results: tuple[Tensor, Tensor],
+    received: Sequence[Tensor | None],
     work: Work,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = inputs
+    plan, (query, key, value) = work.plan, inputs
     wide = _wide(query.dtype)
-    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in inputs)
-    lse, grad_lse = lse.mT, None if grad_lse is None else grad_lse.mT
-    keys, returning = Keys(key, value, work), []
-    for number, step in enumerate(work.steps):
-        key_now, value_now = keys.of(number)
-        step_k, step_v = (torch.zeros_like(x, dtype=wide) for x in (key_now, value_now))
-        for part in step.parts:
-            # With the LSE and the output of all keys a kernel gives the gradients that these keys have.
-            call = work.call(query, part)._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-            rows_q, rows_k = part.queries, part.keys
-            tensors = [
-                _taken(query, rows_q), _taken(key_now, rows_k), _taken(value_now, rows_k),
-                _taken(out, rows_q), _taken(lse, rows_q).mT.contiguous(),
-            ]  # fmt: skip
-            part_lse = None if grad_lse is None else _taken(grad_lse, rows_q).mT.contiguous()
-            offsets = part.cu_q, part.cu_k, None, None, None
-            grads = run_backward(
-                _taken(grad_out, rows_q), tensors, call, work.options.choice, None, part_lse, *offsets
-            )
-            for total, rows, new in zip(
-                (grad_q, step_k, step_v), (rows_q, rows_k, rows_k), grads, strict=True
-            ):
-                _add(total, rows, new)
-        own = len(key) if step.own else 0
-        if step.own:
-            grad_k += step_k[:own]
-            grad_v += step_v[:own]
-        if (move := step.move) is not None:
-            back = _packed(step_k[own:], step_v[own:]).to(key.dtype)
+    sums_q = Sums(query, wide if plan.is_long else query.dtype)
+    own = [Sums(x, wide if plan.is_long_k else x.dtype) for x in (key, value)]
+    keys, returning = None if plan.keeps else Keys(key, value, work), []
+    for number in plan.backward:
+        others = received[number] if keys is None else keys.of(number)
+        back = None if others is None else torch.zeros_like(others)
+        sums = {
+            0: own,
+            number: own if back is None else [Sums(x, x.dtype, x) for x in _unpacked(back, key, value)],
+        }
+        sources = _sources(key, value, number, others)
+        for part in plan.steps[number].parts:
+            grads = _part_backward(work, part, (query, grad_out, grad_lse, *results), sources)
+            for put in part.grads_q:
+                sums_q.put(put, grads[0])
+            for put in part.grads_k:
+                for one, new in zip(sums[put.run.source], grads[1:], strict=True):
+                    one.put(put, new)
+        if back is not None and (move := plan.steps[number].move) is not None:
             returning.append((move.rows, Pending(back, move.receives, move.sends, work.group)))
-    for rows, pending in returning:
-        for total, new in zip((grad_k, grad_v), _unpacked(pending.wait(), key, value), strict=True):
-            _add(total, rows, new)
-    return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
+    for runs, pending in returning:
+        _add(own, runs, _unpacked(pending.wait(), key, value))
+    return sums_q.value.to(query.dtype), own[0].value.to(key.dtype), own[1].value.to(value.dtype)
+
+
+def _part_backward(
+    work: Work,
+    part: Part,
+    of_queries: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    sources: tuple[dict[int, Tensor], dict[int, Tensor]],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a part; LSE and output, of all keys, make them those of the whole."""
+    query, grad_out, grad_lse, out, lse = of_queries
+    rows, grad_out, out, lse = (taken({0: x}, part.queries) for x in (query, grad_out, out, lse.mT))
+    if grad_lse is not None:
+        grad_lse = taken({0: grad_lse.mT}, part.queries).mT.contiguous()
+    tensors = [rows, *(taken(x, part.keys) for x in sources), out, lse.mT.contiguous()]
+    call = work.call(rows, part)._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    offsets = part.cu_q, part.cu_k, None, None, None
+    return run_backward(grad_out, tensors, call, work.options.choice, None, grad_lse, *offsets)
+
+
+def _add(sums: list[Sums], runs: Sequence[Run], came: Sequence[Tensor]) -> None:
+    """Add the gradients of rows that came back from other ranks."""
+    at = 0
+    for run in runs:
+        for one, new in zip(sums, came, strict=True):
+            one.put(Put(run, at, is_first=False), new)
+        at += run.end - run.begin

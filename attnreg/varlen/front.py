@@ -130,8 +130,9 @@ def varlen_attn(
             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
-        out, lse = _attend_spread(group, query, key, value, offsets, given, refused)
-        return (out, lse.float().contiguous()) if returns_lse else out
+        attend_spread = _attend_spread_uncompiled if compiling else _attend_spread
+        spread = attend_spread(group, query, key, value, offsets, given, refused)
+        return (spread[0], spread[1].float().contiguous()) if returns_lse else spread[0]
     if sinks is not None:
         check_sinks(query, sinks)
     if not compiling:
@@ -205,12 +206,15 @@ def spread_over(context: Any) -> Any:
     return before
 
 
-@_disable_dynamo
 def _attend_spread(group: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     over = _over if group is None else group
     if not hasattr(over, "attend"):
         raise InvalidInputError(f"group: got {over!r}, expected what attnreg.context_parallel returns")
     return over.attend(*arguments)  # type: ignore[no-any-return]
+
+
+# A compiled program breaks its graph there: what ranks exchange is in the order of Python's calls.
+_attend_spread_uncompiled = _disable_dynamo(_attend_spread)
 
 
 def _attend(

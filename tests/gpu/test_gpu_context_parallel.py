@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from support import ranks as work
+from support import spread_models
+from torch.nn.attention import SDPBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,8 +58,31 @@ def test_one_long_document_of_equal_heads(ranks, named, method):
     assert_ran(counts, named)
 
 
+def test_groups_of_heads_travel_while_others_are_computed(ranks, named):
+    options = ON_GPU | {"heads": (16, 8), "enough": 1}
+    counts = ranks.run(
+        work.compare, "all_to_all", DOCUMENTS, how="zigzag", window=(-1, 0), backend=named, with_lse=False,
+        **options,
+    )  # fmt: skip
+    assert counts == [{named: {"forward": 4, "backward": 4}}] * 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, method):
     """On math, which takes every option."""
     options = {"window": (-1, 0), "how": "balanced", "backend": "math", "sinks": True}
     assert_ran(ranks.run(work.compare, method, DOCUMENTS, **options, **ON_GPU), "math")
+
+
+@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+def test_sdpa_of_dtensors_runs_on_each_ranks_heads(ranks, named):
+    assert_ran(ranks.run(spread_models.sdpa_of_shards, named), named)
+
+
+@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+@pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_torchs_own_context_parallel_runs_on_a_backend(ranks, named, kernel, rotation):
+    assert_ran(
+        ranks.run(spread_models.torchs_context_parallel, named, getattr(SDPBackend, kernel), rotation), named
+    )

@@ -98,7 +98,7 @@ def test_a_layout_that_loses_or_repeats_a_row_is_refused(pieces, said):
 
 @pytest.mark.parametrize("cu_seq", [[1, 4], [0, 4, 3], [], ["a"], [0, 1.5]])
 def test_offsets_that_are_none_are_refused_with_what_was_expected(cu_seq):
-    with pytest.raises(InvalidInputError, match="cu_seq: got .*expected integers from 0 on"):
+    with pytest.raises(InvalidInputError, match=r"cu_seq: got .*expected integers from 0 on"):
         contiguous(cu_seq, 2)
 
 

@@ -1,4 +1,4 @@
-"""Promises of calls that are spread over ranks: each way gives what the whole batch gives, in 2 and 3 processes."""
+"""Promises of calls spread over 2 and 3 processes: each way gives what the whole batch gives."""
 
 import itertools
 
@@ -10,19 +10,115 @@ METHODS = ["all_to_all", "all_gather", "ring"]
 BATCH = list(itertools.accumulate([0, 5, 0, 32, 3, 21]))
 WINDOWS = [(-1, 0), (-1, -1), (7, 0), (3, 2)]
 
+by_each_method = pytest.mark.parametrize("method", METHODS)
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    started = work.Ranks(request.param, tmp_path_factory.mktemp("ranks") / "store")
-    yield started
-    started.close()
+
+@pytest.fixture(params=["two_ranks", "three_ranks"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+def assert_ran(counts, named):
+    """All ranks that have rows ran both directions, on no other backend."""
+    assert {name for one in counts for name in one} == {named}
+    assert all(min(one[named].values()) for one in counts if one)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("method", METHODS)
+@by_each_method
 def test_results_and_gradients_are_those_of_the_whole_batch(ranks, method, window):
     heads = 2 * len(ranks)
     for how in ("contiguous", "zigzag", "balanced"):
-        ran = ranks.run(work.compare, method, BATCH, how=how, window=window, heads=(heads, heads // 2))
-        assert all(set(one) <= {"math"} for one in ran)
-        assert sum(one["math"]["backward"] for one in ran if one) >= len(ranks) - 1
+        counts = ranks.run(work.compare, method, BATCH, how=how, window=window, heads=(heads, heads // 2))
+        assert_ran(counts, "math")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@by_each_method
+def test_results_are_as_precise_as_the_dtype(ranks, method, dtype):
+    heads = 2 * len(ranks)
+    options = {"window": (-1, 0), "how": "zigzag", "heads": (heads, heads), "dtype": dtype}
+    assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
+
+
+@by_each_method
+def test_the_cpu_backend_computes_for_each_rank(ranks, method):
+    """Its backward rests on the LSE and the output that it is given: those of all keys."""
+    heads = 2 * len(ranks)
+    for window in ((-1, 0), (7, 0)):
+        options = {"window": window, "how": "zigzag", "heads": (heads, heads), "dims": (16, 16)}
+        counts = ranks.run(work.compare, method, BATCH, backend="cpu", with_lse=False, **options)
+        assert_ran(counts, "cpu")
+
+
+@by_each_method
+def test_options_reach_every_part(ranks, method):
+    heads = 2 * len(ranks)
+    options = {"how": "balanced", "window": (-1, 0), "heads": (heads, 1), "dims": (8, 6)}
+    assert_ran(ranks.run(work.compare, method, BATCH, softcap=2.0, sinks=True, **options), "math")
+
+
+def test_heads_in_groups_come_back_in_their_places(ranks):
+    """As large messages are cut; here each head of a rank is a group."""
+    options = {"how": "zigzag", "window": (-1, 0), "heads": (8 * len(ranks), 4 * len(ranks)), "dims": (8, 6)}
+    counts = ranks.run(work.compare, "all_to_all", BATCH, enough=1, **options)
+    assert [one["math"] for one in counts] == [{"forward": 4, "backward": 4}] * len(ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):
+    """As those of many ranks are; here it is done from the second result on."""
+    options = {"how": "zigzag", "window": (-1, -1), "dtype": dtype, "most_rounded": 1}
+    assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
+
+
+@pytest.mark.parametrize("cu_seq", [[0, 2, 3], [0, 0, 1, 1], [0, 0], [0]], ids=str)
+@by_each_method
+def test_ranks_may_have_no_tokens(ranks, method, cu_seq):
+    heads = len(ranks)
+    for how in ("contiguous", "zigzag", "balanced"):
+        options = {"how": how, "window": (-1, 0), "heads": (heads, heads), "with_lse": cu_seq[-1] > 0}
+        ranks.run(work.compare, method, cu_seq, **options)
+
+
+def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
+    """None waits for the others: the next call, on which they agree, goes through."""
+    last = len(ranks) - 1
+    offsets = ranks.run(work.disagree, cu_seq={last: [0, 6, 12]})
+    heads = ranks.run(work.disagree, heads={last: 2 * len(ranks)})
+    backends = ranks.run(work.disagree, backend={last: "cpu"})
+    methods = ranks.run(work.disagree, method={last: "ring"})
+    dtypes = ranks.run(work.disagree, dtype={last: torch.float64})
+    gradients = ranks.run(work.disagree, gradient={last: False})
+    wrong = ranks.run(work.disagree, softcap={last: -1.0})
+    for said, here, there in (
+        (offsets, "(0, 5, 12)", "(0, 6, 12)"),
+        (heads, str(len(ranks)), str(2 * len(ranks))),
+        (backends, "math", "cpu"),
+        (methods, "all_gather", "ring"),
+        (dtypes, "float32", "float64"),
+        (gradients, "True, True, True", "False, False, False"),
+        (wrong, "none that is wrong", "softcap"),
+    ):
+        assert len(set(said)) == 1
+        assert said[0].startswith("RanksDifferError: context parallel: ranks differ in ")
+        assert here in said[0].partition("rank 0 has")[2].partition("; expected")[0]
+        assert f"rank {last} has" in said[0]
+        assert there in said[0]
+
+
+def test_a_call_that_is_wrong_on_every_rank_is_an_error_on_every_rank(ranks):
+    everywhere = range(len(ranks))
+    said = ranks.run(work.disagree, softcap=dict.fromkeys(everywhere, -1.0))
+    assert all(one.startswith("InvalidInputError: softcap") for one in said)
+    said = ranks.run(work.disagree, method=dict.fromkeys(everywhere, "rings"))
+    assert all("method: got 'rings', expected one of" in one and "ring" in one for one in said)
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path):
+    started = work.Ranks(2, tmp_path / "store", patience=4.0)
+    started.kill(1)
+    with pytest.raises(AssertionError, match=r"rank 0: (.|\n)*Connection closed by peer"):
+        started.run(work.compare, "ring", BATCH, only=[0])
+    started.close()

@@ -12,8 +12,9 @@ import attnreg
 from attnreg.measure.reference import attend
 from attnreg.parallel.balance import balanced
 from attnreg.parallel.layout import contiguous, zigzag
+from attnreg.parallel.parts import Run, prepared, taken
 from attnreg.parallel.spans import grouped
-from attnreg.parallel.steps import Needs, gathering, prepared, rotating
+from attnreg.parallel.steps import Needs, gathering, rotating
 
 HEADS, DIM = 2, 4
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (0, 0), (3, 2), (-1, 3), (4, -1), (0, 9), (40, 40)]
@@ -49,22 +50,22 @@ def computed(layout, rank, steps, query, key, value):
     own = layout.index(rank)
     out = torch.zeros(len(own), HEADS, DIM, dtype=torch.float64)
     lse = torch.full((len(own), HEADS), -torch.inf, dtype=torch.float64)
-    for step, ready in zip(steps, prepared(steps, layout, rank, CPU), strict=True):
-        rows = [own if step.own else own[:0]]
-        rows = torch.cat([*rows, *(torch.arange(*one) for ranges in step.receives for one in ranges)])
+    for number, (step, ready) in enumerate(zip(steps, prepared(steps, layout, rank, CPU).steps, strict=True)):
+        received = [torch.arange(*one) for ranges in step.receives for one in ranges]
+        rows = {0: own, number: torch.cat([own[:0], *received]) if number else own}
         for part in ready.parts:
-            inputs = query[own][part.queries], key[rows][part.keys], value[rows][part.keys]
+            of_keys = taken(rows, part.keys)
+            inputs = query[taken(rows, part.queries)], key[of_keys], value[of_keys]
             new, new_lse = attnreg.varlen_attn(
                 *inputs, part.cu_q, part.cu_k, part.max_q, part.max_k, window_size=part.window,
                 return_aux=attnreg.AuxRequest(lse=True), backend="math",
             )  # fmt: skip
-            before = lse[part.queries]
+            places = taken({0: torch.arange(len(own))}, part.queries)
+            before = lse[places]
             total = torch.logaddexp(before, new_lse.mT)
             shares = ((x - total).exp()[..., None] for x in (before, new_lse.mT))
-            out[part.queries] = sum(
-                share * x for share, x in zip(shares, (out[part.queries], new), strict=True)
-            )
-            lse[part.queries] = total
+            out[places] = sum(share * x for share, x in zip(shares, (out[places], new), strict=True))
+            lse[places] = total
     return out, lse
 
 
@@ -108,12 +109,26 @@ def test_only_keys_that_are_seen_are_moved():
     assert len(rotating(Needs(layout, 10, 0), 3)) == 2  # no more than to the next rank
 
 
+def test_a_document_with_a_window_is_cut_so_that_few_keys_move():
+    layout = balanced([0, 40000], 4, is_causal=True, window_size=(1000, 0))
+    assert layout.imbalance(1000, 0) < 1.01
+    needs = Needs(layout, 1000, 0)
+    assert [sum(needs.rows(rank, source) for source in range(4)) for rank in range(4)] == [
+        0,
+        1000,
+        1000,
+        1000,
+    ]
+
+
 def test_documents_that_are_whole_need_no_communication():
     layout = balanced([0, 10, 20, 30, 40], 2, is_causal=True)
     for way in (gathering, rotating):
         (step,) = way(Needs(layout, -1, 0), 1)
         assert step.sends == ()
-        assert [part.queries for part in prepared([step], layout, 1, CPU)[0].parts] == [slice(0, 20)]
+        assert [part.queries for part in prepared([step], layout, 1, CPU).steps[0].parts] == [
+            (Run(0, 0, 20),)
+        ]
 
 
 def test_a_causal_batch_takes_one_call_a_step_without_windows():

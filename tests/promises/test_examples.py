@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 import torch
-from support.processes import forked
+from support.processes import forked, python
 
 from attnreg.testing import check_backend
 
@@ -54,6 +54,16 @@ def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
     assert all(abs(float(packed) - float(padded)) < 1e-3 for packed, padded in losses)
     assert len(re.findall(r"^(?:packed|padded): [\d,]+ tokens/s", text, re.MULTILINE)) == 2
     assert "'forward': 6, 'backward': 6" in text  # the padded training runs without attnreg
+
+
+def test_context_parallel_has_the_losses_of_one_rank():
+    """Two processes with gloo, each of which starts Python anew."""
+    ended = python(EXAMPLES / "context_parallel.py", "--tokens", "900", "--steps", "3", "--device", "cpu")
+    assert ended.returncode == 0, ended.stderr
+    losses = re.findall(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)", ended.stdout)
+    assert len(losses) == 3
+    assert all(abs(float(together) - float(alone)) < 1e-4 for together, alone in losses)
+    assert losses[0][0] > losses[-1][0]
 
 
 def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():

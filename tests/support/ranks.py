@@ -1,7 +1,8 @@
-"""Processes that are the ranks of a process group, and what they do: calls spread over them against float64."""
+"""Processes that are the ranks of a process group; they hold calls spread over them to float64."""
 
 import contextlib
 import datetime
+import os
 import traceback
 
 import torch
@@ -10,6 +11,7 @@ import torch.multiprocessing as mp
 from support import truth
 
 import attnreg
+from attnreg.parallel import by_heads, parts
 
 PATIENCE = 60.0  # seconds after which a call hangs
 
@@ -17,12 +19,14 @@ PATIENCE = 60.0  # seconds after which a call hangs
 class Ranks:
     """Processes that do the same work, each as one rank of a group, until they are closed."""
 
-    def __init__(self, count, store, backend="gloo"):
-        context = mp.get_context("spawn")
+    def __init__(self, count, store, backend="gloo", patience=PATIENCE / 2):
+        # Its server has imported torch, once for all, and forks.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "attnreg"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
-            given = there, rank, count, str(store), backend
+            given = there, rank, count, str(store), backend, patience
             self._processes.append(context.Process(target=_serve, args=given, daemon=True))
             self._processes[-1].start()
             self._pipes.append(here)
@@ -30,12 +34,19 @@ class Ranks:
     def __len__(self):
         return len(self._pipes)
 
-    def run(self, work, *arguments, **options):
+    def kill(self, rank):
+        """Kill a rank, once all have joined the group."""
+        self.run(dist.barrier)
+        self._processes[rank].kill()
+        self._processes[rank].join()
+
+    def run(self, work, *arguments, only=None, **options):
         """Return what `work` returns on each rank; if it raises on one, its text is an error here."""
-        for pipe in self._pipes:
+        pipes = [pipe for rank, pipe in enumerate(self._pipes) if only is None or rank in only]
+        for pipe in pipes:
             pipe.send((work, arguments, options))
         replies = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(pipes):
             if not pipe.poll(PATIENCE):
                 self.close()
                 raise TimeoutError(f"rank {rank} has not answered in {PATIENCE} s")
@@ -56,9 +67,10 @@ class Ranks:
                 process.kill()
 
 
-def _serve(pipe, rank, count, store, backend):
+def _serve(pipe, rank, count, store, backend, patience):
+    os.environ["ATTNREG_BUILD"] = "off"
     torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=PATIENCE / 2)}
+    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=patience)}
     if backend == "nccl":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
@@ -97,6 +109,8 @@ def compare(
     backend="math",
     sinks=False,
     with_lse=True,
+    enough=by_heads.ENOUGH,
+    most_rounded=parts.MOST_ROUNDED,
     **options,
 ):
     """Hold a spread call, forward and backward, to float64 of the whole batch; return what kernels ran."""
@@ -118,6 +132,7 @@ def compare(
     mine = [spread.shard(x).requires_grad_() for x in (query, key, value)]
     mine += [] if sink is None else [sink.requires_grad_()]
     attnreg.reset_stats()
+    by_heads.ENOUGH, parts.MOST_ROUNDED = enough, most_rounded
     got = attnreg.varlen_attn(
         *mine[:3], spread.cu_seq(device), spread.cu_seq(device), spread.longest, spread.longest,
         window_size=window, enable_gqa=True, sinks=sink, backend=backend, group=spread,
@@ -142,3 +157,107 @@ def compare(
 def _with_sinks(out, lse, sinks):
     share = (lse - sinks[:, None]).sigmoid()
     return out * share.mT[..., None], torch.logaddexp(lse, sinks[:, None])
+
+
+def disagree(**different):
+    """Make a call of which some options are others on some ranks; return the error that this rank gets."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    usual = {
+        "cu_seq": [0, 5, 12], "heads": count, "backend": "math", "method": "all_gather",
+        "dtype": torch.float32, "gradient": True, "softcap": 0.0,
+    }  # fmt: skip
+    given = usual | {name: by_rank[rank] for name, by_rank in different.items() if rank in by_rank}
+
+    def call(cu_seq, heads, backend, method, dtype, gradient, softcap):
+        spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method)
+        shape = spread.layout.rows[rank], heads, 8
+        inputs = [torch.randn(shape, dtype=dtype, requires_grad=gradient) for _ in range(3)]
+        ends = spread.cu_seq()
+        with attnreg.use_backend(backend):
+            return attnreg.varlen_attn(
+                *inputs, ends, ends, spread.longest, spread.longest, True, softcap=softcap, group=spread
+            )
+
+    try:
+        call(**given)
+    except attnreg.AttnregError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "no error"
+    assert call(**usual).shape[1] == count
+    return said
+
+
+def _inputs(spread, heads=4, dim=8):
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(3, spread.layout.tokens, heads, dim, generator=generator)
+    return whole, [spread.shard(x) for x in whole]
+
+
+def _attend(spread, inputs, **options):
+    ends, longest = spread.cu_seq(), spread.longest
+    return attnreg.varlen_attn(*inputs, ends, ends, longest, longest, True, **options)
+
+
+def inside_and_outside():
+    """Return whether calls are spread inside of a block alone, nested ones by the innermost."""
+    two = [attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], how) for how in ("contiguous", "zigzag")]
+    inputs = [_inputs(spread)[1] for spread in two]
+    found = []
+    with two[0]:
+        found.append(torch.equal(_attend(two[0], inputs[0]), _attend(two[0], inputs[0], group=two[0])))
+        with two[1]:
+            found.append(torch.equal(_attend(two[1], inputs[1]), _attend(two[1], inputs[1], group=two[1])))
+        found.append(torch.equal(_attend(two[0], inputs[0]), _attend(two[0], inputs[0], group=two[0])))
+    whole, _ = _inputs(two[0])
+    alone = _attend(two[0], whole)  # of all tokens, without any other rank
+    found.append(torch.allclose(two[0].shard(alone), _attend(two[0], inputs[0], group=two[0]), atol=1e-5))
+    return found
+
+
+def without_gradients(mode):
+    """Return how far a spread call in a mode without gradients is from the whole batch's."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag", method="ring")
+    whole, inputs = _inputs(spread)
+    inputs = [x.requires_grad_() for x in inputs]
+    with mode():
+        out = _attend(spread, inputs, group=spread)
+    assert not out.requires_grad
+    return float((out - spread.shard(_attend(spread, whole))).abs().max())
+
+
+def under_autocast():
+    """Return the dtypes of a spread call's output and gradients under autocast."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag")
+    inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = _attend(spread, inputs, group=spread)
+    return [out.dtype, *(x.dtype for x in torch.autograd.grad(out.sum(), inputs))]
+
+
+def refusals():
+    """Return what wrong uses say."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    whole, inputs = _inputs(spread)
+    ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+    grid = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    wrong = {
+        "mesh": lambda: attnreg.context_parallel(grid, [0, 20]),
+        "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
+        "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
+        "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
+        "rows": lambda: _attend(spread, whole, group=spread),
+        "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
+        "dropout": lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
+        "heads": lambda: _attend(spread, [inputs[0], *(x[:, :2] for x in inputs[1:])], group=spread),
+        "shard": lambda: spread.shard(torch.zeros(3)),
+        "gather": lambda: spread.gather(torch.zeros(3)),
+        "gradient": lambda: spread.gather(inputs[0].requires_grad_()),
+    }
+    said = {}
+    for name, call in wrong.items():
+        try:
+            call()
+        except attnreg.AttnregError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said

@@ -3,8 +3,8 @@
 It is correct before it is fast: it computes in float32 or float64, keeps nothing of the size S_q x S_k, takes
 every option of the contract, and never reads a tensor of another device on the host. `batch.py` brings dense,
 packed and paged tensors to one form, `mask.py` says which scores count, `softmax.py` keeps the sums of a row.
-Here each padded group is computed, tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k, S_k, D_v). The
-forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
+Here each padded group is computed, tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k,
+S_k, D_v). The forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
 the backward computes each tile's weights twice, as it needs the sums of a row first.
 Imports from `contract`. Start with README.md.
 """
@@ -97,7 +97,8 @@ def backward(
             key, value = (group.keys.gather(x, work) for x in of_keys)
             mask = Mask(call, group, query.shape[1])
             of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
-            whole = Whole(*(group.queries.gather(x, work) for x in results), torch.finfo(lse.dtype).eps)
+            of_out, of_all = (group.queries.gather(x, work) for x in results)
+            whole = Whole(of_out, of_all, torch.finfo(lse.dtype).eps)
             part_q, part_k, part_v = _attend_backward(grad, query, key, value, whole, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.

@@ -1,0 +1,198 @@
+"""What a call takes each way: a model of time and memory, from the layout and from shapes alone."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attnreg.parallel.by_heads import group_count, unsupported
+from attnreg.parallel.steps import Needs
+
+ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
+# A backward has five matrix products where a forward has two.
+BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the model of time assumes of each rank.
+
+    The defaults are for two H100s joined by NVLink: `flops`, `link` and `latency` as
+    `benchmarks/context_parallel.py` measured them there, the others as they account for the times of whole
+    calls in that run. It measures the link of any machine.
+
+    Attributes:
+        flops: of an attention kernel, per second.
+        cut: the share of `flops` that is left where queries meet keys of other ranks.
+        link: bytes that a rank receives per second while all do.
+        memory: bytes that a rank reads or writes per second.
+        latency: seconds that an exchange takes at least.
+        launch: seconds that a call of a kernel takes at least, with what is copied before and after it.
+    """
+
+    flops: float = 600e12
+    cut: float = 0.93
+    link: float = 216e9
+    memory: float = 2.5e12
+    latency: float = 43e-6
+    launch: float = 120e-6
+
+    def moving(self, size: float) -> float:
+        """Return the seconds that an exchange takes; none where nothing is to be moved."""
+        return size / self.link + self.latency if size else 0.0
+
+    def copying(self, size: float) -> float:
+        """Return the seconds that a copy takes."""
+        return 2 * size / self.memory
+
+
+class Shape(NamedTuple):
+    """What of a call its cost depends on, besides the layout and the window."""
+
+    heads: int
+    heads_k: int
+    dim: int
+    dim_v: int
+    bytes_each: int
+    needs_backward: bool
+
+    @property
+    def flops_of_pair(self) -> float:
+        """Of the forward."""
+        return 2.0 * (self.dim + self.dim_v) * self.heads
+
+    @property
+    def row_q(self) -> int:
+        """Bytes of a token's query."""
+        return self.heads * self.dim * self.bytes_each
+
+    @property
+    def row_k(self) -> int:
+        """Bytes of a token's key and value."""
+        return self.heads_k * (self.dim + self.dim_v) * self.bytes_each
+
+    @property
+    def row_out(self) -> int:
+        """Bytes of a token's output."""
+        return self.heads * self.dim_v * self.bytes_each
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a call would take one way.
+
+    Attributes:
+        name: "all_to_all", "all_gather" or "ring".
+        seconds: an estimate, of the forward and, if there is one, the backward.
+        received: bytes that each rank receives in the forward.
+        memory: bytes that the most loaded rank needs besides its own inputs and results.
+        refusal: why the call can't go that way; empty if it can.
+    """
+
+    name: str
+    seconds: float
+    received: tuple[int, ...]
+    memory: int
+    refusal: str = ""
+
+
+class _Call:
+    """A call, with what each rank gets of each other one.
+
+    Attributes:
+        received: bytes of keys and values, by rank and source.
+        computing: seconds of the forward with these keys, where keys come to queries.
+        alone: of that each rank's queries whose keys are all on that rank.
+        evenly: seconds of the forward where each rank computes as much as the others.
+        factors: what the forward and, if there is one, the backward take of that.
+    """
+
+    def __init__(self, needs: Needs, shape: Shape, rates: Rates) -> None:
+        self.layout, self.shape, self.rates = needs.layout, shape, rates
+        ranks = range(needs.layout.ranks)
+        seconds = shape.flops_of_pair / rates.flops
+        self.distances = [0, *filter(needs.at, ranks[1:])]
+        self.received = [[needs.rows(rank, source) * shape.row_k for source in ranks] for rank in ranks]
+        self.alone = [needs.alone(rank) * seconds for rank in ranks]
+        pairs = [[needs.pairs(rank, source) * seconds for source in ranks] for rank in ranks]
+        self.evenly = sum(map(sum, pairs)) / len(pairs)
+        self.computing = [[x / rates.cut for x in row] for row in pairs]
+        for rank, alone in enumerate(self.alone):
+            self.computing[rank][rank] += alone - alone / rates.cut
+        self.factors = (1.0, BACKWARD) if shape.needs_backward else (1.0,)
+        self.most = max(self.layout.rows, default=0)
+
+    def coming(self, distance: int) -> int:
+        """Return the most bytes that a rank receives of the one so far before it."""
+        return max(row[(rank - distance) % len(row)] for rank, row in enumerate(self.received))
+
+
+def ways(needs: Needs, shape: Shape, rates: Rates) -> tuple[Way, ...]:
+    """Return what a call takes each way."""
+    call = _Call(needs, shape, rates)
+    return _all_to_all(call), _all_gather(call), _ring(call)
+
+
+def _all_to_all(call: _Call) -> Way:
+    """Every rank has the same work; the first group's message and the last one's answer are waited for."""
+    layout, shape, rates, ranks = call.layout, call.shape, call.rates, call.layout.ranks
+    repeated = 1 if shape.heads_k % ranks == 0 else max(ranks // shape.heads_k, 1)
+    there, back = shape.row_q + repeated * shape.row_k, shape.row_out
+    received = tuple(
+        (layout.tokens - rows) * there // ranks + rows * back * (ranks - 1) // ranks for rows in layout.rows
+    )
+    heads, heads_k = max(shape.heads // ranks, 1), max(shape.heads_k * repeated // ranks, 1)
+    groups = group_count(heads, heads_k, call.most * there)
+    moving = [call.most * row * (ranks - 1) / ranks for row in (there, back)]
+    waiting = sum(rates.moving(size / groups) for size in moving)
+    pieces = itertools.chain.from_iterable(layout.pieces)
+    is_in_order = all(one.end == other.begin for one, other in itertools.pairwise(pieces))
+    copying = rates.copying(call.most * (there + back)) * (1 if is_in_order else 2)
+    seconds = 0.0
+    for factor in call.factors:
+        hidden = factor * call.evenly + groups * rates.launch
+        seconds += max(hidden, sum(map(rates.moving, moving)) - waiting) + waiting + copying
+    refusal = unsupported(shape.heads, shape.heads_k, ranks)
+    return Way(ALL_TO_ALL, seconds, received, 2 * call.most * (there + back), refusal)
+
+
+def _all_gather(call: _Call) -> Way:
+    """What needs no keys of others is computed while they come, and while their gradients go back."""
+    shape, rates = call.shape, call.rates
+    totals = [sum(row) for row in call.received]
+    slowest, memory = 0.0, 0
+    for rank, rows in enumerate(call.layout.rows):
+        sent = sum(row[rank] for row in call.received)
+        moving = rates.moving(max(totals[rank], sent))
+        together = sum(call.computing[rank]) - call.alone[rank]
+        # Keys, queries and results of the second call are copied.
+        copied = 2 * totals[rank] + rows * (shape.row_q + shape.row_out) if moving else 0
+        overhead = rates.copying(copied) + rates.launch * (4 if moving else 1)
+        seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
+        slowest = max(slowest, seconds)
+        memory = max(memory, totals[rank] * (3 if shape.needs_backward else 2) + copied)
+    return Way(ALL_GATHER, slowest, tuple(totals), memory)
+
+
+def _ring(call: _Call) -> Way:
+    """Each step is as slow as its slowest rank, and the next one's keys come meanwhile."""
+    shape, rates, ranks = call.shape, call.rates, call.layout.ranks
+    merged = call.most * shape.row_out
+    wide = max(4 // shape.bytes_each, 1)
+    seconds, most = 0.0, 0
+    for factor in call.factors:
+        for distance, following in itertools.zip_longest(call.distances, call.distances[1:]):
+            coming = 0 if following is None else call.coming(following)
+            slowest = max(row[(rank - distance) % ranks] for rank, row in enumerate(call.computing))
+            # In a backward the gradients of the step before go back meanwhile.
+            seconds += max(factor * slowest, (1 if factor == 1.0 else 2) * rates.moving(coming))
+            # A step of several has copies, and merges of results, around its call.
+            seconds += rates.launch * (1 if len(call.distances) == 1 else 2)
+            # Merging reads and writes float32 several times.
+            seconds += rates.copying(2 * wide * merged) if distance else 0.0
+            most = max(most, coming)
+        if factor != 1.0:
+            seconds += rates.moving(call.coming(call.distances[-1])) if len(call.distances) > 1 else 0.0
+    memory = most * (4 if shape.needs_backward else 2) + (2 * wide * merged if len(call.distances) > 1 else 0)
+    return Way(RING, seconds, tuple(map(sum, call.received)), memory)

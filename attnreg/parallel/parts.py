@@ -1,0 +1,224 @@
+"""The steps of a rank as packed calls on a device: which rows each takes, and where its results go.
+
+Rows are taken and results put as runs, so that what follows each other isn't copied. A row may have results
+of several calls. The plan says which comes first: it is written, later ones are merged with or added to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.parallel.layout import Layout
+from attnreg.parallel.spans import Range, Span, grouped
+from attnreg.parallel.steps import Step
+
+# So many results of a row may be rounded to its dtype one after the other, before they are summed in float32.
+MOST_ROUNDED = 4
+
+
+class Run(NamedTuple):
+    """Rows that follow each other in a tensor: this rank's own, number 0, or what it received in a step."""
+
+    source: int
+    begin: int
+    end: int
+
+
+class Put(NamedTuple):
+    """Where results go: rows `at` and after of a call's, as a run's first results or to those before."""
+
+    run: Run
+    at: int
+    is_first: bool
+
+
+class Part(NamedTuple):
+    """One packed call of a step.
+
+    Attributes:
+        window: as a kernel is told.
+        queries, keys: which rows it takes.
+        outs: where output and LSE go, in a forward.
+        grads_q, grads_k: where gradients go, in a backward.
+        cu_q, cu_k, max_q, max_k: as of `varlen_attn`.
+    """
+
+    window: tuple[int, int]
+    queries: tuple[Run, ...]
+    keys: tuple[Run, ...]
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    outs: tuple[Put, ...] = ()
+    grads_q: tuple[Put, ...] = ()
+    grads_k: tuple[Put, ...] = ()
+
+
+class Move(NamedTuple):
+    """What a step sends: own rows, in order of the ranks that get them, and how many go and come."""
+
+    rows: tuple[Run, ...]
+    sends: list[int]
+    receives: list[int]
+
+
+class Prepared(NamedTuple):
+    """A step; `move` is None in one without communication."""
+
+    move: Move | None
+    parts: list[Part]
+
+
+class Plan(NamedTuple):
+    """All steps of a rank.
+
+    Attributes:
+        steps: in the order of the forward.
+        backward: their numbers in the order of the backward.
+        keeps: whether a backward has the keys that the forward received, or receives them once more.
+        is_long: whether a row's output comes from more than `MOST_ROUNDED` calls.
+        is_long_k: the same of the gradient of a key.
+    """
+
+    steps: list[Prepared]
+    backward: list[int]
+    keeps: bool
+    is_long: bool
+    is_long_k: bool
+
+
+def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
+    """Return rows one after the other; without a copy if they are one run."""
+    found = [sources[source][begin:end] for source, begin, end in runs]
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found) if found else sources[0][:0]
+
+
+def prepared(
+    steps: Sequence[Step], layout: Layout, rank: int, device: torch.device, keeps: bool = False
+) -> Plan:
+    """Return what a device has to know of steps.
+
+    A backward that keeps the received keys begins with them, so that their gradients are on their way back
+    while the rest is computed.
+    """
+    own = _Rows(layout, layout.index(rank))
+    found: list[Prepared] = []
+    for number, step in enumerate(steps):
+        received = _Rows(layout, _rows(step.receives))
+        keys = _Keys(own, received, number)
+        parts = [_part(window, spans, own, keys, device) for window, spans in grouped(step.spans)]
+        move = None
+        if step.sends:
+            sends, receives = ([_length(ranges) for ranges in x] for x in (step.sends, step.receives))
+            move = Move(tuple(_runs(own.places[_rows(step.sends)])), sends, receives)
+        found.append(Prepared(move, parts))
+    backward = list(range(len(found)))[:: -1 if keeps else 1]
+    return _with_puts(found, backward, keeps, own.count)
+
+
+class _Rows:
+    """Rows of the whole batch, and where each of them stands among them."""
+
+    def __init__(self, layout: Layout, rows: Tensor) -> None:
+        self.count = len(rows)
+        self.places = torch.full((layout.tokens,), -1)
+        self.places[rows] = torch.arange(len(rows))
+
+
+class _Keys(NamedTuple):
+    """The keys of a step: those of this rank, and those that it received."""
+
+    own: _Rows
+    received: _Rows
+    number: int
+
+    def runs(self, rows: Tensor) -> list[Run]:
+        """Return where rows of the whole batch are."""
+        own, received = self.own.places[rows], self.received.places[rows]
+        behind = self.own.count + 1  # a run doesn't go on from one to the other
+        places = torch.where(received >= 0, received + behind, own) if self.number else own
+        return [
+            Run(self.number, begin - behind, end - behind) if begin >= behind else Run(0, begin, end)
+            for _, begin, end in _runs(places)
+        ]
+
+
+def _runs(places: Tensor) -> list[Run]:
+    """Return rows as runs of this rank's own."""
+    if not len(places):
+        return []
+    cuts = ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    firsts = places[[0, *cuts]].tolist()
+    lengths = (after - before for before, after in itertools.pairwise([0, *cuts, len(places)]))
+    return [Run(0, first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+
+
+def _rows(ranges_of_ranks: Sequence[Sequence[Range]]) -> Tensor:
+    rows = [torch.arange(*one) for ranges in ranges_of_ranks for one in ranges]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+
+
+def _part(
+    window: tuple[int, int], spans: Sequence[Span], own: _Rows, keys: _Keys, device: torch.device
+) -> Part:
+    queries = _runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
+    runs_k = keys.runs(_rows([span.keys for span in spans]))
+    lengths_q, lengths_k = [span.end - span.begin for span in spans], [span.key_count for span in spans]
+    cu_q = cu_k = on_device(torch.tensor([0, *lengths_q]).cumsum(0).int(), device)
+    if lengths_k != lengths_q:
+        cu_k = on_device(torch.tensor([0, *lengths_k]).cumsum(0).int(), device)
+    return Part(window, tuple(queries), tuple(runs_k), cu_q, cu_k, max(lengths_q), max(lengths_k))
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; from pinned memory the host needn't wait for that."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: int) -> Plan:
+    sizes = {0: rows} | {n: sum(step.move.receives) for n, step in enumerate(steps) if step.move is not None}
+    places = [(n, m) for n, step in enumerate(steps) for m in range(len(step.parts))]
+    outs, results = _puts([steps[n].parts[m].queries for n, m in places], sizes)
+    for (n, m), puts in zip(places, outs, strict=True):
+        steps[n].parts[m] = steps[n].parts[m]._replace(outs=puts)
+    places = [(n, m) for n in backward for m in range(len(steps[n].parts))]
+    grads_q, _ = _puts([steps[n].parts[m].queries for n, m in places], sizes)
+    grads_k, counts = _puts([steps[n].parts[m].keys for n, m in places], sizes)
+    for (n, m), puts_q, puts_k in zip(places, grads_q, grads_k, strict=True):
+        steps[n].parts[m] = steps[n].parts[m]._replace(grads_q=puts_q, grads_k=puts_k)
+    for step in steps:
+        for _, begin, end in step.move.rows if step.move is not None else ():
+            counts[0][begin:end] += 1
+    longest = (int(x[0].max()) if rows else 0 for x in (results, counts))
+    return Plan(steps, backward, keeps, *(count > MOST_ROUNDED for count in longest))
+
+
+def _puts(
+    runs_of_parts: Sequence[Sequence[Run]], sizes: dict[int, int]
+) -> tuple[list[tuple[Put, ...]], dict[int, Tensor]]:
+    """Return where the results of each part go, in their order, and how many each row then has."""
+    counts = {source: torch.zeros(size, dtype=torch.int32) for source, size in sizes.items()}
+    found = []
+    for runs in runs_of_parts:
+        puts, at = [], 0
+        for source, begin, end in runs:
+            before = counts[source][begin:end] > 0
+            cuts = (before.diff().nonzero()[:, 0] + 1).tolist()
+            for low, high in itertools.pairwise([0, *cuts, end - begin]):
+                puts.append(Put(Run(source, begin + low, begin + high), at + low, not bool(before[low])))
+            counts[source][begin:end] += 1
+            at += end - begin
+        found.append(tuple(puts))
+    return found, counts
+
+
+def _length(ranges: Iterable[Range]) -> int:
+    return sum(end - begin for begin, end in ranges)

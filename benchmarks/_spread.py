@@ -1,0 +1,192 @@
+"""What `context_parallel.py` compares: one GPU, each way of attnreg's, torch's ways, and one by hand.
+
+Each side gives a function that runs a forward and a backward of a rank's part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnreg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+METHODS = ("all_to_all", "all_gather", "ring", "auto")
+ONE = "one GPU"
+
+
+class Case(NamedTuple):
+    """A batch, its causal window's left bound, and how its tokens are laid out over ranks."""
+
+    name: str
+    lengths: tuple[int, ...]
+    left: int
+    how: str
+
+
+def cases(scale: int) -> list[Case]:
+    """Return what is measured; a CPU gets lengths that are `scale` times shorter."""
+    draw = random.Random(0)
+    documents: list[int] = []
+    while sum(documents) < 65536:
+        documents.append(min(draw.randint(500, 20000), 65536 - sum(documents)))
+    packed = tuple(length // scale for length in documents)
+    return [
+        Case("causal, 65,536", (65536 // scale,), -1, "zigzag"),
+        Case("causal, 16,384", (16384 // scale,), -1, "zigzag"),
+        Case("packed, 65,536", packed, -1, "balanced"),
+        Case("packed, window 4,096", packed, 4096 // scale, "balanced"),
+    ]
+
+
+class Place(NamedTuple):
+    """Where a rank computes, on which backend, and what."""
+
+    rank: int
+    device: torch.device
+    backend: str | None
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+def training_step(call: Callable[..., Any], inputs: list[Tensor], grad: Tensor) -> Callable[[], object]:
+    """Return a function that runs a forward and a backward."""
+    return lambda: torch.autograd.grad(call(*inputs), inputs, grad)
+
+
+def ours(here: Place, case: Case, whole: list[Tensor], method: str, how: str) -> Callable[[], object]:
+    """Return a step of a spread call."""
+    ends = list(itertools.accumulate([0, *case.lengths]))
+    layout = attnreg.spread_documents(ends, dist.get_world_size(), how, window_size=(case.left, 0))
+    spread = attnreg.context_parallel(dist.group.WORLD, layout, method=method)
+    *inputs, grad = (spread.shard(x) for x in whole)
+    inputs = [x.requires_grad_() for x in inputs]
+    offsets, most = spread.cu_seq(here.device), spread.longest
+
+    def call(*inputs: Tensor) -> Any:
+        return attnreg.varlen_attn(
+            *inputs, offsets, offsets, most, most, window_size=(case.left, 0), group=spread,
+            backend=here.backend,
+        )  # fmt: skip
+
+    return training_step(call, inputs, grad)
+
+
+def alone(here: Place, case: Case, whole: list[Tensor]) -> Callable[[], object]:
+    """Return a step of the whole batch on this rank."""
+    ends = torch.tensor([0, *case.lengths]).cumsum(0).int().to(here.device)
+    *inputs, grad = (x.clone() for x in whole)
+    inputs, most = [x.requires_grad_() for x in inputs], max(case.lengths)
+
+    def call(*inputs: Tensor) -> Any:
+        return attnreg.varlen_attn(
+            *inputs, ends, ends, most, most, window_size=(case.left, 0), backend=here.backend
+        )
+
+    return training_step(call, inputs, grad)
+
+
+class ByHand(torch.autograd.Function):
+    """From this rank's tokens of all heads to all tokens of some heads, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.to_heads, ranks = to_heads, dist.get_world_size()
+        tokens, heads, dim = x.shape
+        if to_heads:
+            x = x.view(tokens, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
+            moved = torch.empty_like(x)
+            dist.all_to_all_single(moved, x)
+            return moved.flatten(0, 1)
+        x, moved = x.contiguous(), torch.empty_like(x)
+        dist.all_to_all_single(moved, x)
+        return moved.view(ranks, tokens // ranks, heads, dim).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ByHand.apply(grad, not ctx.to_heads), None
+
+
+def ulysses(here: Place, case: Case, whole: list[Tensor]) -> Callable[[], object]:
+    """Return a step of all-to-all by hand, for one document."""
+    length, ranks = sum(case.lengths), dist.get_world_size()
+    rows = slice(here.rank * length // ranks, (here.rank + 1) * length // ranks)
+    *inputs, grad = (x[rows].clone() for x in whole)
+    inputs = [x.requires_grad_() for x in inputs]
+    ends = torch.tensor([0, length], dtype=torch.int32, device=here.device)
+
+    def call(*inputs: Tensor) -> Tensor:
+        moved = [ByHand.apply(x, True) for x in inputs]
+        out = attnreg.varlen_attn(*moved, ends, ends, length, length, is_causal=True, backend=here.backend)
+        return ByHand.apply(out, False)
+
+    return training_step(call, inputs, grad)
+
+
+@contextlib.contextmanager
+def torchs(
+    here: Place, whole: list[Tensor], rotation: str, backend: str | None
+) -> Iterator[Callable[[], object]]:
+    """Give a step of torch's `context_parallel` with its flash kernel, or `backend` in its place."""
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    mesh = init_device_mesh(here.device.type, (dist.get_world_size(),))
+    _attention.set_rotate_method(rotation)
+    buffers = [x.transpose(0, 1)[None].contiguous() for x in whole]
+    handle = attnreg.register_backend(backend) if backend else contextlib.nullcontext()
+    spread = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers))
+    with handle, sdpa_kernel(SDPBackend.FLASH_ATTENTION), spread:
+        *inputs, grad = buffers
+        for x in inputs:
+            x.requires_grad_()
+
+        def call(*inputs: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*inputs, is_causal=True)
+
+        yield training_step(call, inputs, grad)
+        for x in inputs:
+            x.requires_grad_(False)
+
+
+def whole_batch(here: Place, case: Case) -> list[Tensor]:
+    """Return query, key, value and a gradient of the output; the same on all ranks."""
+    generator = torch.Generator(here.device).manual_seed(0)
+    shape = sum(case.lengths), here.heads, here.dim
+    return [torch.randn(shape, device=here.device, generator=generator).to(here.dtype) for _ in range(4)]
+
+
+def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what is compared: a name, and a function that returns a context manager of a step."""
+    whole = whole_batch(here, case)
+    yield ONE, lambda: contextlib.nullcontext(alone(here, case, whole))
+    for method in METHODS:
+        yield method, lambda method=method: contextlib.nullcontext(ours(here, case, whole, method, case.how))
+    yield (
+        "all_to_all, contiguous",
+        lambda: contextlib.nullcontext(ours(here, case, whole, "all_to_all", "contiguous")),
+    )
+    if len(case.lengths) == 1:
+        yield "all-to-all by hand", lambda: contextlib.nullcontext(ulysses(here, case, whole))
+
+
+def sides_of_torch(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield torch's ways, which take one document on GPUs."""
+    if len(case.lengths) > 1 or here.device.type == "cpu":
+        return
+    whole = whole_batch(here, case)
+    for rotation, backend in itertools.product(("alltoall", "allgather"), (None, here.backend)):
+        name = f"torch {rotation}, {backend or 'flash'}"
+        yield name, lambda r=rotation, b=backend: torchs(here, whole, r, b)

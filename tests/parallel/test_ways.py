@@ -1,0 +1,102 @@
+"""Promises of the choice between the ways: what it says is what is moved, and memory decides before time."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+import attnreg
+from attnreg.errors import InvalidInputError
+from attnreg.parallel.estimates import Rates
+from attnreg.parallel.layout import contiguous
+from attnreg.parallel.steps import Needs, gathering, rotating
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
+DOCUMENTS = list(itertools.accumulate([0, 700, 5000, 40, 0, 12000, 3000]))
+WHOLE = [0, 65536]
+
+
+def explained(cu_seq, ranks=2, how="zigzag", **options):
+    layout = attnreg.spread_documents(cu_seq, ranks, how)
+    options = {"heads": 16, "head_dim": 128} | options
+    return attnreg.explain_context_parallel(layout, **options)
+
+
+def way(choice, name):
+    (found,) = [way for way in choice.ways if way.name == name]
+    return found
+
+
+@pytest.mark.parametrize("how", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("window", [(-1, -1), (500, 0)])
+def test_bytes_received_are_those_of_the_steps(how, window):
+    choice = explained(DOCUMENTS, 4, how, window_size=window, is_causal=True, heads_k=4, head_dim_v=64)
+    layout = attnreg.spread_documents(DOCUMENTS, 4, how)
+    bytes_of_row = 4 * (128 + 64) * 2
+    for name, steps in (("all_gather", gathering), ("ring", rotating)):
+        of_ranks = [steps(Needs(layout, window[0], 0), rank) for rank in range(4)]
+        rows = [sum(step.received for step in mine) for mine in of_ranks]
+        assert way(choice, name).received == tuple(bytes_of_row * count for count in rows)
+
+
+def test_all_to_all_is_refused_where_heads_do_not_divide():
+    choice = explained(WHOLE, 3, heads=16)
+    assert "multiple of the 3 ranks" in way(choice, "all_to_all").refusal
+    assert choice.method != "all_to_all"
+    with pytest.raises(InvalidInputError, match="query heads must be a multiple of the 3 ranks, got 16"):
+        explained(WHOLE, 3, heads=16, method="all_to_all")
+
+
+def test_the_ring_is_taken_where_there_is_no_memory_for_the_others():
+    choice = explained(WHOLE, 8, heads_k=2)
+    least = min(choice.ways, key=lambda one: one.memory)
+    assert least.name == "ring"
+    bound = explained(WHOLE, 8, heads_k=2, memory=least.memory)
+    assert bound.method == "ring"
+    assert "for which there is memory" in bound.reason
+    none = explained(WHOLE, 8, heads_k=2, memory=least.memory - 1)
+    assert none.method == "ring"
+    assert none.reason == "takes the least memory, and none has enough"
+
+
+def test_a_slow_link_makes_moving_little_worth_more():
+    """Documents that are whole on a rank need no link: only all_to_all sends everything."""
+    cu_seq = [0, 4000, 8000, 12000, 16000]
+    slow, fast = (explained(cu_seq, 2, "balanced", rates=Rates(link=link)) for link in (1e9, 1e15))
+    assert slow.method in ("all_gather", "ring")
+    assert way(slow, "all_gather").received == (0, 0)
+    assert way(slow, "all_to_all").seconds > 10 * way(slow, "all_gather").seconds
+    assert way(fast, "all_to_all").seconds < way(slow, "all_to_all").seconds
+
+
+def test_an_imbalance_is_shown_and_costs_time():
+    even, uneven = explained(WHOLE, 4, "zigzag"), explained(WHOLE, 4, "contiguous")
+    assert even.imbalance < 1.001
+    assert uneven.imbalance > 1.7
+    assert way(uneven, "all_gather").seconds > 1.5 * way(even, "all_gather").seconds
+    assert way(uneven, "all_to_all").seconds <= way(even, "all_to_all").seconds
+    assert sum(uneven.pairs) == 65536 * 65537 // 2
+    lines = str(uneven).splitlines()
+    assert lines[0].startswith(uneven.method)
+    assert lines[-1].endswith("1.75x")
+
+
+def test_a_choice_is_plain_data_for_json():
+    found = json.loads(json.dumps(explained(DOCUMENTS).to_dict()))
+    assert found["method"] in {one["name"] for one in found["ways"]}
+    assert found["imbalance"] >= 1.0
+
+
+def test_an_unknown_way_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidInputError, match="did you mean 'ring'"):
+        explained(contiguous([0, 8], 2).cu_seq, method="rin")
+
+
+@pytest.mark.parametrize("tokens", [16384, 65536])
+def test_one_long_document_goes_over_heads_as_was_measured_to_be_fastest(tokens):
+    measured = json.loads((RESULTS / "context_parallel_h100.json").read_text())
+    (case,) = (case for case in measured["cases"] if case["name"] == f"causal, {tokens:,}")
+    seconds = {row["side"]: row["seconds"] for row in case["rows"]}
+    choice = explained([0, tokens], 2, "zigzag")
+    assert choice.method == min(("all_to_all", "all_gather", "ring"), key=seconds.__getitem__)
