@@ -1,4 +1,4 @@
-"""What `import torch` runs of attnreg, found by the entry-point group `torch.backends` of this package.
+"""What `import torch` runs of attnreg: its entry point of the group `torch.backends`.
 
 With none of attnreg's variables set this has to cost nothing: it looks at the environment, makes "attnreg"
 known to `torch.nn.attention`, and imports nothing else.
