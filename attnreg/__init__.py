@@ -88,7 +88,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'attnreg' has no attribute {name!r}")
-    # Torch first: its entry point may import attnreg's own modules, which then have to be whole.
+    # Torch first: importing it may import attnreg's own modules, which then have to be whole.
     importlib.import_module("torch")
     hook = importlib.import_module("attnreg._autoload")
     if not hook.asked:

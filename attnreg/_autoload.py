@@ -1,7 +1,7 @@
-"""What `import torch` calls through its entry point `torch.backends`: attnreg for untouched programs.
+"""What `import torch` runs of attnreg: its entry point of the group `torch.backends`.
 
-With none of attnreg's variables set this has to cost nothing: it looks at the environment, gives
-torch's registry the name "attnreg", and imports nothing else.
+With none of attnreg's variables set this has to cost nothing: it looks at the environment, makes "attnreg"
+known to `torch.nn.attention`, and imports nothing else.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def offer() -> None:
 
 
 def _activated_by_torch() -> SimpleNamespace:
-    """Serve torch's entry points; return what torch's registry keeps while "attnreg" is active."""
+    """Serve PyTorch's own functions; return what torch's registry keeps while "attnreg" is active."""
     from attnreg import aten
     from attnreg.selection import policy
 

@@ -1,4 +1,4 @@
-"""The verbs of the public API that take more than one room: registering, configuring, installing."""
+"""The functions of the public API that set something: registering, configuring, installing, recording."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Handle:
 def register_backend(
     backend: str | Backend, *, devices: str | Iterable[str] | None = None, required: bool = True
 ) -> Handle:
-    """Put a backend first for the devices that it serves, and serve torch's entry points with it.
+    """Put a backend first for the devices that it serves, and run PyTorch's own functions on it.
 
     Args:
         backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
@@ -245,7 +245,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def install() -> None:
-    """Serve PyTorch's own attention entry points, though nothing was registered yet.
+    """Serve PyTorch's own functions, though nothing was registered yet.
 
     Registering or configuring does so by itself. A second call changes nothing.
 

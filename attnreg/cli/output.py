@@ -54,7 +54,7 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def import_torch() -> None:
     """Import torch before any module of attnreg that imports it.
 
-    Torch's entry point installs attnreg's routers if an environment variable selects backends. It must
+    `import torch` installs attnreg's routers if an environment variable selects backends. That must
     not run while a module of attnreg is half imported. Its warning about settings that can't be read is
     silenced, because the command reports them as an error; torch's own that there is no NumPy, because no
     command needs it.

@@ -142,7 +142,7 @@ class State:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
         plans: the plans made so far; they go with the state, so none outlives a change.
-        active: whether anything was asked for; if not, torch's own entry points are left alone.
+        active: whether anything was asked for; if not, torch's own kernels run.
         batch_invariant: whether the policy of that name is in force.
     """
 

@@ -43,8 +43,8 @@ class CallSpec(NamedTuple):
 
 
 NO_MASK_TO_READ = (
-    "a boolean mask with structure is recognised, and such a call runs as packed ones without it: "
-    "which, attnreg.explain says of the call's own tensors"
+    "a boolean mask with structure is recognised, and the call then runs without it: attnreg.explain, given "
+    "the call's own tensors, says on which backend"
 )
 
 
