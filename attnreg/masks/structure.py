@@ -21,6 +21,8 @@ MOST_ELEMENTS = 2**27
 # Each is a packed call: with more of them, starting kernels takes longer than the mask.
 MOST_WINDOWS = 8
 
+IRREGULAR = "the keys of one query don't follow from those of the query before"
+
 
 class Part(NamedTuple):
     """One packed call: sequences with the same window.
@@ -111,8 +113,8 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
     start = rows // length_q * length_k
     low, high = places[start + first[rows]], places[start + last[rows]]
     found = _sequences(low, high)
-    if found is None:
-        return "the keys of one query don't follow from those of the query before"
+    if isinstance(found, str):
+        return found
     key_rows = seen.flatten().nonzero().flatten()
     if sum(int(one.counts.sum()) for one in found) > 2 * batch * length_k:
         return "most keys would have to be there more than twice"
@@ -185,8 +187,8 @@ def _unless_all(rows: Tensor, count: int) -> Tensor | None:
     return None if len(rows) == count and torch.equal(rows, torch.arange(count)) else rows
 
 
-def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | None:
-    """Return sequences in which query t of n sees what the window leaves of m keys, or None.
+def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | str:
+    """Return sequences in which query t of n sees what the window leaves of m keys, or why not.
 
     `low` and `high` are the first and the last key of each query. Both rise within a document.
     """
@@ -206,7 +208,7 @@ def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | None:
     if left >= 0:
         expected = torch.maximum(expected, high - left)
     if (low != expected)[is_causal].any():
-        return None
+        return IRREGULAR
     lengths = first.nonzero().flatten().diff(append=torch.tensor([len(low)]))
     counts = high[starts + lengths - 1] - low[starts] + 1
     causal = is_causal[starts]
@@ -220,8 +222,8 @@ def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | None:
     return found
 
 
-def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | None:
-    """Return the documents of windows that reach to both sides, or None.
+def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | str:
+    """Return the documents of windows that reach to both sides, or why not.
 
     Aligned bottom-right, the window of a document without its last keys lies further to the right.
     """
@@ -238,7 +240,7 @@ def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | 
     both = torch.stack([left, right], -1)
     windows = sorted({tuple(one) for one in both.tolist()}, reverse=True)  # the last, of -1, fit others, too
     if len(windows) > MOST_WINDOWS:
-        return None
+        return f"it would take {len(windows)} packed calls, each with another window: at most {MOST_WINDOWS}"
     center = shift[number] + torch.arange(len(low)) - starts[number]
     unassigned, found = torch.ones(len(starts), dtype=torch.bool), []
     for reach_left, reach_right in windows:
@@ -255,7 +257,7 @@ def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | 
         if reach_right >= 0:
             sees = sees[0], torch.minimum(sees[1], center + reach_right)
         if ((low != sees[0]) | (high != sees[1]))[of_rows].any():
-            return None
+            return IRREGULAR
         found.append(
             _Sequences((reach_left, reach_right), of_rows, lengths[these], begin[these], counts[these])
         )

@@ -52,6 +52,7 @@ USUAL = {
     "documents": (SAME, "documents", [(-1, -1)]),
     "causal documents": (SAME & CAUSAL, "causal, documents", [(-1, 0)]),
     "documents and a window": (SAME & NEAR & CAUSAL[:1], "causal, documents", [(-1, 0)]),
+    "a prefix that all see": (CAUSAL | (PLACES < 3), "causal", [(-1, 0), (-1, -1)]),
     "new queries after a cache": (torch.ones(1, 3, 8).tril(5).bool(), "causal", [(-1, 0)]),
 }  # fmt: skip
 
@@ -106,9 +107,13 @@ def test_of_all_small_masks_none_is_taken_for_another(sizes):
 NOT_STRUCTURE = {
     "a gap": (hidden_from(8, (5, 2)), "some query sees keys with gaps between them"),
     "nothing at all": (torch.zeros(2, 4, 4).bool(), "no query sees a key"),
+    "a query that sees less than the one before": (
+        torch.ones(1, 8, 8).tril().bool() & ~((PLACES[:, None] == 6) & (PLACES > 3)),
+        "the keys of one query don't follow from those of the query before",
+    ),
     "more windows than are worth a call each": (
         (LONG[:, None] - LONG <= LONG[1:12, None, None]) & (LONG - LONG[:, None] <= 1),
-        "the keys of one query don't follow from those of the query before",
+        "it would take 11 packed calls, each with another window: at most 8",
     ),
     "keys of each query's own": (
         ((PLACES * 5 % 7)[:, None] <= PLACES)[None] & ((PLACES * 3 % 5 + 3)[:, None] >= PLACES)[None]
