@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
@@ -25,7 +24,7 @@ __all__ = ["install"]
 
 NAME = "attnreg"
 # Before 5.4 mask functions take no `q_offset`; up to 5.7 results of ModernBERT, padded or packed, are wrong.
-OLDEST = "5.8"
+OLDEST = (5, 8)
 
 
 def install(*, behind: str | None = None) -> None:
@@ -45,8 +44,9 @@ def install(*, behind: str | None = None) -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    if Version(transformers.__version__) < Version(OLDEST):
-        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {OLDEST} or later")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)
