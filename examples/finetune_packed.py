@@ -1,4 +1,4 @@
-"""Train a Llama of transformers on packed documents through attnreg, and another one on the same padded.
+"""Train a Llama by transformers' Trainer on packed documents through attnreg, and another on the same padded.
 
     python examples/finetune_packed.py
     python examples/finetune_packed.py --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --heads 32 \
@@ -6,15 +6,17 @@
 
 Both start from the same random weights and see the same documents: docstrings and texts of this machine's
 Python as bytes, as in `attnreg demo`. The packed batch is what `DataCollatorWithFlattening` makes, the padded
-one runs with transformers' own implementation `sdpa`.
+one runs with transformers' own implementation `sdpa`. Trainer needs the package accelerate.
 """
 
 import argparse
 import copy
+import tempfile
 import time
 
 import torch
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnreg
 from attnreg.demo.batches import corpus, draw
@@ -23,34 +25,42 @@ from attnreg.integrations.transformers import install
 PAD = 256  # the first number that is no byte
 
 
-def padded(documents: list[list[int]]) -> dict[str, torch.Tensor]:
-    longest = max(map(len, documents))
-    ids = torch.full((len(documents), longest), PAD)
-    for row, document in zip(ids, documents, strict=True):
-        row[: len(document)] = torch.tensor(document)
-    is_text = ids != PAD
-    return {
-        "input_ids": ids,
-        "attention_mask": is_text.long(),
-        "labels": torch.where(is_text, ids, -100),
-    }
+def padded(documents: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    rows = [torch.tensor(document["input_ids"]) for document in documents]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    labels = ids.masked_fill(ids == PAD, -100)
+    labels[:, 0] = -100  # nothing predicts it, and Trainer divides by how many labels there are
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
 
 
-def packed(documents: list[list[int]]) -> dict[str, torch.Tensor]:
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    return dict(collate([{"input_ids": document} for document in documents]))
+class Watch(transformers.TrainerCallback):
+    """Keeps the loss of each step and takes the time of all but the first, which warms up."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.start = self.end = 0.0
+
+    def on_log(self, args: object, state: object, control: object, logs: dict, **_: object) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])  # reading it has waited for the device
+            self.end = time.perf_counter()
+            self.start = self.start or self.end
 
 
-def step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: dict) -> tuple[float, float]:
-    """Train on a batch; returns the loss and the seconds that it took."""
-    device = model.device
-    start = time.perf_counter()
-    batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item(), time.perf_counter() - start  # reading the loss has waited for the device
+def train(
+    model: LlamaForCausalLM, collate: object, documents: list[dict], given: argparse.Namespace
+) -> Watch:
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            folder, per_device_train_batch_size=given.batch, max_steps=given.steps + 1, learning_rate=1e-3,
+            lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+            save_strategy="no", disable_tqdm=True, seed=given.seed, use_cpu=given.device == "cpu",
+        )  # fmt: skip
+        trainer = Trainer(model, options, collate, documents, callbacks=[watch])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return watch
 
 
 def arguments() -> argparse.Namespace:
@@ -67,30 +77,31 @@ def main() -> None:
     given = arguments()
     install()
     torch.manual_seed(given.seed)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=PAD + 1, hidden_size=given.hidden, intermediate_size=given.intermediate,
         num_hidden_layers=given.layers, num_attention_heads=given.heads, num_key_value_heads=given.kv_heads,
         max_position_embeddings=given.context, pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
+        use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(given.device, getattr(torch, given.dtype))
-    models = {"packed": model, "padded": copy.deepcopy(model)}
-    models["packed"].set_attn_implementation("attnreg")
-    models["padded"].set_attn_implementation("sdpa")
-    optimizers = {layout: torch.optim.AdamW(one.parameters(), lr=1e-3) for layout, one in models.items()}
     print(f"{sum(x.numel() for x in model.parameters()) / 1e6:.1f} million parameters, on {given.device}")
+    batches = draw(corpus(given.context), given.batch, given.steps + 1, given.seed)
+    documents = [{"input_ids": list(text)} for batch in batches for text in batch]
+    tokens = sum(len(document["input_ids"]) for document in documents[given.batch :])
 
-    texts = draw(corpus(given.context), given.batch, given.steps + 1, given.seed)
-    seconds, tokens = dict.fromkeys(models, 0.0), 0
-    for number, batch in enumerate(texts):
-        documents = [list(text) for text in batch]
-        losses = {}
-        for layout, make in (("packed", packed), ("padded", padded)):
-            losses[layout], took = step(models[layout], optimizers[layout], make(documents))
-            seconds[layout] += took if number else 0.0  # the first step warms up
-        tokens += sum(map(len, documents)) if number else 0
-        print(f"step {number:3}  loss " + "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
-    for layout, took in seconds.items():
-        print(f"{layout}: {tokens / took:,.0f} tokens/s, padding not counted")
+    collators = {
+        "packed": transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        "padded": padded,
+    }
+    watches = {}
+    for layout, implementation in (("packed", "attnreg"), ("padded", "sdpa")):
+        one = copy.deepcopy(model)
+        one.set_attn_implementation(implementation)
+        watches[layout] = train(one, collators[layout], documents, given)
+    for number, losses in enumerate(zip(*(watch.losses for watch in watches.values()), strict=True)):
+        print(f"step {number:3}  loss packed {losses[0]:.4f}  padded {losses[1]:.4f}")
+    for layout, watch in watches.items():
+        print(f"{layout}: {tokens / (watch.end - watch.start):,.0f} tokens/s, padding not counted")
     print("backends of the packed training:", attnreg.stats().calls)
 
 

@@ -22,8 +22,6 @@ NOT_SERVED = (
     "torch's functions run torch's own kernels"
 )
 
-NESTED = "torch's kernels for nested tensors"
-
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch, fake):
@@ -430,11 +428,3 @@ def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog
         explain(spec(needs_backward=True))
     assert attnreg.stats() == attnreg.Stats({}, ())
     assert (narrow.forwards, caplog.records) == ([], [])
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_call_with_nested_tensors_is_explained_as_torchs(routers):
-    parts = [torch.randn(length, 4, 16) for length in (5, 3)]
-    one = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    found = attnreg.explain(one, one, one)
-    assert (found.forward.backend, found.spec.tokens_q, found.spec.max_q) == (NESTED, 8, 5)

@@ -3,8 +3,8 @@
 Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
 registers the routers once, and what they do depends on what is registered when a call comes; with nothing
 registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
-`efficient`, `cpu`) and what they share (`routing`, `schemas`). May import: `dispatch` and all below it. Read
-`routing.py` first.
+`efficient`, `cpu`) and what they share (`routing`, `schemas`); `nested` sends nested tensors to the flash op.
+May import: `dispatch` and all below it. Read `routing.py` first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attnreg import _registry
-from attnreg.aten import bypassed, cpu, cudnn, efficient, flash
+from attnreg.aten import bypassed, cpu, cudnn, efficient, flash, nested
 from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
@@ -148,7 +148,13 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         # of `torch.nn.attention` could be activated.
         getattr(torch.library, "_impls", set()).difference_update(getattr(library, "_op_impls", ()))
     _registry.changed()
-    return remove
+    restore_choice = nested.install()
+
+    def remove_all() -> None:
+        restore_choice()  # first: the op that it takes has a kernel on a CPU only while there are routers
+        remove()
+
+    return remove_all
 
 
 def _register(library: Any, op: str, key: str, function: Callable[..., Served], layout: Layout) -> None:

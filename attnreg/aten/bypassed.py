@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnreg.aten import cpu, cudnn, efficient, flash
+from attnreg.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.contract.spec import AttentionSpec
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import Native, device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection import policy
+from attnreg.selection.decision import Preference
 from attnreg.selection.sources import masks, strict
 from attnreg.settings.environment import RECOGNISE
 from attnreg.torchlib.locks import open_after_fork
@@ -48,9 +49,6 @@ class Bypassed(NamedTuple):
 
     kernel: str
     reason: str
-
-
-NESTED = Bypassed("torch's kernels for nested tensors", "the tensors are on a CPU")
 
 
 class SdpaCall(NamedTuple):
@@ -87,6 +85,12 @@ def selected(
         reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p))
         return Bypassed(kernel, reasons or "torch's selector chose it")
     return Bypassed(kernel, "torch's selector chose it")
+
+
+def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypassed | None:
+    """Return torch's kernels for nested tensors on a CPU if they run a call, with the reason."""
+    why = nested.why_torchs(call.query, call.key, call.value, call.is_causal, leading)
+    return Bypassed(nested.KERNELS, why) if why else None
 
 
 def selected_for(spec: AttentionSpec) -> Bypassed | None:
@@ -192,7 +196,9 @@ def _served(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | Non
 def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
     call = SdpaCall(*arguments, **options)
     if call.query.is_nested:
-        return (call.query, NESTED) if call.query.is_cpu else None
+        is_seen = not call.query.is_cpu or nested.is_dense_inside(call.query)
+        found = None if is_seen else selected_nested(call)
+        return None if found is None else (call.query, found)
     if not is_plain(*call[:4]):
         return None
     native = selected(*call)

@@ -166,7 +166,7 @@ def explain(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
         )
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _explained(nested(call) if query.is_nested else masked(call), leading)
+    return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnreg.aten import efficient, flash
-from attnreg.aten.bypassed import NESTED, Bypassed, SdpaCall, selected, selected_for
+from attnreg.aten.bypassed import Bypassed, SdpaCall, selected, selected_for, selected_nested
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.spec import AttentionSpec
@@ -106,8 +106,11 @@ def masked(call: SdpaCall) -> CallSpec:
     return CallSpec(specs[0], notes=notes)
 
 
-def nested(call: SdpaCall) -> CallSpec:
-    """Return the spec of a call with nested tensors, each of (B, H, length, D)."""
+def nested(call: SdpaCall, leading: Preference | None) -> CallSpec:
+    """Return the spec of a call with nested tensors, each of (B, H, length, D).
+
+    `leading` is the choice for this call alone.
+    """
     queries, keys, values = ([one.shape for one in x.unbind()] for x in call[:3])
     lengths_q, lengths_k = ([shape[-2] for shape in shapes] for shapes in (queries, keys))
     spec = AttentionSpec(
@@ -117,7 +120,9 @@ def nested(call: SdpaCall) -> CallSpec:
         tokens_k=sum(lengths_k), varlen=True, window=window(None, call.is_causal), dropout=call.dropout_p,
         needs_backward=wants_gradient(call.query, call.key, call.value),
     )  # fmt: skip
-    return CallSpec(spec, *((None, NESTED) if call.query.is_cpu else (flash.FA2,)))
+    if call.query.is_cpu:  # torch has no kernel of its own for the op that it is sent to
+        return CallSpec(spec, elsewhere=selected_nested(call, leading))
+    return CallSpec(spec, flash.FA2)
 
 
 def packed(

@@ -9,7 +9,6 @@ docs/transformers.md says what is served and what isn't.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_
 __all__ = ["install"]
 
 NAME = "attnreg"
+# Before 5.4 mask functions take no `q_offset`; up to 5.7 results of ModernBERT, padded or packed, are wrong.
+OLDEST = (5, 8)
 
 
 def install(*, behind: str | None = None) -> None:
@@ -40,14 +41,12 @@ def install(*, behind: str | None = None) -> None:
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
     import transformers
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise RegistrationError(
-            f"transformers: got {transformers.__version__}, whose mask functions take no q_offset, expected "
-            "5.23 or later"
-        )
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)

@@ -226,18 +226,6 @@ def test_tensors_that_are_copied_when_written_to_are_not_copied(either_routers, 
     attnreg.uninstall()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_jagged_tensors_go_to_torchs_own_kernels_on_a_cpu(packed, ran):
-    query, key, value, offsets, *_ = packed([3, 5], grad=False)
-    nested = [
-        torch.nested.nested_tensor_from_jagged(x, offsets.long()).transpose(1, 2) for x in (query, key, value)
-    ]
-    with attnreg.register_backend("math"):
-        out = F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
-    assert ran() == {}
-    truth.assert_near(out, truth.varlen(query, key, value, offsets, offsets)[0])
-
-
 @pytest.fixture
 def mesh():
     """Make a mesh of this process alone, for distributed tensors."""

@@ -69,14 +69,14 @@ def test_continuous_batching_generates_what_generate_does(name, caplog):
         for doc in docs
     ]
     one.set_attn_implementation(NAME)
+    config = transformers.ContinuousBatchingConfig
+    page_size = "page_size" if hasattr(config, "page_size") else "block_size"  # renamed by transformers 5.17
     attnreg.reset_stats()
     with caplog.at_level(logging.CRITICAL):
         out = one.generate_batch(
             [doc[0].tolist() for doc in docs],
             generation_config=transformers.GenerationConfig(**options),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(
-                page_size=4, num_blocks=64, max_batch_tokens=64
-            ),
+            continuous_batching_config=config(**{page_size: 4}, num_blocks=64, max_batch_tokens=64),
             progress_bar=False,
         )
     assert [one.generated_tokens for one in out.values()] == expected

@@ -12,7 +12,7 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations.shared_mask import shared_mask
 from attnreg.integrations.transformers import attention
 
-# Renamed by transformers 5.24.
+# Renamed by transformers 5.24; 5.10 brought `block_sequence_ids`.
 _PARAMETERS = inspect.signature(masking_utils.create_causal_mask).parameters
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
@@ -51,7 +51,13 @@ def test_a_hole_in_a_rows_padding_counts_for_its_window_as_in_a_mask():
 
 def test_images_whose_tokens_see_each_other_take_the_mask_of_scores():
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1], [-1, -1, 1, 1, 1, 1]])
-    shared, visible = made(create=masking_utils.create_causal_mask, block_sequence_ids=blocks)
+
+    def in_one_image(row, _, query, key):
+        return (blocks[row, query] == blocks[row, key]) & (blocks[row, query] >= 0)
+
+    by_name = "block_sequence_ids" in _PARAMETERS
+    images = {"block_sequence_ids": blocks} if by_name else {"or_mask_function": in_one_image}
+    shared, visible = made(create=masking_utils.create_causal_mask, **images)
     assert shared.structure is None
     out, tensors = call(shared)
     torch.testing.assert_close(out, by_scores(tensors, visible))
@@ -63,7 +69,7 @@ def test_chunks_take_the_mask_of_scores():
     for implementation in ("attnreg", "sdpa"):
         config = models.CONFIGS["Llama"]()
         config.attention_chunk_size, config._attn_implementation = 4, implementation
-        mask = masking_utils.create_chunked_causal_mask(config, torch.empty(2, 6, 0), None, None)
+        mask = masking_utils.create_chunked_causal_mask(config, torch.empty(2, 6, 0), None, **{CACHE: None})
         (shared if implementation == "attnreg" else visible).append(mask)
     out, tensors = call(shared[0])
     assert shared[0].structure is None

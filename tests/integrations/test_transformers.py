@@ -153,7 +153,8 @@ def test_layers_that_run_again_for_checkpoints_read_nothing_back(read_backs):
     docs = models.documents()
     _, expected = alone("Llama", docs)
     one = models.model("Llama", "attnreg")
-    one.activation_checkpointing_enable()
+    # Renamed by a transformers after 5.12.
+    getattr(one, "activation_checkpointing_enable", one.gradient_checkpointing_enable)()
     one.train()
     batch = models.padded(docs, "right")
     outs = models.by_document(models.results(one, batch | {"use_cache": False}), batch, docs)

@@ -7,9 +7,9 @@ from support.processes import forked
 
 # What of transformers attnreg registers with, in a package of its name.
 INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
-MASKS = INTERFACE.format("AttentionMaskInterface") + "def sdpa_mask(q_offset): pass\n"
+MASKS = INTERFACE.format("AttentionMaskInterface") + "def sdpa_mask(): pass\n"
 MODULES = {
-    "__init__": "__version__ = '4.57.6'\n",
+    "__init__": "__version__ = '5.8.0'\n",
     "interface": "class Interface:\n    names = {}\n    @classmethod\n"
     "    def register(cls, name, function):\n        cls.names[name] = function.__name__\n",
     "masking_utils": MASKS,
@@ -56,11 +56,10 @@ def test_a_value_that_is_none_is_a_warning_and_no_error_of_an_import(tmp_path):
     assert "ATTNREG_TRANSFORMERS: got 'flash', expected 1, 0 or flash_attention_2" in said
 
 
-def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(tmp_path, monkeypatch):
-    monkeypatch.setitem(MODULES, "masking_utils", MASKS.replace("q_offset", "cache_position"))
+@pytest.mark.parametrize("version", ["4.57.6", "5.7.0"])
+def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(version, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODULES, "__init__", f"__version__ = '{version}'\n")
     (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="1")
     assert names == [{}, {}]
-    message = (
-        "RegistrationError: transformers: got 4.57.6, whose mask functions take no q_offset, expected 5.23"
-    )
+    message = f"RegistrationError: transformers: got {version}, expected 5.8 or later"
     assert f"attnreg is not installed in transformers: {message}" in said
