@@ -122,7 +122,19 @@ def explain_context_parallel(
     """Say which way a call would go, what each way would take, and how the work is spread over the ranks.
 
     Needs no GPU and no process group. Times are estimates by `rates`.
+
+    Args:
+        layout: which rank has which tokens, as of `spread_documents`.
+        heads, heads_k: query heads, and key heads if there are fewer, before they are spread.
+        head_dim, head_dim_v: of query and key, and of the value if it has another.
+        dtype, is_causal, window_size, needs_backward: of the call, as of `varlen_attn`.
+        method, rates, memory: as of `context_parallel`.
+
+    Raises:
+        InvalidInputError: the heads don't go together, or there is no such method.
     """
+    if heads < 1 or (heads_k is not None and (heads_k < 1 or heads % heads_k)):
+        raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
     bytes_each = getattr(torch, canonical_dtype(dtype)).itemsize
     shape = Shape(heads, heads_k or heads, head_dim, head_dim_v or head_dim, bytes_each, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))

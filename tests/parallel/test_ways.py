@@ -100,3 +100,10 @@ def test_one_long_document_goes_over_heads_as_was_measured_to_be_fastest(tokens)
     seconds = {row["side"]: row["seconds"] for row in case["rows"]}
     choice = explained([0, tokens], 2, "zigzag")
     assert choice.method == min(("all_to_all", "all_gather", "ring"), key=seconds.__getitem__)
+
+
+@pytest.mark.parametrize(("heads", "heads_k"), [(15, 4), (0, None), (4, 0)])
+def test_heads_that_do_not_go_together_are_an_error(heads, heads_k):
+    layout = attnreg.spread_documents([0, 100], 2, "contiguous")
+    with pytest.raises(InvalidInputError, match=f"heads: got {heads} and heads_k {heads_k}"):
+        attnreg.explain_context_parallel(layout, heads=heads, heads_k=heads_k, head_dim=64)
