@@ -188,7 +188,8 @@ def test_what_the_op_cannot_say_is_left_to_torch_counted_and_explained_with_the_
         if torch_runs_it:
             F.scaled_dot_product_attention(*given, is_causal=is_causal)
         else:
-            with pytest.raises(RuntimeError, match="No viable backend"):
+            # Torch 2.11 built for CUDA asks for a device first, to say why.
+            with pytest.raises(RuntimeError, match=r"No viable backend|CUDA error"):
                 F.scaled_dot_product_attention(*given, is_causal=is_causal)
     counted = [(row.kernel, row.reason, row.count) for row in attnreg.stats().bypassed]
     assert counted == ([(KERNELS, reason, 1)] if torch_runs_it else [])
