@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
-from attnreg.parallel.exchange import Pending
+from attnreg.parallel.exchange import Pending, copy
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.parts import on_device
+from attnreg.parallel.parts import Run, on_device, runs, taken
 from attnreg.parallel.stepwise import Options
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 
 # A group's query, key and value take so many bytes on a rank: smaller messages take longer than they hide.
-ENOUGH, MOST_GROUPS = 32 * 2**20, 4
+ENOUGH, MOST_GROUPS = 64 * 2**20, 4
 
-Rows = slice | Tensor
+# Rows as so many runs at most are taken by one kernel that copies; more are taken by an index.
+MOST_RUNS = 64
+
+Rows = Sequence[Run] | Tensor
 
 
 def unsupported(heads: int, heads_k: int, ranks: int) -> str:
@@ -75,8 +78,14 @@ class WholeBatch(NamedTuple):
 
 
 def _rows_on(index: Tensor, device: torch.device) -> Rows:
-    """Return a permutation as a slice, if it changes nothing, else on the device."""
-    return slice(None) if bool((index.diff() == 1).all()) else on_device(index, device)
+    """Return a permutation as runs, or, if these are many, as an index on the device."""
+    found = runs(index)
+    return found if len(found) <= MOST_RUNS else on_device(index, device)
+
+
+def _in_order(rows: Tensor, order: Rows) -> Tensor:
+    """Return rows in another order; without a copy if it is the same."""
+    return rows[order] if isinstance(order, Tensor) else taken({0: rows}, order)
 
 
 class Work(NamedTuple):
@@ -109,17 +118,17 @@ class Work(NamedTuple):
         parts = [self._of_group(x, groups, number) for x in tensors]
         rows = parts[0].new_empty((self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in parts)))
         for place, part in zip(_heads(rows, [x.shape[2:] for x in parts]), parts, strict=True):
-            place.copy_(part.transpose(0, 1))
+            copy(place, part.transpose(0, 1))
         return Pending(rows.flatten(0, 1), [self.here] * self.ranks, list(self.batch.rows), self.group)
 
     def came(self, pending: Pending, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return what `send` has brought: all tokens in their order; `sizes` are heads and head dim."""
-        return _heads(pending.wait()[self.batch.in_order], sizes)
+        return _heads(_in_order(pending.wait(), self.batch.in_order), sizes)
 
     def send_back(self, tensors: Sequence[Tensor]) -> Pending:
         """Send all ranks what this one has computed for their tokens."""
         flat = [x.flatten(1) for x in tensors]
-        rows = (flat[0] if len(flat) == 1 else torch.cat(flat, 1))[self.batch.by_rank]
+        rows = _in_order(flat[0] if len(flat) == 1 else torch.cat(flat, 1), self.batch.by_rank)
         return Pending(rows, list(self.batch.rows), [self.here] * self.ranks, self.group)
 
     def put_back(self, pending: Pending, tensors: Sequence[Tensor], groups: int, number: int) -> None:
@@ -127,7 +136,7 @@ class Work(NamedTuple):
         places = [self._of_group(x, groups, number) for x in tensors]
         rows = pending.wait().view(self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in places))
         for place, part in zip(places, _heads(rows, [x.shape[2:] for x in places]), strict=True):
-            place.copy_(part.transpose(0, 1))
+            copy(place, part.transpose(0, 1))
 
     def _of_group(self, x: Tensor, groups: int, number: int) -> Tensor:
         """Return (T, ranks, heads of a group, head dim), without a copy."""

@@ -59,6 +59,11 @@ class Part(NamedTuple):
     grads_q: tuple[Put, ...] = ()
     grads_k: tuple[Put, ...] = ()
 
+    @property
+    def copies_keys(self) -> bool:
+        """Whether its keys aren't just rows of this rank's that follow each other."""
+        return len(self.keys) != 1 or self.keys[0].source != 0
+
 
 class Move(NamedTuple):
     """What a step sends: own rows, in order of the ranks that get them, and how many go and come."""
@@ -81,9 +86,12 @@ class Plan(NamedTuple):
     Attributes:
         steps: in the order of the forward.
         backward: their numbers in the order of the backward.
-        keeps: whether a backward has the keys that the forward received, or receives them once more.
+        keeps: whether a backward has the keys of the forward's calls, or receives them once more.
         is_long: whether a row's output comes from more than `MOST_ROUNDED` calls.
         is_long_k: the same of the gradient of a key.
+        kept: the parts, by step and place in it, whose keys a backward that keeps them finds copied.
+        is_whole: whether every query has a result of some call, so that nothing has to be cleared before.
+        whole_k: of which rows, those received in a step or this rank's own, 0, every key has a gradient.
     """
 
     steps: list[Prepared]
@@ -91,6 +99,9 @@ class Plan(NamedTuple):
     keeps: bool
     is_long: bool
     is_long_k: bool
+    kept: tuple[tuple[int, int], ...]
+    is_whole: bool
+    whole_k: frozenset[int]
 
 
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
@@ -118,7 +129,7 @@ def prepared(
         move = None
         if step.sends:
             sends, receives = ([_length(ranges) for ranges in x] for x in (step.sends, step.receives))
-            move = Move(tuple(_runs(own.places[_rows(step.sends)])), sends, receives)
+            move = Move(tuple(runs(own.places[_rows(step.sends)])), sends, receives)
         found.append(Prepared(move, parts))
     backward = list(range(len(found)))[:: -1 if keeps else 1]
     return _with_puts(found, backward, keeps, own.count)
@@ -147,11 +158,11 @@ class _Keys(NamedTuple):
         places = torch.where(received >= 0, received + behind, own) if self.number else own
         return [
             Run(self.number, begin - behind, end - behind) if begin >= behind else Run(0, begin, end)
-            for _, begin, end in _runs(places)
+            for _, begin, end in runs(places)
         ]
 
 
-def _runs(places: Tensor) -> list[Run]:
+def runs(places: Tensor) -> list[Run]:
     """Return rows as runs of this rank's own."""
     if not len(places):
         return []
@@ -169,7 +180,7 @@ def _rows(ranges_of_ranks: Sequence[Sequence[Range]]) -> Tensor:
 def _part(
     window: tuple[int, int], spans: Sequence[Span], own: _Rows, keys: _Keys, device: torch.device
 ) -> Part:
-    queries = _runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
+    queries = runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
     runs_k = keys.runs(_rows([span.keys for span in spans]))
     lengths_q, lengths_k = [span.end - span.begin for span in spans], [span.key_count for span in spans]
     cu_q = cu_k = on_device(torch.tensor([0, *lengths_q]).cumsum(0).int(), device)
@@ -194,11 +205,17 @@ def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: in
     grads_k, counts = _puts([steps[n].parts[m].keys for n, m in places], sizes)
     for (n, m), puts_q, puts_k in zip(places, grads_q, grads_k, strict=True):
         steps[n].parts[m] = steps[n].parts[m]._replace(grads_q=puts_q, grads_k=puts_k)
+    whole_k = frozenset(source for source, count in counts.items() if bool((count > 0).all()))
     for step in steps:
         for _, begin, end in step.move.rows if step.move is not None else ():
             counts[0][begin:end] += 1
     longest = (int(x[0].max()) if rows else 0 for x in (results, counts))
-    return Plan(steps, backward, keeps, *(count > MOST_ROUNDED for count in longest))
+    is_long, is_long_k = (count > MOST_ROUNDED for count in longest)
+    kept = tuple(
+        (n, m) for n, step in enumerate(steps) for m, part in enumerate(step.parts) if part.copies_keys
+    )
+    is_whole = bool((results[0] > 0).all())
+    return Plan(steps, backward, keeps, is_long, is_long_k, kept if keeps else (), is_whole, whole_k)
 
 
 def _puts(

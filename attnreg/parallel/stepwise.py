@@ -1,8 +1,8 @@
 """all_gather and ring: keys and values come to the queries, in steps, and results are merged by their LSE.
 
 While one step is computed the next one's keys are on their way. Between ranks gradients travel in the dtype
-in which kernels give them. With all_gather a backward has the keys that the forward received; with the ring
-it receives them once more.
+in which kernels give them. With all_gather a backward has the keys of the forward's calls; with the ring it
+receives them once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.parallel.exchange import Pending
+from attnreg.parallel.exchange import Pending, copy
 from attnreg.parallel.parts import Part, Plan, Put, Run, taken
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
@@ -53,14 +53,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class Sums:
     """Results of rows, some of which have several: these are written, or added to what is there."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> None:
-        self._like, self._dtype, self._value = like, dtype, value
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, is_whole: bool = False, value: Tensor | None = None
+    ) -> None:
+        self._like, self._dtype, self._is_whole, self._value = like, dtype, is_whole, value
 
     @property
     def value(self) -> Tensor:
-        """All rows; 0 where nothing has been written."""
+        """All rows; 0 where nothing has been written, unless every row will be."""
         if self._value is None:
-            self._value = torch.zeros_like(self._like, dtype=self._dtype)
+            made = torch.empty_like if self._is_whole else torch.zeros_like
+            self._value = made(self._like, dtype=self._dtype)
         return self._value
 
     def put(self, put: Put, new: Tensor) -> None:
@@ -106,7 +109,7 @@ class Keys:
         rows, at = _space(sum(move.sends), *self._own), 0
         for _, begin, end in move.rows:
             for to, source in zip(_unpacked(rows[at : at + end - begin], *self._own), self._own, strict=True):
-                to.copy_(source[begin:end])
+                copy(to, source[begin:end])
             at += end - begin
         return Pending(rows, move.sends, move.receives, self._work.group)
 
@@ -123,8 +126,8 @@ class StepwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        out, lse, received = _forward(query, key, value, work, any(ctx.needs_input_grad))
-        ctx.save_for_backward(query, key, value, out, lse, *(received if work.plan.keeps else ()))
+        out, lse, kept = _forward(query, key, value, work, any(ctx.needs_input_grad))
+        ctx.save_for_backward(query, key, value, out, lse, *kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
         return out, lse
@@ -132,30 +135,33 @@ class StepwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *received = ctx.saved_tensors
+        query, key, value, out, lse, *kept = ctx.saved_tensors
         # A rank without any gradient takes part all the same: the others wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), received, ctx.work), None
+        return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work), None
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, work: Work, needs_backward: bool
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
     plan, wide = work.plan, _wide(query.dtype)
-    outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), wide if plan.is_long else query.dtype)
-    lses = Sums(query.new_empty(query.shape[:2]), wide)
-    keys, received = Keys(key, value, work), []
+    dtype = wide if plan.is_long else query.dtype
+    outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.is_whole)
+    lses = Sums(query.new_empty(query.shape[:2]), wide, plan.is_whole)
+    keys, kept = Keys(key, value, work), []
     for number, step in enumerate(plan.steps):
-        received.append(keys.of(number))
-        sources = _sources(key, value, number, received[-1])
-        for part in step.parts:
+        sources = _sources(key, value, number, keys.of(number))
+        for at, part in enumerate(step.parts):
             key_now, value_now = (taken(x, part.keys) for x in sources)
+            if (number, at) in plan.kept:
+                kept += [key_now, value_now]
             inputs = taken({0: query}, part.queries), key_now, value_now
             call = work.call(inputs[0], part)
             out, lse, *_ = run_forward(inputs, call, work.options.choice, needs_backward)
             for put in part.outs:
                 _put(outs, lses, put, out, lse.mT.to(wide))
-    return outs.value.to(query.dtype), lses.value.mT.contiguous(), received
+    return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept
 
 
 def _sources(
@@ -186,30 +192,33 @@ def _backward(
     grad_lse: Tensor | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
-    received: Sequence[Tensor | None],
+    kept: list[Tensor],
     work: Work,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan, (query, key, value) = work.plan, inputs
     wide = _wide(query.dtype)
-    sums_q = Sums(query, wide if plan.is_long else query.dtype)
-    own = [Sums(x, wide if plan.is_long_k else x.dtype) for x in (key, value)]
+    sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.is_whole)
+    own = [Sums(x, wide if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
     keys, returning = None if plan.keeps else Keys(key, value, work), []
+    kept_of = dict(zip(plan.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))
     for number in plan.backward:
-        others = received[number] if keys is None else keys.of(number)
-        back = None if others is None else torch.zeros_like(others)
-        sums = {
-            0: own,
-            number: own if back is None else [Sums(x, x.dtype, x) for x in _unpacked(back, key, value)],
-        }
-        sources = _sources(key, value, number, others)
-        for part in plan.steps[number].parts:
-            grads = _part_backward(work, part, (query, grad_out, grad_lse, *results), sources)
+        move, parts = plan.steps[number].move, plan.steps[number].parts
+        back, sums = None, {0: own}
+        if move is not None:
+            back = _space(sum(move.receives), key, value)
+            if number not in plan.whole_k:
+                back.zero_()
+            sums[number] = [Sums(x, x.dtype, value=x) for x in _unpacked(back, key, value)]
+        sources = _sources(key, value, number, None if keys is None else keys.of(number))
+        for at, part in enumerate(parts):
+            keys_now = kept_of.get((number, at)) or tuple(taken(x, part.keys) for x in sources)
+            grads = _part_backward(work, part, (query, grad_out, grad_lse, *results), keys_now)
             for put in part.grads_q:
                 sums_q.put(put, grads[0])
             for put in part.grads_k:
                 for one, new in zip(sums[put.run.source], grads[1:], strict=True):
                     one.put(put, new)
-        if back is not None and (move := plan.steps[number].move) is not None:
+        if back is not None and move is not None:
             returning.append((move.rows, Pending(back, move.receives, move.sends, work.group)))
     for runs, pending in returning:
         _add(own, runs, _unpacked(pending.wait(), key, value))
@@ -220,14 +229,14 @@ def _part_backward(
     work: Work,
     part: Part,
     of_queries: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor],
-    sources: tuple[dict[int, Tensor], dict[int, Tensor]],
+    of_keys: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a part; LSE and output, of all keys, make them those of the whole."""
     query, grad_out, grad_lse, out, lse = of_queries
     rows, grad_out, out, lse = (taken({0: x}, part.queries) for x in (query, grad_out, out, lse.mT))
     if grad_lse is not None:
         grad_lse = taken({0: grad_lse.mT}, part.queries).mT.contiguous()
-    tensors = [rows, *(taken(x, part.keys) for x in sources), out, lse.mT.contiguous()]
+    tensors = [rows, *of_keys, out, lse.mT.contiguous()]
     call = work.call(rows, part)._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     offsets = part.cu_q, part.cu_k, None, None, None
     return run_backward(grad_out, tensors, call, work.options.choice, None, grad_lse, *offsets)

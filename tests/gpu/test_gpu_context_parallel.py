@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import ranks as work
 from support import spread_models
-from torch.nn.attention import SDPBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +82,4 @@ def test_sdpa_of_dtensors_runs_on_each_ranks_heads(ranks, named):
 @pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
 @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
 def test_torchs_own_context_parallel_runs_on_a_backend(ranks, named, kernel, rotation):
-    assert_ran(
-        ranks.run(spread_models.torchs_context_parallel, named, getattr(SDPBackend, kernel), rotation), named
-    )
+    assert_ran(ranks.run(spread_models.torchs_context_parallel, named, kernel, rotation), named)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
@@ -143,12 +143,15 @@ def sdpa_of_shards(backend):
 
 
 def torchs_context_parallel(backend, kernel, rotation):
-    """Hold torch's own context parallel to float64, a backend behind it; return what kernels ran."""
+    """Hold torch's own context parallel to float64, a backend behind it; return what kernels ran.
+
+    `kernel` is the name of an `SDPBackend`: torch 2.11's can't be pickled.
+    """
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     buffers, wanted = _dense(4)
     set_rotate_method(rotation)
     spread = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
-    with attnreg.register_backend(backend), sdpa_kernel(kernel), spread:
+    with attnreg.register_backend(backend), sdpa_kernel(getattr(SDPBackend, kernel)), spread:
         *inputs, grad = buffers
         inputs = [x.detach().requires_grad_() for x in inputs]
         attnreg.reset_stats()
