@@ -1,11 +1,11 @@
-"""Train on packed documents whose tokens are spread over GPUs, or over processes of a CPU with gloo.
+"""Train on packed documents whose tokens are spread over GPUs, or over processes on a CPU with gloo.
 
     python examples/context_parallel.py                  # a process for each GPU, or two on a CPU
     python examples/context_parallel.py --tokens 65536
 
-Each rank has some of the batch's tokens, and all of the model. Attention is the only part of a model in
-which tokens meet, so `with spread:` around the model is all that differs. At the end rank 0 trains the same
-model on the whole batch by itself and prints by how much the losses differ.
+Each rank has a part of the batch's tokens, and the whole model. Attention is the only part of a model in
+which tokens meet, so the model stays as it is and runs inside `with spread:`. At the end rank 0 trains the
+same model on the whole batch by itself and prints by how much the losses differ.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """From each byte, and those before it in its document, the next one."""
+    """Predicts each next byte from those before it in its document."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def documents(count: int) -> tuple[list[int], Tensor]:
-    """Return where documents begin and end, and so many bytes: this file's, over and over."""
+    """Return where documents begin and end, and `count` + 1 bytes: those of this file, repeated."""
     draw, ends, text = random.Random(0), [0], Path(__file__).read_bytes()
     while ends[-1] < count:
         ends.append(min(count, ends[-1] + draw.randint(count // 130 + 1, count // 3)))
@@ -88,7 +88,7 @@ def train(spread: attnreg.ContextParallel, is_whole: bool, options: argparse.Nam
                 logits = model(tokens, positions, offsets, longest)
             loss = F.cross_entropy(logits, targets, reduction="sum") / options.tokens
             loss.backward()
-        if not is_whole:  # what DDP and FSDP do, but for the mean
+        if not is_whole:  # as DDP and FSDP do, but they take the mean
             for x in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
                 dist.all_reduce(x)
         optimizer.step()
@@ -98,7 +98,7 @@ def train(spread: attnreg.ContextParallel, is_whole: bool, options: argparse.Nam
 
 
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Train as one rank."""
+    """Train as one rank; rank 0 then trains alone and prints both losses."""
     backend = "gloo"
     if options.device == "cuda":
         torch.cuda.set_device(rank)

@@ -1,12 +1,12 @@
-"""Train a Llama by transformers' Trainer on packed documents through attnreg, and another on the same padded.
+"""Train a Llama by transformers' Trainer on packed documents through attnreg, and one on the same, padded.
 
     python examples/finetune_packed.py
     python examples/finetune_packed.py --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --heads 32 \
         --kv-heads 8 --intermediate 8192 --context 4096 --batch 16    # a model of 1 billion parameters
 
 Both start from the same random weights and see the same documents: docstrings and texts of this machine's
-Python as bytes, as in `attnreg demo`. The packed batch is what `DataCollatorWithFlattening` makes, the padded
-one runs with transformers' own implementation `sdpa`. Trainer needs the package accelerate.
+Python as bytes, as in `attnreg demo`. `DataCollatorWithFlattening` makes the packed batches; the padded ones
+run with transformers' own implementation `sdpa`. Trainer needs the package accelerate.
 """
 
 import argparse
@@ -29,12 +29,12 @@ def padded(documents: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     rows = [torch.tensor(document["input_ids"]) for document in documents]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
     labels = ids.masked_fill(ids == PAD, -100)
-    labels[:, 0] = -100  # nothing predicts it, and Trainer divides by how many labels there are
+    labels[:, 0] = -100  # nothing predicts it, and Trainer divides by the number of labels
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
 
 
 class Watch(transformers.TrainerCallback):
-    """Keeps the loss of each step and takes the time of all but the first, which warms up."""
+    """Keeps the loss of each step, and the time of all steps but the first, which warms up."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -1,4 +1,4 @@
-"""A backend of one's own: two functions that keep the contract, and what they can run, as data."""
+"""A backend of one's own: two functions (docs/adding-a-backend.md), and what they can run, as data."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
 """Train on documents of different lengths, packed end to end, with no padding anywhere.
 
 The documents are the paragraphs of this very file, and the model learns to predict their bytes.
-Besides query, key and value, `varlen_attn` needs where each document starts. Its backend is
-attnreg's choice, on a CPU as on a GPU.
+Besides query, key and value, `varlen_attn` needs to know where each document starts. attnreg chooses
+the backend, on a CPU as on a GPU.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import attnreg
 
-WIDTH, HEADS, KV_HEADS = 64, 4, 2  # grouped-query attention: two query heads share a key and a value
+WIDTH, HEADS, KV_HEADS = 64, 4, 2  # grouped-query attention: two query heads share a key head
 HEAD_DIM = WIDTH // HEADS
 STEPS = 40
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """From each byte, and those before it, the next one."""
+    """Predicts each next byte from those before it in its document."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
