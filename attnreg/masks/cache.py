@@ -70,6 +70,4 @@ def _look(mask: Tensor, sizes: Sizes) -> Structure | str:
     # Kernels of a GPU take longer for sequences of queries or keys alone, whose rows have to be cleared
     # first, than copying what counts takes.
     found = structure_of(read(describe(mask)), (batch, queries, keys), sizes, in_place=mask.is_cpu)
-    if isinstance(found, str):
-        return found
-    return found._replace(parts=tuple(part.to(mask.device) for part in found.parts))
+    return found if isinstance(found, str) else found.to(mask.device)

@@ -25,12 +25,15 @@ from attnreg.errors import AttnregError
 from attnreg.masks.cache import find
 from attnreg.masks.structure import Part, Structure
 from attnreg.selection.sources import REFERENCE
-from attnreg.torchlib.layout import needs_graph_memory
+from attnreg.torchlib.layout import in_large_elements, needs_graph_memory
 from attnreg.torchlib.modes import is_plain
 from attnreg.varlen.front import varlen_attn
 from attnreg.varlen.plans import autocast
 
 LEFT = "left to torch: "
+
+# Whether a row is in one packed call, in several, or in one of them several times.
+APART, OVERLAPPING, REPEATED = "apart", "overlapping", "repeated"
 
 # Kinds of calls with one mask: those of a model's layers.
 MOST_KINDS = 64
@@ -160,10 +163,10 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     query, key, value = call[:3]
     batch, heads, length, _ = query.shape
     parts = structure.parts
-    shared = len(parts) > 1 or parts[0].repeats  # a key may be in several sequences, a query is in one
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    queries = _pieces(flat[0], [part.rows_q for part in parts], False)
-    keys, values = (_pieces(x, [part.rows_k for part in parts], shared) for x in flat[1:])
+    queries = _pieces(flat[0], [part.rows_q for part in parts], APART)
+    overlap = REPEATED if any(part.repeats for part in parts) else OVERLAPPING
+    keys, values = (_pieces(x, [part.rows_k for part in parts], overlap) for x in flat[1:])
     results = [_run(call, *of_part) for of_part in zip(parts, queries, keys, values, strict=True)]
     outs = [result for part, result in zip(parts, results, strict=True) if part.rows_q is None]
     if rest := [(p.rows_q, result) for p, result in zip(parts, results, strict=True) if p.rows_q is not None]:
@@ -181,33 +184,38 @@ def _run(call: SdpaCall, part: Part, query: Tensor, key: Tensor, value: Tensor) 
     return result  # type: ignore[no-any-return]
 
 
-def _pieces(flat: Tensor, rows: list[Tensor | None], shared: bool) -> list[Tensor]:
-    """Return the rows of each packed call; `shared` says whether two may have the same."""
-    if not (given := [one for one in rows if one is not None]):
+def _pieces(flat: Tensor, rows: list[Tensor | None], overlap: str) -> list[Tensor]:
+    """Return the rows of each packed call."""
+    given = {id(one): one for one in rows if one is not None}
+    if not given:
         return [flat] * len(rows)
-    chosen = iter(_Chosen.apply(flat, shared, *given))  # type: ignore[no-untyped-call]
-    return [flat if one is None else next(chosen) for one in rows]
+    chosen = _Chosen.apply(flat, overlap, *given.values())  # type: ignore[no-untyped-call]
+    of_call = dict(zip(given, chosen, strict=True))
+    return [flat if one is None else of_call[id(one)] for one in rows]
 
 
-# Autograd's own backward of `index_select` adds, which takes a CPU longer than the attention itself; and one
-# gradient for all packed calls saves a pass over it for each.
+# Autograd's own backward of `index_select` adds row by row, which takes a CPU longer than attention itself;
+# and one gradient for all packed calls saves a pass over it for each.
 class _Chosen(torch.autograd.Function):
     """Some rows of (B * S, H, D) for each packed call."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, shared: bool, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.shared, ctx.shape = rows, shared, flat.shape
+    def forward(ctx: Any, flat: Tensor, overlap: str, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.overlap, ctx.shape = rows, overlap, flat.shape
         return tuple(flat.index_select(0, one) for one in rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.shared:
+        if ctx.overlap == REPEATED:
             of_all = grads[0].new_zeros(ctx.shape)
             for rows, grad in zip(ctx.rows, grads, strict=True):
                 of_all.index_add_(0, rows, grad)
         else:
-            of_all = _joined(ctx.shape[0], ctx.rows, grads)
+            first = len(grads) if ctx.overlap == APART else 1
+            of_all = _joined(ctx.shape[0], ctx.rows[:first], grads[:first])
+            for rows, grad in zip(ctx.rows[first:], grads[first:], strict=True):
+                _put(of_all, rows, grad + of_all.index_select(0, rows))
         return of_all, *(None for _ in range(1 + len(grads)))
 
 
@@ -229,5 +237,11 @@ def _joined(count: int, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> Tens
     like, is_whole = parts[0], sum(map(len, rows)) == count
     joined = (like.new_empty if is_whole else like.new_zeros)((count, *like.shape[1:]))
     for one, part in zip(rows, parts, strict=True):
-        joined.index_copy_(0, one, part)
+        _put(joined, one, part)
     return joined
+
+
+def _put(to: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write some rows of (rows, H, D)."""
+    to, values = in_large_elements(to, values)
+    to.index_copy_(0, rows, values)

@@ -8,7 +8,7 @@ and last, and whether the mask rebuilt from these three is the mask itself: all 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,10 +45,6 @@ class Part(NamedTuple):
     max_k: int
     window: tuple[int, int]
 
-    def to(self, device: torch.device) -> Part:
-        """Return the same on another device."""
-        return Part(*(x.to(device) if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
-
 
 class Structure(NamedTuple):
     """What a mask was recognised as.
@@ -66,6 +62,19 @@ class Structure(NamedTuple):
     is_causal: bool | None
     shares: tuple[float, float]
     refused: dict[tuple[object, ...], str]
+
+    def to(self, device: torch.device) -> Structure:
+        """Return the same on another device; what two packed calls share is one tensor there, too."""
+        moved: dict[int, Tensor] = {}
+
+        def there(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            if id(one) not in moved:
+                moved[id(one)] = one.to(device)
+            return moved[id(one)]
+
+        return self._replace(parts=tuple(Part(*map(there, part)) for part in self.parts))
 
 
 def describe(mask: Tensor) -> Tensor:
@@ -120,7 +129,7 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
         return "most keys would have to be there more than twice"
     apart = low[1:] > high[:-1]
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
-    made = tuple(one.part(rows, key_rows, sizes, in_place) for one in found)
+    made = _with_shared_keys([one.part(rows, key_rows, sizes, in_place) for one in found])
     shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
     is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
     return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
@@ -177,6 +186,21 @@ def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | Non
     of_k = torch.stack([before_k, begin_k, last_k], -1).flatten()
     is_new = (of_q.diff(prepend=none) > 0) | (of_k.diff(prepend=none) > 0)
     return torch.cat([none, of_q[is_new]]), torch.cat([none, of_k[is_new]])
+
+
+def _with_shared_keys(parts: list[Part]) -> tuple[Part, ...]:
+    """Return packed calls of which those with the same keys have one tensor of them: they are copied once.
+
+    So have the queries before the padding, under a causal mask, and those in it, which see all keys.
+    """
+    found: list[Part] = []
+    for part in parts:
+        rows = part.rows_k
+        if rows is not None:
+            known = (one.rows_k for one in found if one.rows_k is not None)
+            rows = next((one for one in known if torch.equal(one, rows)), rows)
+        found.append(part._replace(rows_k=rows))
+    return tuple(found)
 
 
 def _offsets(counts: Tensor) -> Tensor:

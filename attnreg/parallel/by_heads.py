@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
-from attnreg.parallel.exchange import Pending, copy
+from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Run, on_device, runs, taken
 from attnreg.parallel.stepwise import Options
+from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 

@@ -28,15 +28,15 @@ class Rates:
         link: bytes that a rank receives per second while all do.
         memory: bytes that a rank reads or writes per second.
         latency: seconds that an exchange takes at least.
-        launch: seconds that a call of a kernel takes at least, with what is copied before and after it.
+        launch: seconds that a group of heads, or a step, takes besides: its kernels start, fill and drain.
     """
 
-    flops: float = 600e12
-    cut: float = 0.93
-    link: float = 216e9
+    flops: float = 630e12
+    cut: float = 0.98
+    link: float = 231e9
     memory: float = 2.5e12
-    latency: float = 43e-6
-    launch: float = 120e-6
+    latency: float = 39e-6
+    launch: float = 180e-6
 
     def moving(self, size: float) -> float:
         """Return the seconds that an exchange takes; none where nothing is to be moved."""
@@ -168,7 +168,7 @@ def _all_gather(call: _Call) -> Way:
         together = sum(call.computing[rank]) - call.alone[rank]
         # Keys, queries and results of the second call are copied.
         copied = 2 * totals[rank] + rows * (shape.row_q + shape.row_out) if moving else 0
-        overhead = rates.copying(copied) + rates.launch * (4 if moving else 1)
+        overhead = rates.copying(copied) + rates.launch
         seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
         slowest = max(slowest, seconds)
         memory = max(memory, totals[rank] * (3 if shape.needs_backward else 2) + copied)
@@ -187,8 +187,7 @@ def _ring(call: _Call) -> Way:
             slowest = max(row[(rank - distance) % ranks] for rank, row in enumerate(call.computing))
             # In a backward the gradients of the step before go back meanwhile.
             seconds += max(factor * slowest, (1 if factor == 1.0 else 2) * rates.moving(coming))
-            # A step of several has copies, and merges of results, around its call.
-            seconds += rates.launch * (1 if len(call.distances) == 1 else 2)
+            seconds += rates.launch
             # Merging reads and writes float32 several times.
             seconds += rates.copying(2 * wide * merged) if distance else 0.0
             most = max(most, coming)

@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.parallel.exchange import Pending, copy
+from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Part, Plan, Put, Run, taken
+from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 

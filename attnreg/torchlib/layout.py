@@ -17,6 +17,10 @@ GRAPH_TREES = "torch._inductor.cudagraph_trees"
 INDUCTORS_CODE = frozenset(("torch._inductor.output_code", "torch._inductor.package"))
 
 
+# The largest elements that torch copies; a copy doesn't look at the numbers.
+LARGE = torch.complex128
+
+
 def aligned(x: Tensor, repeats: bool = True) -> bool:
     """Return whether sixteen-byte loads along the head dim can read a tensor.
 
@@ -43,6 +47,28 @@ def readable(x: Tensor, repeats: bool = True) -> Tensor:
     if not aligned(copy, repeats):
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)
     return copy.copy_(x)
+
+
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same shape and dtype, by as large elements as both can be seen in."""
+    to, source = in_large_elements(to, source)
+    to.copy_(source)
+
+
+def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views in elements of sixteen bytes; the tensors themselves where one can't be seen so.
+
+    Where rows don't follow each other, or are chosen by an index, torch copies an element for each thread: on
+    an H100 a third of a tensor's heads take 28 us instead of 51.
+    """
+    return tuple(x.view(LARGE) for x in tensors) if all(map(_is_large, tensors)) else tensors
+
+
+def _is_large(x: Tensor) -> bool:
+    if not x.dim() or x.stride(-1) != 1 or x.data_ptr() % LARGE.itemsize:
+        return False
+    places = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    return all(place * x.element_size() % LARGE.itemsize == 0 for place in places)
 
 
 def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:

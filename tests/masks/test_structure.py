@@ -135,3 +135,15 @@ def test_a_large_mask_is_looked_at_in_pieces_with_the_same_result(monkeypatch):
     whole = describe(mask)
     monkeypatch.setattr("attnreg.masks.structure.MOST_ELEMENTS", 64)
     assert torch.equal(describe(mask), whole)
+
+
+def test_packed_calls_with_the_same_keys_have_one_tensor_of_them_on_any_device():
+    """Where every row of the batch is padded: the queries before the padding see what those in it see."""
+    all_padded = (torch.tensor([3, 6])[:, None] > PLACES)[:, None]
+    one, other = recognised(CAUSAL & all_padded, in_place=False).to(torch.device("cpu")).parts
+    assert one.rows_k is other.rows_k
+    assert one.rows_k.tolist() == [0, 1, 2, 8, 9, 10, 11, 12, 13]
+    moved = recognised(CAUSAL & all_padded, in_place=False).to(torch.device("meta")).parts
+    assert moved[0].rows_k is moved[1].rows_k
+    some = recognised(CAUSAL & COUNTS[:, None], in_place=False).parts  # one has no padding, nor queries in it
+    assert [len(part.rows_k) for part in some] == [11, 3]
