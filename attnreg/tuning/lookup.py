@@ -192,18 +192,19 @@ def _ranked(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _hosts(
-    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shapes: Iterable[str]
+    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shapes: Sequence[str]
 ) -> dict[str, float | None]:
-    """Return the host time of a call through its front for each backend, or None for all if one is missing.
+    """Return the host time of a call through its front for each backend, or None for all if one has none.
 
     All or none, because calling a kernel's function directly takes less, and the compiled call
-    cache less than Python.
+    cache less than Python. A backend that can't run a shape's example, as efficient can't where heads
+    share keys, has the time of the next shape and doesn't keep the others from theirs.
     """
     # Older tables have neither times of calls that autograd doesn't record nor of other shapes.
-    ways = product((True, False) if compiled else (False,), shapes, (recorded, True))
-    for routers, like, way in ways:
-        place = kind.varlen, kind.direction, routers, way, like
-        found = {name: kinds.fronts.get((name, *place)) for name in names}
+    for routers, way in product((True, False) if compiled else (False,), (recorded, True)):
+        place = kind.varlen, kind.direction, routers, way
+        times = {name: [kinds.fronts.get((name, *place, like)) for like in shapes] for name in names}
+        found = {name: next(filter(None, of_shapes), None) for name, of_shapes in times.items()}
         if None not in found.values():
             return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
     return dict.fromkeys(names)

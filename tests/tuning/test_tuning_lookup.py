@@ -177,6 +177,18 @@ def test_the_host_time_of_a_call_is_that_of_its_shape_or_else_of_many_queries():
     assert first(many + long[:1], decoding) == ("a", 20.0 * USUAL_HOST)
 
 
+def test_a_backend_without_a_time_of_a_shape_does_not_keep_the_others_from_theirs():
+    """As one that can't run calls whose heads share keys, by which decoding is measured."""
+    decoding = spec_with(max_q=1, max_k=4096, needs_backward=False)
+    points = [point(decoding, a=took(1.0, 60.0), b=took(1.0, 15.0), c=took(1.0, 15.0))]
+    many = [one._replace(recorded=False) for one in fronts_of("forward", a=20.0, b=30.0, c=40.0)]
+    long = [one._replace(host_us=50.0 - one.host_us, shape=LONG) for one in many[:2]]
+    found = predict(Kinds(points, many + long), decoding, "forward", "t").candidates
+    assert [(one.backend, one.host_us) for one in found] == [
+        (name, pytest.approx(host * USUAL_HOST)) for name, host in (("b", 20.0), ("a", 30.0), ("c", 40.0))
+    ]
+
+
 def test_the_host_time_of_shared_heads_is_their_own_or_else_that_of_such_a_shape_without_them():
     points = [point(a=took(1.0, 60.0), b=took(1.0, 15.0))]
     few = [one._replace(shape=FEW) for one in fronts_of("forward", a=30.0, b=25.0)]
