@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.masks.sequences import Sequences, sequences
+
 Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
 
 # Elements of a mask that are looked at at a time: a few temporary tensors are as large.
 MOST_ELEMENTS = 2**27
-
-# Each is a packed call: with more of them, starting kernels takes longer than the mask.
-MOST_WINDOWS = 8
-
-IRREGULAR = "the keys of one query don't follow from those of the query before"
 
 
 class Part(NamedTuple):
@@ -121,7 +118,7 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
     places = seen.flatten().cumsum(0) - 1
     start = rows // length_q * length_k
     low, high = places[start + first[rows]], places[start + last[rows]]
-    found = _sequences(low, high)
+    found = sequences(low, high)
     if isinstance(found, str):
         return found
     key_rows = seen.flatten().nonzero().flatten()
@@ -129,41 +126,30 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
         return "most keys would have to be there more than twice"
     apart = low[1:] > high[:-1]
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
-    made = _with_shared_keys([one.part(rows, key_rows, sizes, in_place) for one in found])
+    made = _with_shared_keys([_part(one, rows, key_rows, sizes, in_place) for one in found])
     shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
     is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
     return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
 
 
-class _Sequences(NamedTuple):
-    """Sequences of one window: which of the rows are theirs, and of each its queries and its keys."""
-
-    window: tuple[int, int]
-    of_rows: Tensor
-    lengths: Tensor
-    starts: Tensor
-    counts: Tensor
-
-    def part(self, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> Part:
-        """Return the packed call of these."""
-        batch, length_q, length_k = sizes
-        ends = self.counts.cumsum(0)
-        within = torch.arange(int(ends[-1])) - (ends - self.counts).repeat_interleave(self.counts)
-        places = within + self.starts.repeat_interleave(self.counts)
-        repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
-        rows_q, rows_k = rows[self.of_rows], key_rows[places]
-        totals = batch * length_q, batch * length_k
-        if in_place and (
-            offsets := _in_place((rows_q, self.lengths, totals[0]), (rows_k, self.counts, totals[1]))
-        ):
-            of_all_q, of_all_k = offsets
-            longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
-            return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, self.window)
-        cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (self.lengths, self.counts))
-        return Part(
-            _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
-            cu_seq_q, cu_seq_k, int(self.lengths.max()), int(self.counts.max()), self.window,
-        )  # fmt: skip
+def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> Part:
+    """Return the packed call of these."""
+    batch, length_q, length_k = sizes
+    ends = of.counts.cumsum(0)
+    within = torch.arange(int(ends[-1])) - (ends - of.counts).repeat_interleave(of.counts)
+    places = within + of.starts.repeat_interleave(of.counts)
+    repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
+    rows_q, rows_k = rows[of.of_rows], key_rows[places]
+    totals = batch * length_q, batch * length_k
+    if in_place and (offsets := _in_place((rows_q, of.lengths, totals[0]), (rows_k, of.counts, totals[1]))):
+        of_all_q, of_all_k = offsets
+        longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
+        return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, of.window)
+    cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (of.lengths, of.counts))
+    return Part(
+        _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
+        cu_seq_q, cu_seq_k, int(of.lengths.max()), int(of.counts.max()), of.window,
+    )  # fmt: skip
 
 
 def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | None:
@@ -209,83 +195,6 @@ def _offsets(counts: Tensor) -> Tensor:
 
 def _unless_all(rows: Tensor, count: int) -> Tensor | None:
     return None if len(rows) == count and torch.equal(rows, torch.arange(count)) else rows
-
-
-def _sequences(low: Tensor, high: Tensor) -> list[_Sequences] | str:
-    """Return sequences in which query t of n sees what the window leaves of m keys, or why not.
-
-    `low` and `high` are the first and the last key of each query. Both rise within a document.
-    """
-    by_low, by_high = low.diff(), high.diff()
-    joined = low[1:] <= high[:-1]
-    if (joined & (by_low == 1) & (by_high == 0)).any():
-        return _two_sided(low, high, joined)
-    same = (by_low == 0) & (by_high == 0)
-    grows = joined & (by_high == 1) & ((by_low == 0) | (by_low == 1))
-    none = torch.zeros(1, dtype=torch.bool)
-    is_causal = torch.cat([none, grows]) | torch.cat([grows, none])
-    first = ~torch.cat([none, grows | (same & ~is_causal[1:] & ~is_causal[:-1])])
-    starts, number = first.nonzero().flatten(), first.cumsum(0) - 1
-    slides = grows & (by_low == 1)
-    left = int((high - low)[is_causal].max()) if slides.any() else -1
-    expected = low[starts][number]
-    if left >= 0:
-        expected = torch.maximum(expected, high - left)
-    if (low != expected)[is_causal].any():
-        return IRREGULAR
-    lengths = first.nonzero().flatten().diff(append=torch.tensor([len(low)]))
-    counts = high[starts + lengths - 1] - low[starts] + 1
-    causal = is_causal[starts]
-    if causal.any():  # the only query of a sequence sees all of its keys with either
-        causal |= (lengths == 1) & (counts <= (left + 1 if left >= 0 else counts))
-    found = []
-    for window, these in (((left, 0), causal), ((-1, -1), ~causal)):
-        if these.any():
-            of_these = lengths[these], low[starts][these], counts[these]
-            found.append(_Sequences(window, these[number], *of_these))
-    return found
-
-
-def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[_Sequences] | str:
-    """Return the documents of windows that reach to both sides, or why not.
-
-    Aligned bottom-right, the window of a document without its last keys lies further to the right.
-    """
-    first = torch.cat([torch.ones(1, dtype=torch.bool), ~joined])
-    starts, number = first.nonzero().flatten(), first.cumsum(0) - 1
-    lengths = starts.diff(append=torch.tensor([len(low)]))
-    ends = starts + lengths - 1
-    begin, end = low[starts], high[ends]
-    counts = end - begin + 1
-    # Of the key that the window is about: that of the last query is the document's last.
-    shift = end - lengths + 1
-    left = torch.where(low[ends] > begin, end - low[ends], -1)
-    right = torch.where(high[starts] < end, high[starts] - shift, -1)
-    both = torch.stack([left, right], -1)
-    windows = sorted({tuple(one) for one in both.tolist()}, reverse=True)  # the last, of -1, fit others, too
-    if len(windows) > MOST_WINDOWS:
-        return f"it would take {len(windows)} packed calls, each with another window: at most {MOST_WINDOWS}"
-    center = shift[number] + torch.arange(len(low)) - starts[number]
-    unassigned, found = torch.ones(len(starts), dtype=torch.bool), []
-    for reach_left, reach_right in windows:
-        fits = (left == reach_left) | ((left < 0) & (counts <= reach_left + 1))
-        fits &= (right == reach_right) | ((right < 0) & (lengths <= reach_right + 1))
-        these = fits & unassigned
-        unassigned &= ~these
-        if not these.any():
-            continue
-        of_rows = these[number]
-        sees = begin[number], end[number]
-        if reach_left >= 0:
-            sees = torch.maximum(sees[0], center - reach_left), sees[1]
-        if reach_right >= 0:
-            sees = sees[0], torch.minimum(sees[1], center + reach_right)
-        if ((low != sees[0]) | (high != sees[1]))[of_rows].any():
-            return IRREGULAR
-        found.append(
-            _Sequences((reach_left, reach_right), of_rows, lengths[these], begin[these], counts[these])
-        )
-    return found
 
 
 def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool) -> str:
