@@ -31,7 +31,7 @@ from attnreg.bench.report import machine, show_machine
 from benchmarks._spread import ONE, Case, Place, cases, sides, sides_of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -99,30 +99,41 @@ def link(here: Here) -> dict[str, float]:
     return {"bytes_per_second": size * (ranks - 1) / ranks / found["large"], "latency": found["small"]}
 
 
-def measure(here: Here, case: Case, of_case: Iterator[tuple[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """Append a row for each side of a case."""
+def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict[str, Any]]) -> None:
+    """Measure a round of each side of a case: sides take turns, as a GPU is slower when it is hot.
+
+    Each side is opened anew in each round: torch's and attnreg's can't both be in force.
+    """
     for name, open_side in of_case:
-        if here.is_late():
-            rows.append({"case": case.name, "side": name, "error": "left out: the time was up"})
+        row = rows.setdefault(name, {"side": name, "rounds": []})
+        if "error" in row or here.is_late():
             continue
-        row: dict[str, Any] = {"case": case.name, "side": name}
         try:
             with open_side() as step:
                 step()
                 once = here.seconds(step, 1)
-                row["memory"] = here.memory(step)
+                if not row["rounds"]:
+                    row["memory"] = here.memory(step)
                 calls = max(1, min(20, int(0.15 / once)))
-                row["rounds"] = [here.seconds(step, calls, name != ONE) for _ in range(here.options.rounds)]
-                row["seconds"] = statistics.median(row["rounds"])
+                row["rounds"].append(here.seconds(step, calls, name != ONE))
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        rows.append(row)
         if here.device.type == "cuda":
             torch.cuda.empty_cache()
-    one = rows[0].get("seconds", 0.0)
-    for row in rows:
+
+
+def summed_up(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sides of a case with their medians and shares."""
+    for row in rows.values():
+        if row["rounds"] and "error" not in row:
+            row["seconds"] = statistics.median(row["rounds"])
+        elif "error" not in row:
+            row["error"] = "left out: the time was up"
+    one = rows[ONE].get("seconds", 0.0)
+    for row in rows.values():
         if "seconds" in row and row["side"] != ONE:
             row["share"] = one / (dist.get_world_size() * row["seconds"])
+    return [*rows.values()]
 
 
 def chosen(here: Here, case: Case) -> dict[str, Any]:
@@ -154,13 +165,17 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
     all_cases = cases(64 if options.small else 1)
     for case in all_cases:
         found["cases"].append({"name": case.name, "rows": [], "explained": chosen(here, case)})
-    # Torch's ways come last: what the time isn't enough for is theirs.
-    for of_case in (sides,) if options.ours else (sides, sides_of_torch):
-        for case, saved in zip(all_cases, found["cases"], strict=True):
-            measure(here, case, of_case(here.place, case), saved["rows"])
-            if rank == 0:
-                show(case, saved["rows"], here)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    more = (lambda *_: ()) if options.ours else sides_of_torch
+    all_sides = [[*sides(here.place, case), *more(here.place, case)] for case in all_cases]
+    all_rows: list[dict[str, dict[str, Any]]] = [{} for _ in all_cases]
+    for _, (of_case, rows) in itertools.product(range(options.rounds), zip(all_sides, all_rows, strict=True)):
+        measure(here, of_case, rows)
+    for case, saved, rows in zip(all_cases, found["cases"], all_rows, strict=True):
+        saved["rows"] = summed_up(rows)
+        if rank == 0:
+            show(case, saved["rows"], here)
+    if rank == 0:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -193,7 +208,9 @@ def main() -> None:
     parser.add_argument("--backend", help="which computes; FA4 unless given, on a CPU what attnreg chooses")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=200.0, help="begin no further side after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="begin no further measurement after so long"
+    )
     parser.add_argument("--ours", action="store_true", help="leave torch's ways out")
     parser.add_argument("--small", action="store_true", help="short lengths, to try the program")
     options = parser.parse_args()
