@@ -145,7 +145,10 @@ def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place:
         of_all_q, of_all_k = offsets
         longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
         return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, of.window)
-    cu_seq_q, cu_seq_k = (_offsets(x).int() for x in (of.lengths, of.counts))
+    # One tensor where both are the same, as in self-attention without padding.
+    cu_seq_q = cu_seq_k = _offsets(of.lengths).int()
+    if not torch.equal(of.lengths, of.counts):
+        cu_seq_k = _offsets(of.counts).int()
     return Part(
         _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
         cu_seq_q, cu_seq_k, int(of.lengths.max()), int(of.counts.max()), of.window,
