@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from attnreg.explanation import Explanation, explain
     from attnreg.parallel.balance import spread_documents
     from attnreg.parallel.context import ContextParallel, context_parallel
-    from attnreg.parallel.layout import Layout
+    from attnreg.parallel.layout import Layout, Piece
     from attnreg.parallel.ways import explain_context_parallel
     from attnreg.selection.decision import Decision
     from attnreg.settings.config import Settings
@@ -64,7 +64,7 @@ _HOMES = {
     "explanation": "Explanation explain",
     "parallel.balance": "spread_documents",
     "parallel.context": "ContextParallel context_parallel",
-    "parallel.layout": "Layout",
+    "parallel.layout": "Layout Piece",
     "parallel.ways": "explain_context_parallel",
     "selection.decision": "Decision",
     "settings.config": "Settings",
@@ -78,7 +78,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
     "stats", "Stats", "reset_stats", "record",
     "varlen_attn", "varlen_attn_out", "AuxRequest",
-    "context_parallel", "ContextParallel", "Layout", "spread_documents", "explain_context_parallel",
+    "context_parallel", "ContextParallel", "Layout", "Piece", "spread_documents", "explain_context_parallel",
     "Backend", "Kernels", "Call", "Capabilities", "Range",
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError",
