@@ -30,7 +30,7 @@ GRIDS = ("quick", "full")
 
 def tune(
     grid: Annotated[
-        str, options.valued("--grid", "NAME", "quick or full. Default: quick, if no calls are given.")
+        str, options.valued("--grid", "NAME", "quick or full. Without calls: quick, with --budget then full.")
     ] = "",
     q: Annotated[
         list[str],
@@ -91,8 +91,10 @@ def tune(
         if trace and out and trace.exists() and out.exists() and trace.samefile(out):
             raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
         specs = _specs(given, trace, grid, place, backward)
+        is_more = budget and not (grid or given or trace)
+        in_order = _specs(specs, None, "full", place, backward) if is_more else specs
         session = _session(out, place, options.names("--backend", backend), fresh)
-        end, problem = _run(session, specs, began + longest)
+        end, problem = _run(session, specs, in_order, began + longest)
     if as_json:
         output.print_json(_data(session, specs, end))
     else:
@@ -197,8 +199,10 @@ def measure_fronts(session: Session, hurried: bool = False) -> None:
         session.add_fronts(host_costs(session.device, missing, as_used=hurried))
 
 
-def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple[str, str]:
-    """Measure behind a progress bar; return how it ended, and the problem if there is one."""
+def _run(
+    session: Session, specs: list[AttentionSpec], in_order: list[AttentionSpec], deadline: float
+) -> tuple[str, str]:
+    """Measure behind a progress bar, `specs` first; return how it ended, and the problem if there is one."""
     from attnreg.bench.ahead import compile_ahead
     from attnreg.tuning.checks import DeviceLostError
 
@@ -209,14 +213,14 @@ def _run(session: Session, specs: list[AttentionSpec], deadline: float) -> tuple
             compile_ahead(todo, session.entries, deadline - time.monotonic())
             update(description="host time per call")
             measure_fronts(session, hurried=deadline < inf)
-            for spec in session.run(specs, deadline - time.monotonic()):
-                done += 1
-                update(completed=done, description=f"{spec.max_q} x {spec.max_k}, head dim {spec.head_dim}")
+            for done, spec in enumerate(session.run(in_order, deadline - time.monotonic()), 1):
+                what = f"{spec.max_q} x {spec.max_k}, head dim {spec.head_dim}"
+                update(completed=min(done, len(specs)), description=what)
     except KeyboardInterrupt:
         return "interrupted", ""
     except DeviceLostError as error:
         return "stopped", f"{error}; what was measured before is in {session.out}"
-    if done == len(specs):
+    if done >= len(specs):
         return "finished", ""
     nothing = "the time was spent before any call was measured; give --budget more time"
     return "budget spent", "" if session.points else nothing

@@ -55,6 +55,24 @@ def backends(monkeypatch, entry, clock):
 SHAPE = ("--q", "2,32,4,64")
 
 
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ((), {32}),
+        (("--budget", "1h"), {32, 40, 48}),
+        (("--budget", "1h", "--grid", "quick"), {32}),
+        (("--budget", "1h", *SHAPE), {32}),
+    ],
+)
+def test_time_that_the_quick_grid_leaves_goes_to_the_full_one(tune, backends, monkeypatch, options, lengths):
+    grids = {"quick": [SMALL], "full": [spec_with(40), SMALL, spec_with(48)]}
+    monkeypatch.setattr("attnreg.tuning.workload.grid", lambda name, device: grids[name])
+    result = tune(*options, "--json", "--no-backward", "--backend", "slow,fast")
+    found = json.loads(result.stdout)
+    assert {point["max_q"] for point in found["points"]} == lengths
+    assert (found["end"], found["calls"], found["left"]) == ("finished", 1, 0)
+
+
 @pytest.mark.parametrize("variable", ["ATTNREG_CONFIG", "ATTNREG_LOCK"])
 def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeypatch, tmp_path, variable):
     (tmp_path / "settings.toml").write_text('tuned = "table.json"\ndisabled = ["fast"]\n')
