@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnreg.masks.structure import Sizes, Structure, describe, structure_of
@@ -48,7 +49,8 @@ def find(mask: Tensor, sizes: Sizes) -> Structure | str:
     kept = _kept.get(key)
     if kept is not None and kept.owner() is owner:
         return kept.found
-    found = _look(mask, sizes)
+    with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+        found = _look(mask, sizes)
     with _lock:
         for oldest in [*_kept][: max(len(_kept) + 1 - _MOST_KEPT, 0)]:
             _kept.pop(oldest, None)

@@ -110,6 +110,20 @@ def test_a_normal_mask_is_recognised_in_inference_mode_too(seen):
     assert seen() == {"padded keys": 1}
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["in place", "copied"])
+def test_a_mask_that_was_seen_in_inference_mode_first_serves_training(causal, reads):
+    mask = padded(4, 6)
+    if causal:
+        mask = mask & mask.mT & (PLACES[:, None] >= PLACES)
+    with torch.inference_mode():
+        attend(mask)
+    ours, torchs = dense.qkv(), dense.qkv()
+    results = dense.with_gradients(attend(mask, ours), ours)
+    for got, right in zip(results, dense.with_gradients(expected(mask, torchs), torchs), strict=True):
+        torch.testing.assert_close(got, right)
+    assert len(reads) == 1
+
+
 class Seeing(TorchDispatchMode):
     """Keeps the names of the ops it sees."""
 
