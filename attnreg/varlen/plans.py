@@ -75,8 +75,12 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    query, key, value = (x.to(dtype) if _is_cast(x) else x for x in (query, key, value))
     return query, key, value
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64  # which autocast leaves as it is
 
 
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
