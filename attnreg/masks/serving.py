@@ -6,13 +6,11 @@ What isn't recognised is left to torch as it came, and `stats().masks` counts it
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnreg.aten import bypassed
 from attnreg.aten.bypassed import SdpaCall
@@ -23,17 +21,15 @@ from attnreg.dispatch.planning import decide, device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import AttnregError
 from attnreg.masks.cache import find
+from attnreg.masks.rows import chosen, joined
 from attnreg.masks.structure import Part, Structure
 from attnreg.selection.sources import REFERENCE
-from attnreg.torchlib.layout import in_large_elements, needs_graph_memory
+from attnreg.torchlib.layout import needs_graph_memory
 from attnreg.torchlib.modes import is_plain
 from attnreg.varlen.front import varlen_attn
 from attnreg.varlen.plans import autocast
 
 LEFT = "left to torch: "
-
-# Whether a row is in one packed call, in several, or in one of them several times.
-APART, OVERLAPPING, REPEATED = "apart", "overlapping", "repeated"
 
 # Kinds of calls with one mask: those of a model's layers.
 MOST_KINDS = 64
@@ -162,16 +158,15 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     """Run the packed calls of a mask, and return their results in the layout of torch's own."""
     query, key, value = call[:3]
     batch, heads, length, _ = query.shape
-    parts = structure.parts
+    parts, (of_queries, of_keys) = structure.parts, structure.choices
+    differentiable = wants_gradient(query, key, value)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    queries = _pieces(flat[0], [part.rows_q for part in parts], APART)
-    overlap = REPEATED if any(part.repeats for part in parts) else OVERLAPPING
-    keys, values = (_pieces(x, [part.rows_k for part in parts], overlap) for x in flat[1:])
-    results = [_run(call, *of_part) for of_part in zip(parts, queries, keys, values, strict=True)]
+    pieces = zip(*chosen(flat, (of_queries, of_keys, of_keys), differentiable), strict=True)
+    results = [_run(call, part, *mine) for part, mine in zip(parts, pieces, strict=True)]
     outs = [result for part, result in zip(parts, results, strict=True) if part.rows_q is None]
     if rest := [(p.rows_q, result) for p, result in zip(parts, results, strict=True) if p.rows_q is not None]:
         rows, some = zip(*rest, strict=True)
-        outs.append(_Joined.apply(batch * length, rows, *some))  # type: ignore[no-untyped-call]
+        outs.append(joined(batch * length, rows, some, differentiable))
     out = functools.reduce(torch.add, outs)  # a query that isn't in a call is 0 there
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
@@ -182,66 +177,3 @@ def _run(call: SdpaCall, part: Part, query: Tensor, key: Tensor, value: Tensor) 
         window_size=part.window, enable_gqa=True, dropout_p=call.dropout_p,
     )  # fmt: skip
     return result  # type: ignore[no-any-return]
-
-
-def _pieces(flat: Tensor, rows: list[Tensor | None], overlap: str) -> list[Tensor]:
-    """Return the rows of each packed call."""
-    given = {id(one): one for one in rows if one is not None}
-    if not given:
-        return [flat] * len(rows)
-    chosen = _Chosen.apply(flat, overlap, *given.values())  # type: ignore[no-untyped-call]
-    of_call = dict(zip(given, chosen, strict=True))
-    return [flat if one is None else of_call[id(one)] for one in rows]
-
-
-# Autograd's own backward of `index_select` adds row by row, which takes a CPU longer than attention itself;
-# and one gradient for all packed calls saves a pass over it for each.
-class _Chosen(torch.autograd.Function):
-    """Some rows of (B * S, H, D) for each packed call."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, overlap: str, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.overlap, ctx.shape = rows, overlap, flat.shape
-        return tuple(flat.index_select(0, one) for one in rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.overlap == REPEATED:
-            of_all = grads[0].new_zeros(ctx.shape)
-            for rows, grad in zip(ctx.rows, grads, strict=True):
-                of_all.index_add_(0, rows, grad)
-        else:
-            first = len(grads) if ctx.overlap == APART else 1
-            of_all = _joined(ctx.shape[0], ctx.rows[:first], grads[:first])
-            for rows, grad in zip(ctx.rows[first:], grads[first:], strict=True):
-                _put(of_all, rows, grad + of_all.index_select(0, rows))
-        return of_all, *(None for _ in range(1 + len(grads)))
-
-
-class _Joined(torch.autograd.Function):
-    """The results of some rows each, put in their places; 0 for a query that sees no key."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, rows: tuple[Tensor, ...], *results: Tensor) -> Tensor:
-        ctx.rows = rows
-        return _joined(count, rows, results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(grad.index_select(0, rows) for rows in ctx.rows)
-
-
-def _joined(count: int, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    like, is_whole = parts[0], sum(map(len, rows)) == count
-    joined = (like.new_empty if is_whole else like.new_zeros)((count, *like.shape[1:]))
-    for one, part in zip(rows, parts, strict=True):
-        _put(joined, one, part)
-    return joined
-
-
-def _put(to: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write some rows of (rows, H, D)."""
-    to, values = in_large_elements(to, values)
-    to.index_copy_(0, rows, values)

@@ -8,11 +8,14 @@ and last, and whether the mask rebuilt from these three is the mask itself: all 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnreg.masks.rows import APART, OVERLAPPING, REPEATED, Choice
 from attnreg.masks.sequences import Sequences, sequences
 
 Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
@@ -43,7 +46,8 @@ class Part(NamedTuple):
     window: tuple[int, int]
 
 
-class Structure(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Structure:
     """What a mask was recognised as.
 
     Attributes:
@@ -71,7 +75,14 @@ class Structure(NamedTuple):
                 moved[id(one)] = one.to(device)
             return moved[id(one)]
 
-        return self._replace(parts=tuple(Part(*map(there, part)) for part in self.parts))
+        return replace(self, parts=tuple(Part(*map(there, part)) for part in self.parts))
+
+    @cached_property
+    def choices(self) -> tuple[Choice, Choice]:
+        """Which queries and which keys each packed call takes."""
+        overlap = REPEATED if any(part.repeats for part in self.parts) else OVERLAPPING
+        queries = Choice.of([part.rows_q for part in self.parts], APART)
+        return queries, Choice.of([part.rows_k for part in self.parts], overlap)
 
 
 def describe(mask: Tensor) -> Tensor:
