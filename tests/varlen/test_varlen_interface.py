@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.attention.varlen as torch_varlen
 from support import truth
 from support.packed_calls import (
@@ -103,6 +104,15 @@ def test_autocast_casts_as_it_does_for_scaled_dot_product_attention(front, packe
     truth.assert_near(out, truth.varlen(*given[:5])[0])
     out.float().sum().backward()
     assert given[0].grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_as_it_does_for_scaled_dot_product_attention(front, packed):
+    given = packed((3, 4), dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dense = F.scaled_dot_product_attention(*given[:3])
+        out = attnreg.varlen_attn(*given)
+    assert out.dtype == dense.dtype == torch.float64
+    truth.assert_near(out, truth.varlen(*given[:5])[0])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
