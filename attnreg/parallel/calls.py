@@ -89,6 +89,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
         raise InvalidInputError(
             f"query, key, value: got {got}, expected heads, head dims and dtypes to match"
         )
+    if len({x.device for x in (query, key, value)}) > 1:
+        got = f"query on {query.device}, key on {key.device}, value on {value.device}"
+        raise InvalidInputError(f"device: got {got}, expected one device")
     if given.sinks is not None:
         check_sinks(query, given.sinks)
 

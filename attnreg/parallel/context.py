@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
-from attnreg.errors import AttnregError, InvalidInputError
+from attnreg.errors import AttnregError, InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import agree
 from attnreg.parallel.balance import spread_documents
 from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
@@ -33,10 +33,13 @@ from attnreg.parallel.parts import on_device, prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.parallel.ways import choose
-from attnreg.varlen import front
-from attnreg.varlen.plans import autocast
+from attnreg.torchlib.modes import is_transformed
+from attnreg.varlen import front, plans
 
 __all__ = ["ContextParallel", "context_parallel"]
+
+# So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
+MOST_OFFSETS = 16
 
 
 def context_parallel(
@@ -66,6 +69,10 @@ def context_parallel(
             raise InvalidInputError(f"group: got a mesh of dimensions {names}, expected one, as mesh['cp']")
         group = group.get_group()
     ranks = dist.get_world_size(group)
+    if ranks < 1:
+        raise InvalidInputError(
+            "group: got one that this process isn't in, expected one that it is a rank of"
+        )
     layout = batch
     if not isinstance(layout, Layout):
         layout = spread_documents(layout, ranks, how, is_causal=is_causal)
@@ -131,7 +138,8 @@ class ContextParallel:
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the position of each of this rank's tokens in its document, for rotary embeddings."""
-        return self._on("positions", device, lambda: self.layout.positions(self.rank))
+        # A copy, as programs write to it: adding an offset to all is one operation.
+        return self._on("positions", device, lambda: self.layout.positions(self.rank)).clone()
 
     def cu_seq(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the offsets of the whole batch, int32, as `varlen_attn` takes them."""
@@ -177,13 +185,18 @@ class ContextParallel:
             RanksDifferError: on every rank, if ranks make different calls.
             InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call.
         """
+        if is_transformed():  # where other ranks can't be asked, either
+            raise UnsupportedInputError(
+                "group: got a call in a function transform or in forward-mode AD, expected one outside: "
+                "calls spread over ranks have a backward alone"
+            )
         kind, problem, given = None, None, Arguments(**arguments)
         try:
             check_refused(refused)
             check_tensors(query, key, value, given, self.layout.rows[self.rank])
             for name, tensor in offsets.items():
                 self._check_offsets(name, tensor)
-            query, key, value = autocast(query, key, value)
+            query, key, value = plans.autocast(query, key, value)
             kind = kind_of(query, key, value, given, self.longest)
             method = self._agreed.get(kind) or self._choose(kind, query.device)
             mine = {} if kind in self._agreed else texts(self.layout, kind, query.device, method, None)
@@ -236,8 +249,10 @@ class ContextParallel:
         return self._made[what]
 
     def _check_offsets(self, name: str, offsets: Tensor | None) -> None:
+        plans.check_tensors(**{name: offsets})
         version = None if offsets is None or offsets.is_inference() else offsets._version
         if not any(known is offsets and seen == version for known, seen in self._known_offsets):
             check_offsets(name, offsets, self.layout)
             if offsets is not None and version is not None:
                 self._known_offsets.append((offsets, version))
+                del self._known_offsets[:-MOST_OFFSETS]

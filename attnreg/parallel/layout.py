@@ -39,13 +39,15 @@ class Layout:
     pieces: tuple[tuple[Piece, ...], ...]
 
     def __post_init__(self) -> None:
+        checked_offsets(self.cu_seq, len(self.pieces))
         pieces = sorted(itertools.chain.from_iterable(self.pieces), key=operator.itemgetter(1))
-        reached = 0
+        reached, documents = 0, range(len(self.cu_seq) - 1)
         for piece in pieces:
             document, begin, end = piece
             if begin != reached or end <= begin:
                 raise InvalidInputError(f"pieces: got {piece} after row {reached}, expected each row once")
-            if not (self.cu_seq[document] <= begin and end <= self.cu_seq[document + 1]):
+            is_there = document in documents and self.cu_seq[document] <= begin
+            if not (is_there and end <= self.cu_seq[document + 1]):
                 raise InvalidInputError(f"pieces: got {piece}, expected rows of one document")
             reached = end
         if reached != self.tokens:

@@ -89,11 +89,17 @@ def test_balanced_counts_what_tokens_cost_outside_of_attention():
         ([[Piece(0, 0, 4)], []], "got rows up to 4, expected all 8"),
         ([[Piece(0, 0, 4)], [Piece(1, 3, 8)]], "expected each row once"),
         ([[Piece(0, 0, 8)], []], "expected rows of one document"),
+        ([[Piece(0, 0, 4), Piece(5, 4, 8)], []], "expected rows of one document"),
     ],
 )
 def test_a_layout_that_loses_or_repeats_a_row_is_refused(pieces, said):
     with pytest.raises(InvalidInputError, match=said):
         Layout((0, 4, 8), tuple(map(tuple, pieces)))
+
+
+def test_a_layout_whose_offsets_decrease_is_refused():
+    with pytest.raises(InvalidInputError, match="none less than before"):
+        Layout((0, 5, 3, 8), ((Piece(0, 0, 5),), (Piece(2, 5, 8),)))
 
 
 @pytest.mark.parametrize("cu_seq", [[1, 4], [0, 4, 3], [], ["a"], [0, 1.5]])

@@ -226,6 +226,18 @@ def without_gradients(mode):
     return float((out - spread.shard(_attend(spread, whole))).abs().max())
 
 
+def in_a_long_run(calls):
+    """Return how many offsets are kept after calls with new ones, and whether positions are still right."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    _, inputs = _inputs(spread)
+    positions = spread.positions().clone()
+    for _ in range(calls):
+        ends = torch.tensor([0, 7, 20], dtype=torch.int32)
+        attnreg.varlen_attn(*inputs, ends, ends, 13, 13, group=spread)
+        spread.positions().add_(1)
+    return len(spread._known_offsets), torch.equal(spread.positions(), positions)
+
+
 def under_autocast():
     """Return the dtypes of a spread call's output and gradients under autocast."""
     spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag")
@@ -240,14 +252,22 @@ def refusals():
     spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
     whole, inputs = _inputs(spread)
     ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    others = groups[dist.get_rank() - 1]
     grid = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
     wrong = {
         "mesh": lambda: attnreg.context_parallel(grid, [0, 20]),
+        "no rank": lambda: attnreg.context_parallel(others, [0, 7, 20]),
         "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
         "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
         "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
         "rows": lambda: _attend(spread, whole, group=spread),
         "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
+        "list": lambda: attnreg.varlen_attn(*inputs, [0, 7, 20], [0, 7, 20], 13, 13, group=spread),
+        "device": lambda: _attend(spread, [inputs[0], inputs[1].to("meta"), inputs[2]], group=spread),
+        "transform": lambda: torch.func.grad(lambda x: _attend(spread, [x] * 3, group=spread).sum())(
+            inputs[0]
+        ),
         "dropout": lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
         "heads": lambda: _attend(spread, [inputs[0], *(x[:, :2] for x in inputs[1:])], group=spread),
         "shard": lambda: spread.shard(torch.zeros(3)),

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.nn.attention.varlen as torch_varlen
+import torch.nn.functional as F
 from support import truth
 from support.packed_calls import (
     CAUSAL,
