@@ -8,7 +8,7 @@ Where there are fewer key heads than ranks, each is sent to all ranks that use i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from attnreg.contract.backend import Call
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Run, on_device, runs, taken
-from attnreg.parallel.stepwise import Options
+from attnreg.parallel.stepwise import Options, without_values
 from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
@@ -114,6 +114,15 @@ class Work(NamedTuple):
         lengths = batch.cu_seq, batch.cu_seq, batch.longest, batch.longest
         return call_of(query, lengths, options.scale, self.window, softcap=options.softcap)
 
+    def calls(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
+        """Yield what its kernels are called with, with tensors of these shapes but without values."""
+        rows = sum(self.batch.rows)
+        shares = (query, self.ranks), *((x, min(self.ranks, x.shape[1])) for x in (key, value))
+        query, key, value = (without_values(x, rows, share) for x, share in shares)
+        yield query, key, value, self.call(query)
+
     def send(self, tensors: Sequence[Tensor], groups: int, number: int) -> Pending:
         """Send a group's heads of this rank's tokens, (T, H, D), to the ranks that compute them."""
         parts = [self._of_group(x, groups, number) for x in tensors]
@@ -170,7 +179,7 @@ class AttentionByHeads(torch.autograd.Function):
         for pending in coming:
             tensors: Any = tuple(work.came(pending, sizes))
             part, part_lse, *_ = run_forward(
-                tensors, work.call(tensors[0]), work.options.choice, any(ctx.needs_input_grad)
+                tensors, work.call(tensors[0]), work.options.choice, work.options.needs_backward
             )
             kept += [*tensors, part, part_lse]
             back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)])

@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnreg.contract.spec import AttentionSpec, canonical_dtype
+from attnreg.contract.backend import Call
+from attnreg.contract.spec import AttentionSpec, Direction, canonical_dtype
 from attnreg.contract.validation import check_scale, checked_softcap
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import bounds, wants_gradient
-from attnreg.dispatch.planning import device_of
+from attnreg.dispatch.planning import decide, device_of, spec_of
 from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.explanation import explain
 from attnreg.parallel.estimates import Shape
 from attnreg.parallel.layout import Layout
+from attnreg.parallel.stepwise import Options
+from attnreg.selection.render import refuse
 from attnreg.varlen.plans import check_sinks, window
 
 
@@ -96,6 +99,22 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
         check_sinks(query, given.sinks)
 
 
+def check_kernels(calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options: Options) -> None:
+    """Raise `UnsupportedInputError` if no backend can run one of this rank's calls.
+
+    Later it would be too late: ranks whose calls can all run, or that have none, would wait for this one.
+    """
+    now, choice = state(), options.choice
+    policy = now.policy.with_first(None if choice is None else choice.preference)
+    directions: tuple[Direction, ...] = ("backward", "forward") if options.needs_backward else ("forward",)
+    for query, key, value, call in calls:
+        spec = spec_of(query, key, value, call, options.needs_backward)
+        for direction in directions:
+            decision = decide(spec, direction, now.entries, policy)
+            if decision.backend is None:
+                refuse(spec, decision)
+
+
 def check_refused(refused: dict[str, object]) -> None:
     """Refuse options that no way takes."""
     for name, got in refused.items():
@@ -123,7 +142,8 @@ def texts(
     found = {
         "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
         "layouts": f"{short(layout.rows)} rows ({_digest(layout.pieces)})",
-        "arguments": "none that is wrong" if problem is None else str(problem),
+        # The first line alone: further ones may be of this rank's rows.
+        "arguments": "none that is wrong" if problem is None else str(problem).partition("\n")[0],
     }
     if kind is None:
         return found

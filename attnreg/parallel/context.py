@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
-from attnreg.errors import AttnregError, InvalidInputError, UnsupportedInputError
+from attnreg.errors import AttnregError, InvalidInputError, RanksDifferError, UnsupportedInputError
 from attnreg.parallel.agreement import agree
 from attnreg.parallel.balance import spread_documents
 from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
@@ -21,6 +21,7 @@ from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
     Kind,
+    check_kernels,
     check_offsets,
     check_refused,
     check_tensors,
@@ -197,32 +198,36 @@ class ContextParallel:
             for name, tensor in offsets.items():
                 self._check_offsets(name, tensor)
             query, key, value = plans.autocast(query, key, value)
-            kind = kind_of(query, key, value, given, self.longest)
+            kind, mine = kind_of(query, key, value, given, self.longest), {}
             method = self._agreed.get(kind) or self._choose(kind, query.device)
-            mine = {} if kind in self._agreed else texts(self.layout, kind, query.device, method, None)
+            work = self._work(method, kind, given, query.device)
+            if kind not in self._agreed:
+                check_kernels(work.calls(query, key, value), work.options)
+                mine = texts(self.layout, kind, query.device, method, None)
         except AttnregError as error:
-            problem = error
-            mine = texts(self.layout, None, torch.device("cpu"), "", problem)
+            problem, mine = error, texts(self.layout, None, torch.device("cpu"), "", error)
         if mine:
-            agree(self.group, mine)
+            try:
+                agree(self.group, mine)
+            except RanksDifferError as error:
+                raise error from problem
         if problem is not None or kind is None:
             raise problem or AssertionError
         self._agreed[kind] = method
-        choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
-        options = Options(kind.scale, kind.softcap, choice)
-        plan = self._plan(method, kind.window, query.device)
-        apply: Any = StepwiseAttention.apply
-        work: Any = Work(plan, self.group, options) if method != ALL_TO_ALL else None
-        if method == ALL_TO_ALL:
-            with_lse = given.with_lse or given.sinks is not None
-            apply, work = (
-                AttentionByHeads.apply,
-                WorkByHeads(plan, kind.window, self.group, options, with_lse),
-            )
-        out, lse = apply(query, key, value, work)
+        way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
+        out, lse = way.apply(query, key, value, work)
         if given.sinks is not None:
             out, lse = front.with_sinks(out, lse, given.sinks)
         return out, lse if given.with_lse else None
+
+    def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
+        choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
+        options = Options(kind.scale, kind.softcap, choice, kind.shape.needs_backward)
+        plan = self._plan(method, kind.window, device)
+        if method != ALL_TO_ALL:
+            return Work(plan, self.group, options)
+        with_lse = given.with_lse or given.sinks is not None
+        return WorkByHeads(plan, kind.window, self.group, options, with_lse)
 
     def _choose(self, kind: Kind, device: torch.device) -> str:
         memory = self._memory

@@ -7,7 +7,7 @@ receives them once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class Options(NamedTuple):
     scale: float | None
     softcap: float
     choice: ScopedChoice | None
+    needs_backward: bool
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,22 @@ class Work:
     def call(self, query: Tensor, part: Part) -> Call:
         """Return the contract's call of a part, whose queries `query` are."""
         lengths = part.cu_q, part.cu_k, part.max_q, part.max_k
-        scale, softcap, _ = self.options
-        return call_of(query, lengths, scale, part.window, softcap=softcap)
+        return call_of(query, lengths, self.options.scale, part.window, softcap=self.options.softcap)
+
+    def calls(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
+        """Yield what its kernels are called with, with tensors of these shapes but without values."""
+        for part in (part for step in self.plan.steps for part in step.parts):
+            rows_q, rows_k = (sum(end - begin for _, begin, end in x) for x in (part.queries, part.keys))
+            rows = without_values(query, rows_q)
+            others = without_values(key, rows_k), without_values(value, rows_k)
+            yield rows, *others, self.call(rows, part)
+
+
+def without_values(like: Tensor, rows: int, divisor: int = 1) -> Tensor:
+    """Return a tensor of so many rows and, of the heads, a share, that takes no memory."""
+    return like.new_empty(1).expand(rows, like.shape[1] // divisor, like.shape[2])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -127,7 +142,7 @@ class StepwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        out, lse, kept = _forward(query, key, value, work, any(ctx.needs_input_grad))
+        out, lse, kept = _forward(query, key, value, work)
         ctx.save_for_backward(query, key, value, out, lse, *kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -142,9 +157,7 @@ class StepwiseAttention(torch.autograd.Function):
         return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work), None
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, work: Work, needs_backward: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
     plan, wide = work.plan, _wide(query.dtype)
     dtype = wide if plan.is_long else query.dtype
@@ -159,7 +172,7 @@ def _forward(
                 kept += [key_now, value_now]
             inputs = taken({0: query}, part.queries), key_now, value_now
             call = work.call(inputs[0], part)
-            out, lse, *_ = run_forward(inputs, call, work.options.choice, needs_backward)
+            out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
             for put in part.outs:
                 _put(outs, lses, put, out, lse.mT.to(wide))
     return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept

@@ -116,6 +116,28 @@ def test_a_call_that_is_wrong_on_every_rank_is_an_error_on_every_rank(ranks):
     assert all("method: got 'rings', expected one of" in one and "ring" in one for one in said)
 
 
+@by_each_method
+def test_a_call_that_some_ranks_have_no_kernel_for_is_an_error_on_every_rank(ranks, method):
+    """Ranks without tokens call no kernel; they would go on and wait for the others for ever."""
+    said = ranks.run(work.where_kernels_are_few, method, causal=False, backward=True)
+    if method == "all_to_all":  # all ranks compute all tokens
+        assert all(one.startswith("UnsupportedInputError: no attention backend can run this") for one in said)
+        return
+    last = len(ranks) - 1
+    assert len(set(said)) == 1
+    assert f"none that is wrong, rank {last} has no attention backend can run this" in said[0]
+    assert said[0].startswith("RanksDifferError")
+
+
+@by_each_method
+def test_a_backend_without_a_backward_serves_where_no_gradient_is_recorded(ranks, method):
+    options = {"causal": True, "backward": False}
+    shapes = ranks.run(work.where_kernels_are_few, method, mode=torch.no_grad, **options)
+    assert shapes == [(0, 2 * len(ranks), 8)] * (len(ranks) - 1) + [(12, 2 * len(ranks), 8)]
+    said = ranks.run(work.where_kernels_are_few, method, **options)
+    assert ["no attention backend can run this" in one for one in said] == [True] * len(ranks)
+
+
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     started = work.Ranks(2, tmp_path / "store", patience=4.0)
     started.kill(1)

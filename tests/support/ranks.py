@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from support import truth
 
 import attnreg
+from attnreg.backends import math
 from attnreg.parallel import by_heads, parts
 
 PATIENCE = 60.0  # seconds after which a call hangs
@@ -236,6 +237,26 @@ def in_a_long_run(calls):
         attnreg.varlen_attn(*inputs, ends, ends, 13, 13, group=spread)
         spread.positions().add_(1)
     return len(spread._known_offsets), torch.equal(spread.positions(), positions)
+
+
+def where_kernels_are_few(method, *, causal, backward, mode=contextlib.nullcontext):
+    """Return what a causal call of which one rank has all tokens says, on a backend with few kernels."""
+    ends, count = (0, 5, 12), dist.get_world_size()
+    pieces = *(() for _ in range(count - 1)), (attnreg.Piece(0, 0, 5), attnreg.Piece(1, 5, 12))
+    spread = attnreg.context_parallel(dist.group.WORLD, attnreg.Layout(ends, pieces), method=method)
+    inputs = [x.requires_grad_() for x in _inputs(spread, heads=2 * count)[1]]
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",), varlen=True, causal=causal)
+    kernels = math.BACKEND.load()
+    if not backward:
+        kernels = attnreg.Kernels(kernels.forward, None)
+    few = attnreg.Backend(
+        name="few", forward=limits, backward=limits if backward else None, load=lambda: kernels
+    )
+    with attnreg.register_backend(few), mode():
+        try:
+            return tuple(_attend(spread, inputs, group=spread, backend="few").shape)
+        except attnreg.AttnregError as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def under_autocast():
