@@ -68,6 +68,8 @@ def recognised(call: SdpaCall) -> Structure | str | None:
     query, key, value, mask = call[:4]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
+    if query.is_nested or key.is_nested or value.is_nested:
+        return None  # those of the strided layout have no shape to compare
     if not is_plain(query, key, value, mask):
         return "dispatch modes, subclasses or function transforms have to see it"
     if call.is_causal or not _fits(call, mask):

@@ -182,6 +182,14 @@ def test_a_mask_for_each_head_is_torchs(seen):
 
 
 @pytest.mark.usefixtures("recognise")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_with_a_mask_are_torchs_error():
+    nested = torch.nested.nested_tensor([torch.randn(4, 6, 8), torch.randn(4, 6, 8)])
+    with pytest.raises(RuntimeError, match="Nested tensors for query / key are not supported"):
+        F.scaled_dot_product_attention(nested, nested, nested, attn_mask=PADDED)
+
+
+@pytest.mark.usefixtures("recognise")
 @pytest.mark.parametrize(
     "arguments",
     [
