@@ -154,7 +154,9 @@ def _to_op(lse: Tensor, call: Call) -> Tensor:
         return F.pad(lse, (0, -lse.shape[-1] % LSE_STEP), value=torch.inf)
     starts, ends = call.cu_seqlens_q[:-1, None], call.cu_seqlens_q[1:, None]
     places = starts + torch.arange(_rounded(call.max_q), device=lse.device)
-    rows = lse[:, places.clamp(max=max(lse.shape[1] - 1, 0))].transpose(0, 1)
+    if not lse.shape[1]:  # no token, but room for some
+        return lse.new_full((places.shape[0], lse.shape[0], places.shape[1]), torch.inf)
+    rows = lse[:, places.clamp(max=lse.shape[1] - 1)].transpose(0, 1)
     return rows.masked_fill((places >= ends)[:, None], torch.inf).contiguous()
 
 
