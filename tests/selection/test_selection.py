@@ -243,7 +243,7 @@ def test_with_dropout_the_reasons_of_both_directions_are_listed_each_once(known,
     )
     assert decision.rejected["a"] == (
         "dtype must be float16, got float32",
-        "query and key must have as many heads, got 4 and 2",
+        "query and key must have the same number of heads, got 4 and 2",
         "backward: dropout_p must be 0, got 0.5",
     )
 
