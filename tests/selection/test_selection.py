@@ -198,7 +198,7 @@ def test_an_exclusive_preference_is_refused_rather_than_replaced(decide):
 # Strict
 
 
-STRICT_ERROR = "no backend of asks for a can run it, and ATTNREG_STRICT makes that an error"
+STRICT_ERROR = "no backend of asks for a can run it, and strict (ATTNREG_STRICT) makes that an error"
 
 
 @pytest.mark.parametrize(
