@@ -320,8 +320,8 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     start = lines.index(f"  predicted by {TABLE}, in eager mode")
     assert "  third   could run it, but failed: RuntimeError: no" in lines
     assert lines[start + 1 : start + 6] == [
-        "    second  10.0 µs (first call 0 s), with the other direction 20.0 µs",
-        "    first   32.5 µs (first call 0.25 s), with the other direction 39.5 µs",
+        "    second  10.0 µs (first call 0 s), forward + backward 20.0 µs",
+        "    first   32.5 µs (first call 0.25 s), forward + backward 39.5 µs",
         "    third   failed: RuntimeError: no",
         "    math    not measured",
         "    from B 2, 256 x 256, H 4, this very call",
