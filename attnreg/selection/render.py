@@ -82,5 +82,8 @@ def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) 
     for point in prediction.points:
         near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
         yield f"    from {point.size}, {near}"
+    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    if decision.source == prediction.table and able and able[0].backend != decision.backend:
+        yield f"    {able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
     for note in prediction.notes:
         yield f"    {note}"

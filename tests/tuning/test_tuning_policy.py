@@ -356,6 +356,17 @@ def test_explain_says_from_how_far_away_a_prediction_comes(here, changes, line):
     assert f"    {line}" in str(attnreg.explain(spec_with(**changes))).splitlines()
 
 
+@pytest.mark.parametrize(("second", "is_said"), [(99.0, True), (90.0, False)])
+def test_explain_says_why_the_fastest_predicted_is_not_chosen_where_its_lead_is_too_small(
+    here, second, is_said
+):
+    attnreg.configure(here(first=100.0, second=second))
+    found = attnreg.explain(spec_with())
+    line = "    second's lead may be chance: first comes before it by default"
+    assert found.backend == ("first" if is_said else "second")
+    assert (line in str(found).splitlines()) == is_said
+
+
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):
     attnreg.configure(here(first=took(5.0, 50.0), second=took(10.0, 10.0)))
     assert decided()[0] == "second"
