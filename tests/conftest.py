@@ -47,6 +47,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.disable()  # until the tests are collected, of which it would take a quarter of the time
     offsets.TRUSTED = config.getoption("--trust-offsets")
     # The first use of a name of attnreg would obey the variables of the test that it is in.
     _autoload.asked = True
@@ -145,6 +146,7 @@ def pytest_collection_finish():
     """Take torch's modules and the tests out of garbage collections, which take half a second else."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
