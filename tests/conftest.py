@@ -143,10 +143,16 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
 
 
 def pytest_collection_finish():
-    """Take torch's modules and the tests out of garbage collections, which take half a second else."""
+    """Take torch's modules and the tests out of garbage collections, which take half a second else.
+
+    And the folders of the tests off the path: each new registry would look in all of them for kernel packages.
+    """
+    here = Path(__file__).parent
+    sys.path[:] = [place for place in sys.path if here not in Path(place).parents]
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 20, 20)  # tests that are about garbage collect it
 
 
 @pytest.hookimpl(trylast=True)

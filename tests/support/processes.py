@@ -52,6 +52,7 @@ def run(code):
     os._exit(status)
 
 gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 for line in sys.stdin:
     waits, code, arguments, environ, folder, files = json.loads(line)
     if not (child := os.fork()):
