@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import references
 
 import attnreg
 from attnreg import _autoload, _registry, aten
@@ -29,6 +30,7 @@ from attnreg.backends.cudnn import rounding
 from attnreg.contract import discovery, offsets
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
+from attnreg.measure import rule
 from attnreg.selection import adaptive, policy
 from attnreg.torchlib import building, caches, libraries
 from attnreg.torchlib.layout import GRAPH_TREES
@@ -304,6 +306,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def references_once(monkeypatch):
+    """Have tests of the same values share their references."""
+    monkeypatch.setattr(rule, "attention", references.attention)
 
 
 @pytest.fixture
