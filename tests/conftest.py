@@ -147,7 +147,7 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
 def pytest_collection_finish():
     """Take torch's modules and the tests out of garbage collections, which take half a second else.
 
-    And the folders of the tests off the path: each new registry would look in all of them for kernel packages.
+    And the folders of the tests off the path: each new registry would look for packages in all of them.
     """
     here = Path(__file__).parent
     sys.path[:] = [place for place in sys.path if here not in Path(place).parents]
