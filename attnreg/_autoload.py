@@ -66,7 +66,7 @@ def activate() -> None:
         if os.environ.get(_TRANSFORMERS, "").strip():
             _install_behind_transformers()
     except ConfigError as error:
-        _warn(f"attnreg: {error}\nEvery attention call that this would have governed will raise it.")
+        _warn(f"attnreg: {error}\nAttention calls to which this applies will raise it as an error.")
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import references
 
 import attnreg
 from attnreg import _autoload, _registry, aten
@@ -29,6 +30,7 @@ from attnreg.backends.cudnn import rounding
 from attnreg.contract import discovery, offsets
 from attnreg.dispatch import call_cache, counters, scope, trace
 from attnreg.errors import BuildError
+from attnreg.measure import rule
 from attnreg.selection import adaptive, policy
 from attnreg.torchlib import building, caches, libraries
 from attnreg.torchlib.layout import GRAPH_TREES
@@ -47,6 +49,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.disable()  # until the tests are collected, of which it would take a quarter of the time
     offsets.TRUSTED = config.getoption("--trust-offsets")
     # The first use of a name of attnreg would obey the variables of the test that it is in.
     _autoload.asked = True
@@ -142,9 +145,16 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
 
 
 def pytest_collection_finish():
-    """Take torch's modules and the tests out of garbage collections, which take half a second else."""
+    """Take torch's modules and the tests out of garbage collections, which take half a second else.
+
+    And the folders of the tests off the path: each new registry would look for packages in all of them.
+    """
+    here = Path(__file__).parent
+    sys.path[:] = [place for place in sys.path if here not in Path(place).parents]
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(50_000, 20, 20)  # tests that are about garbage collect it
 
 
 @pytest.hookimpl(trylast=True)
@@ -296,6 +306,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def references_once(monkeypatch):
+    """Have tests of the same values share their references."""
+    monkeypatch.setattr(rule, "attention", references.attention)
 
 
 @pytest.fixture

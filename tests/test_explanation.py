@@ -332,8 +332,8 @@ def test_that_varlen_attn_obeys_no_sdpa_kernel_has_a_note(routers, packed, ran):
     attnreg.install()
     given = packed([3, 4], grad=False)
     note = (
-        "attnreg.varlen_attn doesn't ask what sdpa_kernel allows, as torch's own varlen_attn does from torch "
-        "2.15 on: backend= or use_backend chooses"
+        "sdpa_kernel has no effect on attnreg.varlen_attn (torch's own obeys it from torch 2.15 on): choose "
+        "by backend= or use_backend"
     )
     assert note not in explain(*given).notes
     with sdpa_kernel(SDPBackend.MATH), attnreg.use_backend("cpu"):
@@ -414,7 +414,7 @@ def test_the_error_of_a_refused_call_says_what_explain_says(known, fake, packed)
         attnreg.varlen_attn(*inputs, True, **options)
     explanation = explain(*inputs, True, **options)
     assert explanation.rejected["narrow"] == (
-        "query and key must have as many heads, got 4 and 2",
+        "query and key must have the same number of heads, got 4 and 2",
         "is_causal must be False, got True",
     )
     assert error.value.rejected == explanation.rejected

@@ -217,8 +217,8 @@ def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
     asked = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
     if policy_now.strict and asked:
         raise UnsupportedInputError(
-            f"{SDPA} sends this call to {found.kernel}, which isn't routed, so that no backend of "
-            f"{asked[0].source} sees it, and {policy_now.strict} makes that an error: {found.reason}"
+            f"{SDPA} sends this call to {found.kernel}, so that no backend of {asked[0].source} sees it, and "
+            f"strict ({policy_now.strict}) makes that an error: {found.reason}"
         )
 
 

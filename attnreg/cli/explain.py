@@ -66,7 +66,7 @@ def explain(
 ) -> None:
     """Say which backend would run a call, and why.
 
-    Every other backend is listed: it could run the call, or the reasons against. Nothing is run, so the
+    Says of every other backend, too, whether it could run the call, or why not. Nothing is run, so the
     device may be one that this machine doesn't have.
 
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal

@@ -42,7 +42,7 @@ def verify(
             "--dtype",
             "DTYPES",
             "One or several with commas. Default: the first of bf16, fp16, fp32 and fp64 that is declared; "
-            "for drawn cases, and with --full, all that are declared.",
+            "for random cases, and with --full, all that are declared.",
         ),
     ] = [],  # noqa: B006
     full: Annotated[
@@ -50,7 +50,7 @@ def verify(
     ] = False,
     case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
     seed: Annotated[
-        int, valued("--seed", "N", "The seed of the values and of the drawn cases.", show_default=True)
+        int, valued("--seed", "N", "The seed of the values and of the random cases.", show_default=True)
     ] = 0,
     as_json: options.AsJson = False,
 ) -> None:

@@ -143,7 +143,7 @@ class Capabilities:
         for requested, supported, reason in (
             (spec.varlen, self.varlen, "input must be dense, got varlen"),
             (not spec.varlen, self.dense, "input must be varlen, got dense"),
-            (q != k, self.gqa, f"query and key must have as many heads, got {q} and {k}"),
+            (q != k, self.gqa, f"query and key must have the same number of heads, got {q} and {k}"),
             (spec.causal, self.causal, "is_causal must be False, got True"),
             (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),
             (spec.dropout > 0.0, self.dropout, f"dropout_p must be 0, got {spec.dropout}"),

@@ -22,7 +22,7 @@ from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
 
 GROUP = "attnreg.backends"
-SET_ASIDE = "set aside for calls like this: "
+SET_ASIDE = "not tried again for calls like this: "
 
 # One lock for all: two backends that load each other's packages would deadlock with one each.
 _loading = open_after_fork(threading.RLock())

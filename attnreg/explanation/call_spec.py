@@ -27,8 +27,8 @@ from attnreg.settings.environment import RECOGNISE
 from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
 
 NOT_ASKED = (
-    "attnreg.varlen_attn doesn't ask what sdpa_kernel allows, as torch's own varlen_attn does from torch "
-    "2.15 on: backend= or use_backend chooses"
+    "sdpa_kernel has no effect on attnreg.varlen_attn (torch's own obeys it from torch 2.15 on): choose by "
+    "backend= or use_backend"
 )
 
 

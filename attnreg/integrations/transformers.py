@@ -239,4 +239,4 @@ def _refuse(others: dict[str, Any]) -> None:
     for name, instead in _REFUSED.items():
         got = others.get(name)
         if got is not None and got is not False:
-            raise UnsupportedInputError(f"attnreg: got {name}, expected none of it; {instead} takes it")
+            raise UnsupportedInputError(f"attnreg: got {name}, expected no such argument; {instead} takes it")

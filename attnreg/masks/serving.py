@@ -73,7 +73,7 @@ def recognised(call: SdpaCall) -> Structure | str | None:
     if not is_plain(query, key, value, mask):
         return "dispatch modes, subclasses or function transforms have to see it"
     if call.is_causal or not _fits(call, mask):
-        return "the shapes, devices or arguments need torch's own rules"
+        return "packed calls can't take its shapes, devices or arguments"
     if needs_graph_memory(query):
         return "it is in a CUDA graph, or may be"
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]

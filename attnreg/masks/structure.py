@@ -134,7 +134,7 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
         return found
     key_rows = seen.flatten().nonzero().flatten()
     if sum(int(one.counts.sum()) for one in found) > 2 * batch * length_k:
-        return "most keys would have to be there more than twice"
+        return "its packed calls would need most keys more than twice"
     apart = low[1:] > high[:-1]
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
     made = _with_shared_keys([_part(one, rows, key_rows, sizes, in_place) for one in found])

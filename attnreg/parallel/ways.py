@@ -55,7 +55,7 @@ class Choice:
         lines = [
             f"{self.method}: {self.reason}",
             "",
-            f"{'way':<12}{'time':>10}{'received, most':>18}{'memory':>12}",
+            f"{'method':<12}{'time':>10}{'received, most':>18}{'memory':>12}",
         ]
         for way in self.ways:
             most = max(way.received, default=0)

@@ -238,7 +238,7 @@ def _refusal(wanted: list[Preference], only: Preference | None, strict: str, sou
     if only is not None:
         return "" if source else f"{only.source} allows no other backend"
     if strict and wanted and source != wanted[0].source:
-        return f"no backend of {wanted[0].source} can run it, and {strict} makes that an error"
+        return f"no backend of {wanted[0].source} can run it, and strict ({strict}) makes that an error"
     return ""
 
 

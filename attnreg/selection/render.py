@@ -71,7 +71,7 @@ def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) 
         text = one.trouble
         if one.cost_us is not None:
             parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
-            both = f", with the other direction {one.both_us:.1f} µs" if one.both_us is not None else ""
+            both = f", forward + backward {one.both_us:.1f} µs" if one.both_us is not None else ""
             text = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s){both}"
         refused = "; it can't run this call" if one.backend in decision.rejected else ""
         rows[one.backend] = f"{text}{refused}"
@@ -82,5 +82,8 @@ def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) 
     for point in prediction.points:
         near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
         yield f"    from {point.size}, {near}"
+    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    if decision.source == prediction.table and able and able[0].backend != decision.backend:
+        yield f"    {able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
     for note in prediction.notes:
         yield f"    {note}"

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--attnreg-device", default=None, metavar="DEVICE", help="cpu, cuda or cuda:1")
     group.addoption(
-        "--attnreg-seed", default=0, type=int, metavar="N", help="the seed of values and of drawn cases"
+        "--attnreg-seed", default=0, type=int, metavar="N", help="the seed of values and of random cases"
     )
 
 

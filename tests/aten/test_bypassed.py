@@ -126,8 +126,8 @@ def test_where_a_backend_is_asked_for_strictly_each_is_an_error(call, expected, 
     with pytest.raises(UnsupportedInputError) as error:
         call()
     assert str(error.value) == (
-        f"F.scaled_dot_product_attention sends this call to {expected[0]}, which isn't routed, so that no "
-        f"backend of ATTNREG_BACKEND sees it, and ATTNREG_STRICT makes that an error: {expected[1]}"
+        f"F.scaled_dot_product_attention sends this call to {expected[0]}, so that no backend of "
+        f"ATTNREG_BACKEND sees it, and strict (ATTNREG_STRICT) makes that an error: {expected[1]}"
     )
 
 

@@ -32,7 +32,7 @@ def is_slow(case):
 
 CHECKS = [
     pytest.param(name, check, id=f"{name}-{check}", marks=[pytest.mark.slow] * is_slow(check.case))
-    # Both backends' checks of a case next to each other: see conftest.py.
+    # Both backends' checks of a case next to each other: see support/references.py.
     for checks in itertools.zip_longest(*(kit.checks for kit in KITS.values()))
     for name, check in zip(KITS, checks, strict=True)
     if check

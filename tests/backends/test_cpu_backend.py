@@ -34,7 +34,7 @@ def kernels(request, monkeypatch):
     return Kernels(*(functools.partial(direction, Flash.captured()) for direction in directions))
 
 
-# Both kernels' tests of a dtype next to each other: see conftest.py.
+# Both kernels' tests of a dtype next to each other: see support/references.py.
 MAIN = [(kernel, dtype) for dtype in ("bfloat16", "float32") for kernel in ("torch", "compiled")]
 FURTHER = [("torch", "float16"), ("torch", "float64")]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.policies import SPEC
-from support.processes import python
+from support.processes import forked
 
 import attnreg
 from attnreg import _registry
@@ -70,17 +70,18 @@ def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_unders
 
 def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_has_to_change(tmp_path):
     copy = tmp_path / "attnreg"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     (copy / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
     (copy / "backends" / "broken.py").write_text("1 / 0", encoding="utf-8")
-    run = python(
-        "-P", "-c",
+    run = forked(
+        # As `import torch` does at its end.
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); torch._import_device_backends()\n"
         "import attnreg, torch, torch.nn.functional as F\n"
         "F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))\n"
         "broken = attnreg._registry.find('broken')\n"
         "print(attnreg.__file__, 'Extra' in attnreg.list_backends(), attnreg.stats().calls)\n"
         "print(broken.origin, broken.unavailable())\n",
-        PYTHONPATH=str(tmp_path), ATTNREG_BACKEND="extra",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0", ATTNREG_BACKEND="extra",
     )  # fmt: skip
     assert run.stderr == ""
     assert run.stdout.splitlines() == [

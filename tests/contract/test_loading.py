@@ -150,7 +150,7 @@ def test_why_it_cannot_load_stands_before_why_it_cannot_run_the_call(fake):
     assert Entry("mine", "a test", backend).reasons(spec, "forward") == (
         "can't load here: needs a GPU",
         "dtype must be float16, got float32",
-        "query and key must have as many heads, got 2 and 1",
+        "query and key must have the same number of heads, got 2 and 1",
     )
 
 

@@ -171,7 +171,8 @@ def test_all_reasons_of_one_backend_are_one_row_and_each_set_of_reasons_a_row_of
     assert attnreg.stats().fallbacks == (
         Fallback(
             "mine",
-            "dtype must be float16, got float32; query and key must have as many heads, got 4 and 2",
+            "dtype must be float16, got float32; "
+            "query and key must have the same number of heads, got 4 and 2",
             1,
         ),
         Fallback("mine", "dtype must be float16, got float32", 1),

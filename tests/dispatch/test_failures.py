@@ -27,7 +27,7 @@ LIMITS = attnreg.Capabilities(
 MATH = math_backend.BACKEND.load()
 PROBLEM = "ptxas: unknown option\n  in kernel.cu"
 ONE_LINE = "ptxas: unknown option in kernel.cu"
-SAID = f"set aside for calls like this: {ONE_LINE}"
+SAID = f"not tried again for calls like this: {ONE_LINE}"
 
 
 class Failing:
@@ -421,7 +421,7 @@ def test_a_rank_that_sets_a_backend_aside_is_named(monkeypatch, caplog):
         F.scaled_dot_product_attention(*inputs)
         (reason,) = attnreg.explain(*inputs).rejected["failing"]
     where = "on rank 1 (ranks that choose differently don't agree bitwise)"
-    assert reason == f"set aside for calls like this: {where}: {ONE_LINE}"
+    assert reason == f"not tried again for calls like this: {where}: {ONE_LINE}"
     assert lines(caplog) == [f"failing can't run this call, cpu runs it: {reason}"]
 
 

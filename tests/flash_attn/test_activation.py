@@ -153,8 +153,13 @@ def test_flash_attn_4_is_never_hidden(installed, tmp_path, distribution, files, 
 
 def test_a_variable_that_finds_flash_attn_installed_says_so_and_torch_is_imported(installed, tmp_path):
     installed("flash-attn", "2.8.3", REAL)
-    program = "import torch, flash_attn; print(flash_attn.__version__)"
-    run = python("-c", program, ATTNREG_AS_FLASH_ATTN="1", PYTHONPATH=str(tmp_path))
+    # `import torch` ends with the second line.
+    program = (
+        f"import sys, torch; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "torch._import_device_backends()\n"
+        "import flash_attn; print(flash_attn.__version__)"
+    )
+    run = forked(program, ATTNREG_AS_FLASH_ATTN="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.stdout == "2.8.3\n"
     assert "attnreg is not active: RegistrationError: flash_attn: got flash-attn 2.8.3" in run.stderr
 

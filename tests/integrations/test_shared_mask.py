@@ -126,13 +126,16 @@ def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():
     [
         (
             {"position_bias": torch.zeros(1)},
-            "got position_bias, expected none of it; attn_implementation='sdpa'",
+            "got position_bias, expected no such argument; attn_implementation='sdpa'",
         ),
         (
             {"output_attentions": True},
-            "got output_attentions, expected none of it; attn_implementation='eager'",
+            "got output_attentions, expected no such argument; attn_implementation='eager'",
         ),
-        ({"block_table": torch.zeros(1)}, "got block_table, expected none of it; attn_implementation='flash"),
+        (
+            {"block_table": torch.zeros(1)},
+            "got block_table, expected no such argument; attn_implementation='flash",
+        ),
     ],
     ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import dense
 from support.command_line import invoke
-from support.processes import python
+from support.processes import COMMAND, forked
 
 import attnreg
 from attnreg.cli.run import _print_stats
@@ -40,8 +40,8 @@ def attend():
 def test_a_program_that_imports_only_torch_is_asked_for_from_outside(by, tmp_path):
     file = tmp_path / "attnreg.toml"
     file.write_text('masks = "recognise"\n', encoding="utf-8")
-    done = python(
-        "-c", ASKS_STATS,
+    done = forked(
+        ASKS_STATS,
         **({"ATTNREG_MASKS": "recognise"} if by == "a variable" else {"ATTNREG_CONFIG": str(file)}),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "[('padded keys', 1)]\n"), done.stderr
@@ -51,7 +51,7 @@ def test_where_nobody_asks_torchs_function_is_its_own_and_the_room_is_not_import
     looks = "import sys; print('attnreg.masks' in sys.modules, torch.nn.functional.{0} is torch._C._nn.{0})"
     looks = looks.format("scaled_dot_product_attention")
     for variables in ({}, {"ATTNREG_BACKEND": "math"}, {"ATTNREG_MASKS": "as_given"}):
-        done = python("-c", f"{PROGRAM}\n{looks}", **variables)
+        done = forked(f"{PROGRAM}\n{looks}", **variables)
         assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
 
 
@@ -163,6 +163,6 @@ def test_stats_on_the_command_line_list_what_masks_were(capsys):
 def test_a_program_that_is_run_with_stats_says_them_at_its_end(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(PROGRAM, encoding="utf-8")
-    done = python("-m", "attnreg", "run", "--stats", str(file), ATTNREG_MASKS="recognise")
+    done = forked(COMMAND, "run", "--stats", file, ATTNREG_MASKS="recognise")
     assert done.returncode == 0, done.stderr
     assert "What boolean masks were mask calls padded keys 1" in " ".join(done.stderr.split())

@@ -221,7 +221,7 @@ def test_calls_that_need_torchs_own_rules_are_torchs(seen):
     with sdpa_kernel(SDPBackend.MATH):
         attend(dense.qkv(), CAUSAL)
     assert seen() == {
-        f"{LEFT}the shapes, devices or arguments need torch's own rules": 2,
+        f"{LEFT}packed calls can't take its shapes, devices or arguments": 2,
         f"{LEFT}sdpa_kernel forbids the flash kernels": 1,
     }
 

@@ -3,6 +3,7 @@
 All ranks of a group are worked out in one process, in float64, without communication.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -32,6 +33,7 @@ MAKERS = {
 CPU = torch.device("cpu")
 
 
+@functools.cache
 def whole_batch(cu_seq, window):
     """Return query, key, value, and the output and LSE that the whole batch has."""
     generator = torch.Generator().manual_seed(0)
@@ -74,14 +76,14 @@ def computed(layout, rank, steps, query, key, value):
 @pytest.mark.parametrize("cu_seq", BATCHES.values(), ids=BATCHES)
 def test_the_steps_of_each_rank_give_what_the_whole_batch_gives(cu_seq, maker, way):
     for window, ranks in itertools.product(WINDOWS, (1, 3, 4)):
-        query, key, value, out, lse = whole_batch(cu_seq, window)
+        query, key, value, out, lse = whole_batch(tuple(cu_seq), window)
         layout = MAKERS[maker](cu_seq, ranks)
-        for rank in range(ranks):
-            steps = way(Needs(layout, *window), rank)
-            got, got_lse = computed(layout, rank, steps, query, key, value)
-            # `varlen_attn` returns the LSE in float32, by which results are merged here.
-            for mine, truth in ((got, out), (got_lse, lse)):
-                torch.testing.assert_close(mine, truth[layout.index(rank)], rtol=1.3e-6, atol=1e-5)
+        needs = Needs(layout, *window)
+        got = [computed(layout, rank, way(needs, rank), query, key, value) for rank in range(ranks)]
+        rows = torch.cat([layout.index(rank) for rank in range(ranks)])
+        # `varlen_attn` returns the LSE in float32, by which results are merged here.
+        for mine, truth in zip(map(torch.cat, zip(*got, strict=True)), (out, lse), strict=True):
+            torch.testing.assert_close(mine, truth[rows], rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", [gathering, rotating])

@@ -183,7 +183,8 @@ if __name__ == "__main__":
 def test_a_spawned_worker_runs_the_backend_that_the_environment_asks_for_as_its_parent_does(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(WORKER)
-    run = python(str(script), ATTNREG_BACKEND="math")
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    run = forked(code, ATTNREG_BACKEND="math")
     assert run.stderr == ""
     assert run.stdout.splitlines() == ["{'math': {'forward': 1, 'backward': 0}}"] * 2
 

@@ -136,7 +136,7 @@ def test_strict_turns_a_preference_that_cannot_serve_into_an_error_that_names_bo
         headline = str(error.value).splitlines()[0]
         assert headline == (
             "no attention backend can run this forward on cpu: no backend of "
-            "register_backend('narrow') can run it, and ATTNREG_STRICT makes that an error"
+            "register_backend('narrow') can run it, and strict (ATTNREG_STRICT) makes that an error"
         )
         assert error.value.rejected["narrow"] == ("dtype must be float16, got float32",)
         assert ran() == {}

@@ -198,7 +198,7 @@ def test_an_exclusive_preference_is_refused_rather_than_replaced(decide):
 # Strict
 
 
-STRICT_ERROR = "no backend of asks for a can run it, and ATTNREG_STRICT makes that an error"
+STRICT_ERROR = "no backend of asks for a can run it, and strict (ATTNREG_STRICT) makes that an error"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_with_dropout_the_reasons_of_both_directions_are_listed_each_once(known,
     )
     assert decision.rejected["a"] == (
         "dtype must be float16, got float32",
-        "query and key must have as many heads, got 4 and 2",
+        "query and key must have the same number of heads, got 4 and 2",
         "backward: dropout_p must be 0, got 0.5",
     )
 

@@ -28,9 +28,31 @@ def python(*arguments, cwd=None, **variables):
 
 
 # Has imported torch, which takes seconds, but nothing of attnreg, and forks for each program it is sent.
+# A fork ends as Python does, but for taking torch's modules apart, which would take as long as most programs.
 FORKING = """
 import gc, json, os, sys, torch
+
+def run(code):
+    import atexit, os, sys, threading
+    status = 0
+    try:
+        exec(code, globals())
+    except SystemExit as ended:
+        status = ended.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
 gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 for line in sys.stdin:
     waits, code, arguments, environ, folder, files = json.loads(line)
     if not (child := os.fork()):
@@ -46,7 +68,7 @@ os.environ.update(environ)
 sys.argv[1:] = arguments
 if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
     torch._import_device_backends()  # the last thing that `import torch` does
-exec(code)
+run(code)
 """
 
 

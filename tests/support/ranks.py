@@ -21,9 +21,9 @@ class Ranks:
     """Processes that do the same work, each as one rank of a group, until they are closed."""
 
     def __init__(self, count, store, backend="gloo", patience=PATIENCE / 2):
-        # Its server has imported torch, once for all, and forks.
+        # Its server has imported what ranks use, once for all, and forks.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "attnreg"])
+        context.set_forkserver_preload(["support.ranks", "support.spread_models", "torch._dynamo"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()

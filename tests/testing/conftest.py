@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def on_one_thread(one_thread):
+def once_on_one_thread(references_once, one_thread):
     pass

@@ -4,8 +4,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.compiled_files import stand_in
-from support.processes import forked, python
+from support.processes import Forked, forked, python
 
 from attnreg.errors import BuildError
 from attnreg.torchlib import background, building, caches, libraries, locks
@@ -109,7 +107,7 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     assert {(nice, stdin) for _, _, nice, stdin in working.runs()} == {(19, "/dev/null")}
     assert f"session {working.runs()[0][1]}" != session
     assert not any(cache.rglob(f"{libraries.SCRATCH}*")) and not any(cache.rglob("*.failed"))
-    second = run(PROGRAM + "building.loaded(), building.loaded_cpu_kernel()")
+    second = forked(PROGRAM + "building.loaded(), building.loaded_cpu_kernel()", ATTNREG_BUILD="")
     _, cached, kernel = second.stdout.splitlines()
     assert cached == f"repeated calls use the compiled call cache, {building.target()}"
     assert kernel == f"the cpu backend uses the compiled kernel, {building.target(building.CPU_KERNEL)}"
@@ -132,7 +130,7 @@ print([os.waitpid(child, 0)[1] for child in children])
 
 
 def test_several_processes_that_start_together_compile_once(cache, compiler):
-    compiler.does("sleep 1", "exit 1")
+    compiler.does("sleep 0.3", "exit 1")
     done = forked(SEVERAL, ATTNREG_BUILD="background")
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     # The one that compiles may not have begun when they have ended.
@@ -360,12 +358,12 @@ time.sleep(60)
 def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, compiler):
     path = background._lock_path()
     path.parent.mkdir(parents=True)
-    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
-        assert locks.holder(path) == str(other.pid)
-        assert locks.lock_file(path) is None
-        other.send_signal(signal.SIGKILL)
-    assert locks.holder(path) == ""
+    other = Forked(HOLD, path)
+    assert other.stdout.readline() == "held\n"
+    assert locks.holder(path) == str(other.pid)
+    assert locks.lock_file(path) is None
+    other.kill()
+    until(lambda: not locks.holder(path))
     left = [building.target(library).parent / f"{libraries.SCRATCH}left" for library in LIBRARIES]
     for folder in left:
         folder.mkdir(parents=True)

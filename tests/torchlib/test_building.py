@@ -40,7 +40,7 @@ def left_in(cache):
 # attnreg build
 
 
-def test_build_compiles_both_and_says_where_they_are(cache, compiler, copying):
+def test_build_compiles_both_and_says_where_they_are(cache, compiler, copying, untried):
     compiler.does(copying)
     result = build()
     assert result.exit_code == 0, result.output

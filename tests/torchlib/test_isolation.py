@@ -29,6 +29,7 @@ from attnreg.torchlib.isolation import run_in_thread, strip_tracebacks
 def no_collection():
     """Switch the garbage collector off: what a cycle holds stays alive."""
     gc.collect()
+    gc.freeze()  # so that the next test has little to collect
     gc.disable()
     yield
     gc.enable()

@@ -320,8 +320,8 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
     start = lines.index(f"  predicted by {TABLE}, in eager mode")
     assert "  third   could run it, but failed: RuntimeError: no" in lines
     assert lines[start + 1 : start + 6] == [
-        "    second  10.0 µs (first call 0 s), with the other direction 20.0 µs",
-        "    first   32.5 µs (first call 0.25 s), with the other direction 39.5 µs",
+        "    second  10.0 µs (first call 0 s), forward + backward 20.0 µs",
+        "    first   32.5 µs (first call 0.25 s), forward + backward 39.5 µs",
         "    third   failed: RuntimeError: no",
         "    math    not measured",
         "    from B 2, 256 x 256, H 4, this very call",
@@ -354,6 +354,17 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 def test_explain_says_from_how_far_away_a_prediction_comes(here, changes, line):
     attnreg.configure(here(first=30.0, second=10.0))
     assert f"    {line}" in str(attnreg.explain(spec_with(**changes))).splitlines()
+
+
+@pytest.mark.parametrize(("second", "is_said"), [(99.0, True), (90.0, False)])
+def test_explain_says_why_the_fastest_predicted_is_not_chosen_where_its_lead_is_too_small(
+    here, second, is_said
+):
+    attnreg.configure(here(first=100.0, second=second))
+    found = attnreg.explain(spec_with())
+    line = "    second's lead may be chance: first comes before it by default"
+    assert found.backend == ("first" if is_said else "second")
+    assert (line in str(found).splitlines()) == is_said
 
 
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import Forked, forked, python
+from support.processes import Forked, forked
 from support.sdpa import attend
 from support.tuned import spec_with
 
@@ -242,7 +242,7 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path):
     file = tmp_path / "trace.jsonl"
     traces.merge(file, {(spec_with(batch=n), "forward"): n for n in range(1, 101)})
     before = file.read_text()
-    done = python("-c", AT_MOST_4_KB, str(file))
+    done = forked(AT_MOST_4_KB, file)
     assert done.stdout == f"{file}: can't be written: File too large\n", done.stderr
     assert file.read_text() == before and len(traces.read(file)) == 100
     assert list(tmp_path.iterdir()) == [file]  # nor is a temporary file or a lock left

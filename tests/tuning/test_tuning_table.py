@@ -152,7 +152,7 @@ MAJOR = "another major version has other kernels"
         ({"cudnn": ""}, "measured with cuDNN none, here it is 91900: one of them isn't known"),
         (
             {"attnreg": "1.2.0"},
-            "measured with attnreg 1.2.0, here it is 0.1.0: another major version calls kernels otherwise",
+            "measured with attnreg 1.2.0, here it is 0.1.0: another major version calls kernels differently",
         ),
         (
             {"backends": HERE.backends | {"cuDNN": "8.9"}},
