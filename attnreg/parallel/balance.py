@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.parallel.layout import Layout, Piece, checked_offsets, contiguous, joined, visible_pairs, zigzag
+from attnreg.varlen.plans import window
 
 __all__ = ["spread_documents"]
 
@@ -27,7 +28,7 @@ def spread_documents(
     how: str = "balanced",
     *,
     is_causal: bool = True,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     width: int = 0,
 ) -> Layout:
     """Spread a packed batch over ranks.
@@ -43,7 +44,7 @@ def spread_documents(
             attention alone, and ranks may have very different numbers of tokens.
     """
     if how == "balanced":
-        bounds = (window_size[0] >= 0) + (is_causal or window_size[1] >= 0)
+        bounds = sum(bound >= 0 for bound in window(window_size, is_causal))
         per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds
         return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
     makers = {"contiguous": contiguous, "zigzag": zigzag}
@@ -84,7 +85,7 @@ def balanced(
     ranks: int,
     *,
     is_causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     per_token: float = 0.0,
     tolerance: float = 0.02,
 ) -> Layout:
@@ -94,8 +95,7 @@ def balanced(
     by `tolerance` before a document is cut for it.
     """
     offsets = checked_offsets(cu_seq, ranks)
-    left, right = window_size[0], 0 if is_causal else window_size[1]
-    costs = _Costs(offsets, left, right, per_token)
+    costs = _Costs(offsets, *window(window_size, is_causal), per_token)
     whole = [
         Piece(number, begin, end)
         for number, (begin, end) in enumerate(itertools.pairwise(offsets))

@@ -131,11 +131,13 @@ def explain_context_parallel(
         method, rates, memory: as of `context_parallel`.
 
     Raises:
-        InvalidInputError: the heads don't go together, or there is no such method.
+        InvalidInputError: the heads don't go together, or there is no such method or dtype.
     """
     if heads < 1 or (heads_k is not None and (heads_k < 1 or heads % heads_k)):
         raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
-    bytes_each = getattr(torch, canonical_dtype(dtype)).itemsize
-    shape = Shape(heads, heads_k or heads, head_dim, head_dim_v or head_dim, bytes_each, needs_backward)
+    found = getattr(torch, canonical_dtype(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidInputError(f"dtype: got {dtype!r}, expected one of torch's, such as bfloat16")
+    shape = Shape(heads, heads_k or heads, head_dim, head_dim_v or head_dim, found.itemsize, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))
     return choose(needs, shape, method, rates or Rates(), memory)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnreg.errors import InvalidInputError
-from attnreg.parallel.balance import balanced
+from attnreg.parallel.balance import balanced, spread_documents
 from attnreg.parallel.layout import Layout, Piece, contiguous, visible_pairs, zigzag
 
 BATCHES = {
@@ -81,6 +81,13 @@ def test_balanced_counts_what_tokens_cost_outside_of_attention():
     assert sorted(by_attention.rows) == [100, 920]
     assert by_attention.imbalance(right=0) < 1.01
     assert sorted(by_both.rows) == [510, 510]
+
+
+def test_balanced_takes_the_windows_that_varlen_attn_takes():
+    layouts = [spread_documents([0, 30, 90], 3, window_size=window) for window in (None, (-1, -1))]
+    assert layouts[0].pieces == layouts[1].pieces
+    with pytest.raises(InvalidInputError, match=r"window_size: got \(3,\), expected \(left, right\)"):
+        spread_documents([0, 30, 90], 3, window_size=(3,))
 
 
 @pytest.mark.parametrize(

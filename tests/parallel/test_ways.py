@@ -117,3 +117,8 @@ def test_heads_that_do_not_go_together_are_an_error(heads, heads_k):
     layout = attnreg.spread_documents([0, 100], 2, "contiguous")
     with pytest.raises(InvalidInputError, match=f"heads: got {heads} and heads_k {heads_k}"):
         attnreg.explain_context_parallel(layout, heads=heads, heads_k=heads_k, head_dim=64)
+
+
+def test_a_dtype_that_is_none_is_an_error():
+    with pytest.raises(InvalidInputError, match=r"dtype: got 'bf17', expected one of torch's"):
+        explained(WHOLE, dtype="bf17")
