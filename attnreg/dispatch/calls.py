@@ -6,16 +6,19 @@ spec and decided about. No host sync, no query of a device, no environment varia
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.spec import Direction
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.planning import Native, make_plan, spec_of
+from attnreg.dispatch.planning import Native, decide, make_plan, spec_of
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
+from attnreg.selection.decision import Decision
 
 LONGEST = 2**62
 
@@ -145,3 +148,12 @@ def bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int) -> tup
     """
     left, right = window[0], 0 if causal else window[1]
     return (-1 if left < 0 or left >= max_k - 1 else left, -1 if right < 0 or right >= max_q - 1 else right)
+
+
+def decisions(spec: AttentionSpec, choice: ScopedChoice | None) -> Iterator[Decision]:
+    """Yield what would be decided now about each direction of a call, the forward first."""
+    now = state()
+    policy = now.policy.with_first(None if choice is None else choice.preference)
+    directions: tuple[Direction, ...] = ("forward", "backward") if spec.needs_backward else ("forward",)
+    for direction in directions:
+        yield decide(spec, direction, now.entries, policy)

@@ -6,7 +6,7 @@ What isn't recognised is left to torch as it came, and `stats().masks` counts it
 from __future__ import annotations
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,16 @@ from torch import Tensor
 
 from attnreg.aten import bypassed
 from attnreg.aten.bypassed import SdpaCall
-from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.contract.spec import AttentionSpec
 from attnreg.dispatch import counters, scope
-from attnreg.dispatch.calls import packed_bounds, wants_batch_invariant, wants_deterministic, wants_gradient
-from attnreg.dispatch.planning import decide, device_of
+from attnreg.dispatch.calls import (
+    decisions,
+    packed_bounds,
+    wants_batch_invariant,
+    wants_deterministic,
+    wants_gradient,
+)
+from attnreg.dispatch.planning import device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import AttnregError
 from attnreg.masks.cache import find
@@ -141,18 +147,13 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
 
     That is so if only the reference can run one, which nobody has asked for.
     """
-    now, choice = state(), scope.current()
     for part in structure.parts:
-        spec = spec_of(call, part)
-        directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
-        for direction in directions:
-            try:
-                policy = now.policy.with_first(None if choice is None else choice.preference)
-                found = decide(spec, direction, now.entries, policy)
-            except AttnregError:
-                return ""  # the call itself raises it
-            if found.backend == REFERENCE and REFERENCE not in found.asked_for:
-                return f"no backend but {REFERENCE} can run its packed {direction}"
+        try:
+            for found in decisions(spec_of(call, part), scope.current()):
+                if found.backend == REFERENCE and REFERENCE not in found.asked_for:
+                    return f"no backend but {REFERENCE} can run its packed {found.direction}"
+        except AttnregError:
+            return ""  # the call itself raises it
     return ""
 
 

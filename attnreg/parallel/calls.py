@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.spec import AttentionSpec, Direction, canonical_dtype
+from attnreg.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.contract.validation import check_scale, checked_softcap
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import bounds, wants_gradient
-from attnreg.dispatch.planning import decide, device_of, spec_of
+from attnreg.dispatch.calls import bounds, decisions, wants_gradient
+from attnreg.dispatch.planning import device_of, spec_of
 from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.explanation import explain
@@ -104,13 +104,9 @@ def check_kernels(calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options:
 
     Later it would be too late: ranks whose calls can all run, or that have none, would wait for this one.
     """
-    now, choice = state(), options.choice
-    policy = now.policy.with_first(None if choice is None else choice.preference)
-    directions: tuple[Direction, ...] = ("backward", "forward") if options.needs_backward else ("forward",)
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
-        for direction in directions:
-            decision = decide(spec, direction, now.entries, policy)
+        for decision in decisions(spec, options.choice):
             if decision.backend is None:
                 refuse(spec, decision)
 
