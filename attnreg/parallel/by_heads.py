@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from attnreg.contract.backend import Call
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.parts import Run, on_device, runs, taken
+from attnreg.parallel.parts import Run, as_runs, on_device, taken
 from attnreg.parallel.stepwise import Options, without_values
 from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
@@ -80,7 +80,7 @@ class WholeBatch(NamedTuple):
 
 def _rows_on(index: Tensor, device: torch.device) -> Rows:
     """Return a permutation as runs, or, if these are many, as an index on the device."""
-    found = runs(index)
+    found = as_runs(index)
     return found if len(found) <= MOST_RUNS else on_device(index, device)
 
 

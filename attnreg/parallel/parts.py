@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     @property
     def copies_keys(self) -> bool:
-        """Whether its keys aren't just rows of this rank's that follow each other."""
+        """Whether its keys are received, or put together from several runs."""
         return len(self.keys) != 1 or self.keys[0].source != 0
 
 
@@ -129,7 +129,7 @@ def prepared(
         move = None
         if step.sends:
             sends, receives = ([_length(ranges) for ranges in x] for x in (step.sends, step.receives))
-            move = Move(tuple(runs(own.places[_rows(step.sends)])), sends, receives)
+            move = Move(tuple(as_runs(own.places[_rows(step.sends)])), sends, receives)
         found.append(Prepared(move, parts))
     backward = list(range(len(found)))[:: -1 if keeps else 1]
     return _with_puts(found, backward, keeps, own.count)
@@ -158,12 +158,12 @@ class _Keys(NamedTuple):
         places = torch.where(received >= 0, received + behind, own) if self.number else own
         return [
             Run(self.number, begin - behind, end - behind) if begin >= behind else Run(0, begin, end)
-            for _, begin, end in runs(places)
+            for _, begin, end in as_runs(places)
         ]
 
 
-def runs(places: Tensor) -> list[Run]:
-    """Return rows as runs of this rank's own."""
+def as_runs(places: Tensor) -> list[Run]:
+    """Return rows, by their places, as runs of a tensor that is number 0."""
     if not len(places):
         return []
     cuts = ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
@@ -180,7 +180,7 @@ def _rows(ranges_of_ranks: Sequence[Sequence[Range]]) -> Tensor:
 def _part(
     window: tuple[int, int], spans: Sequence[Span], own: _Rows, keys: _Keys, device: torch.device
 ) -> Part:
-    queries = runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
+    queries = as_runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
     runs_k = keys.runs(_rows([span.keys for span in spans]))
     lengths_q, lengths_k = [span.end - span.begin for span in spans], [span.key_count for span in spans]
     cu_q = cu_k = on_device(torch.tensor([0, *lengths_q]).cumsum(0).int(), device)

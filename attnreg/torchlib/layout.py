@@ -59,7 +59,7 @@ def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views in elements of sixteen bytes; the tensors themselves where one can't be seen so.
 
     Where rows don't follow each other, or are chosen by an index, torch copies an element for each thread: on
-    an H100 a third of a tensor's heads take 28 us instead of 51.
+    an H100 a quarter of 16 heads of 32,768 tokens takes 28 us instead of 51.
     """
     return tuple(x.view(LARGE) for x in tensors) if all(map(_is_large, tensors)) else tensors
 
