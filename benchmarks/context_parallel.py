@@ -57,16 +57,24 @@ class Here:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor)
 
-    def seconds(self, run: Callable[[], object], calls: int, together: bool = True) -> float:
-        """Return what one of so many calls takes the slowest rank; the fastest where each works by itself."""
+    def seconds_of_each(self, run: Callable[[], object], calls: int) -> list[float]:
+        """Return what one of so many calls takes each rank."""
         dist.barrier()
         self.wait()
         started = time.perf_counter()
         for _ in range(calls):
             run()
         self.wait()
-        taken = (time.perf_counter() - started) / calls
-        return self.slowest(taken) if together else -self.slowest(-taken)
+        taken = torch.tensor(
+            [(time.perf_counter() - started) / calls], dtype=torch.float64, device=self.device
+        )
+        of_all = taken.new_empty(dist.get_world_size())
+        dist.all_gather_into_tensor(of_all, taken)
+        return of_all.tolist()
+
+    def seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Return what one of so many calls takes the slowest rank."""
+        return max(self.seconds_of_each(run, calls))
 
     def is_late(self) -> bool:
         """Whether the time is up, by the clock of rank 0."""
@@ -115,7 +123,9 @@ def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict
                 if not row["rounds"]:
                     row["memory"] = here.memory(step)
                 calls = max(1, min(20, int(0.15 / once)))
-                row["rounds"].append(here.seconds(step, calls, name != ONE))
+                of_each = here.seconds_of_each(step, calls)
+                row.setdefault("of_each", []).append(of_each)
+                row["rounds"].append(min(of_each) if name == ONE else max(of_each))
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if here.device.type == "cuda":

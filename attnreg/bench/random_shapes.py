@@ -2,10 +2,10 @@
 
 A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
 them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
-"adaptive" (from nothing, after its turns), its default order and every backend are divided by. Calls are made
-as a program makes them, one right after the other, the layers of a model in one graph. Whether the host or
-the device takes longer is measured for the best backend; shapes of both kinds are summed up separately, as
-what is lost on the host no kernel can win back.
+"adaptive" (from nothing, after its turns), its default order and every backend are divided by, in each round.
+Calls are made as a program makes them, one right after the other, the layers of a model in one graph. Whether
+the host or the device takes longer is measured for the best backend; shapes of both kinds are summed up
+separately, as what is lost on the host no kernel can win back.
 """
 
 from __future__ import annotations
@@ -202,16 +202,26 @@ def _bound(side: Side, backward: bool, step: str) -> str:
     return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE
 
 
+def losses_of(row: Row, step: str) -> dict[str, float]:
+    """Return the time of each way over that of the best backend: in each round, and of that the median.
+
+    A host runs at half its speed for seconds at a time. In one round all ways have it alike.
+    """
+    rounds = row["rounds"][step]
+    best = rounds[best_of(row["microseconds"][step])]
+    return {
+        name: statistics.median(one / other for one, other in zip(times, best, strict=True))
+        for name, times in rounds.items()
+    }
+
+
 def losses(rows: Sequence[Row], step: str, bound: str = ALL) -> dict[str, list[float]]:
-    """Return the time of each way over that of the best backend, of every shape that has the step."""
+    """Return what each way loses, of every shape that has the step."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        times = row["microseconds"].get(step)
-        if times is None or bound not in (ALL, row["bound"][step]):
-            continue
-        best = times[best_of(times)]
-        for name, taken in times.items():
-            found.setdefault(name, []).append(taken / best)
+        if step in row["microseconds"] and bound in (ALL, row["bound"][step]):
+            for name, loss in losses_of(row, step).items():
+                found.setdefault(name, []).append(loss)
     return found
 
 
@@ -242,7 +252,7 @@ def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
             best = best_of(times)
             found.append(
                 {
-                    "number": row["number"], "case": row["case"], "loss": times[CHOSEN] / times[best],
+                    "number": row["number"], "case": row["case"], "loss": losses_of(row, step)[CHOSEN],
                     "ran": row["ran"][CHOSEN], "best": best.removeprefix(FIXED), "microseconds": times[best],
                 }
             )  # fmt: skip

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count, repeat
-from math import dist
-from statistics import median
+from math import dist, log
+from statistics import median, pvariance
 from typing import NamedTuple
 
-from attnreg.tuning.kinds import RATIO, SHORT, Kind, Size, coordinates, distance_between, family_of, work
+from attnreg.tuning.kinds import (
+    RATIO,
+    SHORT,
+    SPREADS,
+    Kind,
+    Size,
+    coordinates,
+    distance_between,
+    family_of,
+    works,
+)
 from attnreg.tuning.points import Front, Measured, Point
 
 # How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
@@ -31,11 +41,11 @@ MOST_FLOOR_US = 15.0
 
 
 class Place(NamedTuple):
-    """A point, its coordinates, and its work."""
+    """A point, its coordinates, and its work for each of `SPREADS`."""
 
     at: tuple[float, ...]
     point: Point
-    work: float
+    works: tuple[float, ...]
 
 
 class Index:
@@ -91,6 +101,18 @@ class Index:
         )
         return inside, outside
 
+    def times_of_few(self, name: str, single: bool) -> list[tuple[tuple[float, ...], float]]:
+        """Return work and GPU time, less the fixed cost, of a backend's points of one query or of several."""
+        floor = self.floors.get(name, 0.0)
+        return [
+            (place.works, max(found.gpu_us - floor, 1.0))
+            for place in self.places
+            if (size := place.point.size).max_q <= SHORT
+            and (size.max_q == 1) is single
+            and (found := place.point.backends.get(name)) is not None
+            and found.gpu_us is not None
+        ]
+
     def nearest(
         self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None
     ) -> list[tuple[float, Place]]:
@@ -129,10 +151,30 @@ class Kinds:
         places: dict[Kind, list[Place]] = {}
         for point in points:
             kind, size = point.kind, point.size
-            one = Place(coordinates(kind, size), point, work(kind, size, processors))
+            one = Place(coordinates(kind, size), point, works(kind, size, processors))
             places.setdefault(family_of(kind), []).append(one)
         self._exact = {family: Index(family, found) for family, found in places.items()}
         self._known: dict[tuple[Kind, bool], Index | None] = {}
+        self._spreads: dict[tuple[str, bool], int] = {}
+
+    def spread_of(self, name: str, max_q: int) -> int:
+        """Return the place in `SPREADS` of the one that explains a backend's times of few queries best.
+
+        That is the one by which times for the same work differ least within a family, for one query and for
+        several apart; where no family has two of them, the first.
+        """
+        if max_q > SHORT:
+            return 0
+        single = max_q == 1
+        if (name, single) not in self._spreads:
+            errors = [0.0] * len(SPREADS)
+            for index in self._exact.values():
+                times = index.times_of_few(name, single)
+                for spread in range(len(SPREADS)):
+                    costs = [log(gpu_us / works[spread]) for works, gpu_us in times]
+                    errors[spread] += pvariance(costs) * len(costs) if costs else 0.0
+            self._spreads[name, single] = errors.index(min(errors))
+        return self._spreads[name, single]
 
     def index_for(self, kind: Kind, max_q: int) -> Index | None:
         """Return the points of that kind's family, else of the nearest family that may replace it.

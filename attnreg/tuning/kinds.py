@@ -34,12 +34,17 @@ SINGLE = 2.0
 
 # What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
 # fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
-# blocks, and one more kernel adds up the parts. With one query the others do so from some keys on, too. Where
-# query heads share key heads, kernels add up the gradients of the keys, and FA4's are two more.
+# blocks, and one more kernel adds up the parts. With one query cuDNN does so, too, from some keys on, if its
+# blocks are for less than half of the multiprocessors. Where query heads share key heads, kernels add up the
+# gradients of the keys, and FA4's are two more.
 MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
 SHARED = ", shared key heads"
 HOST_SHAPES = (MANY, MANY + SHARED, FEW, FEW + SHARED, ONE, LONG)
-ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS = 64, 200, 2**14, 512
+ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS, HALF = 64, 200, 2**14, 512, 66
+
+# How kernels spread few queries over multiprocessors: a block reads all keys of a sequence for the query
+# heads of one key head, or for one query head; or it reads a part of the keys, and all multiprocessors work.
+SPREADS = ("by key head", "by query head", "by parts of the keys")
 
 # The multiprocessors of an H100 and of an H200.
 PROCESSORS = 132
@@ -121,20 +126,21 @@ def size_of(spec: AttentionSpec) -> Size:
     return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
 
 
+def heads_k(kind: Kind, size: Size) -> int:
+    """Return how many key heads a call has."""
+    return max(size.heads_q // max(kind.ratio, 1), 1)
+
+
 def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
     """Return which of `HOST_SHAPES` a call is, and those that come near where a table doesn't have it.
 
     As the backends' kernels were seen to split keys.
     """
-    # The queries of a group of heads are rows of one block where there is one query.
-    heads = size.heads_q // max(kind.ratio, 1) if size.max_q == 1 else size.heads_q
-    blocks = size.batch * heads * -(-size.max_q // ROWS)
-    if kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS:
-        like = MANY
-    elif size.max_q > 1:
-        like = FEW
-    else:
-        return ONE if size.max_k <= MANY_KEYS else LONG, MANY
+    if size.max_q == 1 and not kind.varlen:
+        return ONE if size.max_k <= MANY_KEYS or size.batch * heads_k(kind, size) > HALF else LONG, MANY
+    blocks = size.batch * size.heads_q * -(-size.max_q // ROWS)
+    many = kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS
+    like = MANY if many else FEW
     return (like + SHARED, like, MANY) if kind.ratio > 1 else (like, MANY)
 
 
@@ -164,23 +170,28 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
     )
 
 
-def work(kind: Kind, size: Size, processors: int = 1) -> float:
-    """Return roughly how many multiplications a call takes; above 0.
+def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
+    """Return the work that a call's time grows with, for each of `SPREADS`.
 
-    Of a few queries so many multiprocessors count as busy all the time: a block that reads all keys of a
-    sequence takes as long with few others as with many. Kernels that split the keys take less then.
+    A block that reads all keys of a sequence takes as long with few others as with many: where there are
+    fewer blocks than multiprocessors, it counts as if there were one for each.
     """
-    if size.max_q <= SHORT:
-        blocks = size.batch * max(size.heads_q // max(kind.ratio, 1), 1)
-        return work_of_all(kind, size) * max(1.0, processors / max(blocks, 1))
-    return work_of_all(kind, size)
+    whole = work(kind, size)
+    if size.max_q > SHORT:
+        return (whole,) * len(SPREADS)
+    per_head = work(kind._replace(ratio=1), size)
+    return (
+        whole * max(1.0, processors / max(size.batch * heads_k(kind, size), 1)),
+        per_head * max(1.0, processors / max(size.batch * size.heads_q, 1)),
+        whole,
+    )
 
 
-def work_of_all(kind: Kind, size: Size) -> float:
+def work(kind: Kind, size: Size) -> float:
     """Return roughly how many multiplications a call takes in all; above 0."""
     batch = max(size.batch, 1)
     queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
-    read = size.heads_q * queries + max(size.heads_q / kind.ratio, 1.0) * keys
+    read = size.heads_q * queries + heads_k(kind, size) * keys
     scores = size.heads_q * _pairs(kind.mask, size.window, queries, keys)
     return batch * (kind.head_dim + kind.head_dim_v + 1) * (scores + READING * read)
 

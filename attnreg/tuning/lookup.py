@@ -5,9 +5,10 @@ directions: so one backend runs both. On an H100 two backends, each the fastest 
 weren't faster together than one.
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
-of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work; if the very
-call was measured, its own time counts. A host time depends on how many kernels a call launches: it is that
-of a call of the same `HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
+of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work (of few queries
+by how the backend spreads them over the GPU, which its points tell); if the very call was measured, its own
+time counts. A host time depends on how many kernels a call launches: it is that of a call of the same
+`HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from math import dist, exp, log
 from typing import Any, NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
-from attnreg.tuning.index import EXACT, Index, Kinds, Place
-from attnreg.tuning.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, work
-from attnreg.tuning.points import Point
+from attnreg.tuning.index import EXACT, Index, Kinds
+from attnreg.tuning.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, works
+from attnreg.tuning.points import Measured, Point
 
 # The time of the first call of a shape is spread over this many calls: a training run's.
 CALLS_PER_SHAPE = 100_000
@@ -132,11 +133,21 @@ def predict(
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    amount = work(kind, size, kinds.processors)
+    amounts = works(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     recorded = direction == "backward" or spec.needs_backward
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
-    found = [_candidate(name, index, kind.ratio, near, amount, hosts[name], spec.capturing) for name in names]
+    found = []
+    for name in names:
+        spread = kinds.spread_of(name, size.max_q)
+        near_it = [
+            (distance, place.works[spread], place.point.backends[name])
+            for distance, place in near
+            if name in place.point.backends
+        ]
+        found.append(
+            _candidate(name, index, kind.ratio, near_it, amounts[spread], hosts[name], spec.capturing)
+        )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
@@ -214,14 +225,11 @@ def _candidate(
     name: str,
     index: Index,
     ratio: int,
-    near: Sequence[tuple[float, Place]],
+    known: Sequence[tuple[float, float, Measured]],
     amount: float,
     host: float | None,
     capturing: bool,
 ) -> Candidate:
-    known = [
-        (distance, one.work, one.point.backends[name]) for distance, one in near if name in one.point.backends
-    ]
     # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
     # decides.
     closest = known[0][2]
@@ -236,7 +244,7 @@ def _candidate(
         ]
     )
     if host is None:
-        host = closest.host_us if near[0][0] < EXACT else index.hosts[name]
+        host = closest.host_us if known[0][0] < EXACT else index.hosts[name]
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
     return Candidate(name, cost, gpu, host, first, by_host=gpu < host <= cost)

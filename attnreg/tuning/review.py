@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import family_of
+from attnreg.tuning.kinds import PROCESSORS, family_of
 from attnreg.tuning.lookup import MARGIN, Prediction, predict, reordered
 from attnreg.tuning.points import Point
 from attnreg.tuning.table import Table
@@ -130,13 +130,14 @@ def spec_of(point: Point) -> AttentionSpec:
 
 def _left_out(table: Table) -> Iterator[tuple[Point, Prediction | None]]:
     """Yield each point with what the others predict for it."""
+    processors = PROCESSORS if table.environment.compute_capability else 1
     alike: dict[tuple[Any, ...], list[Point]] = {}
     for point in table.points:
         # No other kinds can stand in for one another: see `distance_between`.
         alike.setdefault((point.kind.direction, *point.kind[5:]), []).append(point)
     for points in alike.values():
         for point in points:
-            others = Kinds([other for other in points if other is not point])
+            others = Kinds([other for other in points if other is not point], processors=processors)
             direction: Direction = "forward" if point.kind.direction == "forward" else "backward"
             yield point, predict(others, spec_of(point), direction, "table")
 

@@ -32,17 +32,28 @@ def test_shapes_on_a_gpu_are_of_every_kind_and_within_their_bounds():
     assert any(length % 2 for length in lengths)
 
 
-ROWS = [
-    {
+def row_of(number, bound, **times):
+    """Return a row of a shape: the rounds of each way, by step."""
+    middle = {step: {way: sorted(rounds)[1] for way, rounds in ways.items()} for step, ways in times.items()}
+    return {
         "number": number, "case": f"case {number}", "ran": {CHOSEN: "A"},
-        "bound": {FORWARD: bound, BOTH: bound},
-        "microseconds": {
-            FORWARD: {CHOSEN: chosen, ORDER: 20.0, "always A": 10.0, "always B": 20.0},
-            **({BOTH: {CHOSEN: 30.0, ORDER: 30.0, "always B": 30.0}} if number else {}),
-        },
-    }
-    for number, (chosen, bound) in enumerate([(10.0, BY_HOST), (11.0, BY_DEVICE), (13.0, BY_DEVICE)])
-]  # fmt: skip
+        "bound": {FORWARD: bound, BOTH: bound}, "rounds": times, "microseconds": middle,
+    }  # fmt: skip
+
+
+def rounds(chosen, order, **backends):
+    return {CHOSEN: chosen, ORDER: order} | {f"always {name}": found for name, found in backends.items()}
+
+
+def twice_in_the_second(time):
+    return [time, 2 * time, time]
+
+
+ROWS = []
+for number, (time, bound) in enumerate([(10.0, BY_HOST), (11.0, BY_DEVICE), (13.0, BY_DEVICE)]):
+    chosen, ten, twenty, thirty = map(twice_in_the_second, (time, 10.0, 20.0, 30.0))
+    both = {BOTH: rounds(thirty, thirty, B=thirty)} if number else {}
+    ROWS.append(row_of(number, bound, **{FORWARD: rounds(chosen, twenty, A=ten, B=twenty)}, **both))
 
 
 def test_a_loss_is_the_time_over_that_of_the_best_backend_of_the_shape():
@@ -50,6 +61,11 @@ def test_a_loss_is_the_time_over_that_of_the_best_backend_of_the_shape():
     assert losses(ROWS, FORWARD)["always B"] == [2.0, 2.0, 2.0]
     assert losses(ROWS, FORWARD, BY_HOST)[CHOSEN] == [1.0]
     assert losses(ROWS, BOTH) == {CHOSEN: [1.0, 1.0], ORDER: [1.0, 1.0], "always B": [1.0, 1.0]}
+
+
+def test_a_loss_is_taken_in_each_round_as_a_host_is_slow_for_all_ways():
+    slow_twice = rounds([20.0, 21.0, 10.5], [9.0] * 3, A=[20.0, 10.0, 10.0])
+    assert losses([row_of(0, BY_HOST, **{FORWARD: slow_twice})], FORWARD)[CHOSEN] == [1.05]
 
 
 def test_losses_are_summed_up_by_step_bound_and_way():

@@ -223,7 +223,8 @@ def only(backend, monkeypatch):
 def test_without_the_policy_a_batch_shows_in_the_bits_of_its_rows_and_with_it_does_not(monkeypatch, ran):
     only("cpu", monkeypatch)
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, 4, length, 32, generator=generator) for length in (1, 600, 600))
+    # Of one head and so many keys, as MKL shares products of fewer among threads only on CPUs of AMD.
+    query, key, value = (torch.randn(3, 1, length, 64, generator=generator) for length in (1, 4000, 4000))
 
     def same():
         together = bits_of_last(F.scaled_dot_product_attention, (query, key, value))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from support.command_line import invoke
@@ -12,7 +13,7 @@ from attnreg.tuning import review, tables
 from attnreg.tuning.points import Measured
 from attnreg.tuning.table import load
 
-H200 = tables.SHIPPED / "nvidia-h200.json"
+H200, H100 = (tables.SHIPPED / name for name in ("nvidia-h200.json", "nvidia-h100-80gb-hbm3.json"))
 VERSIONS = {
     "torch": "2.11.0", "attnreg": "0.1.0", "compute_capability": "9.0", "cuda": "13.0",
     "backends": {"FA2": "2.11.0", "FA4": "4.0"},
@@ -46,14 +47,25 @@ def checked(tmp_path):
     return check
 
 
-def test_a_table_that_ships_passes_with_the_losses_of_the_docs(checked, monkeypatch):
+@pytest.mark.parametrize(
+    ("file", "points", "losses", "outliers"),
+    [
+        (H200, "904", {"forward": (1.012, 1.53), "backward": (1.006, 1.27)}, {"cuDNN"}),
+        (H100, "996", {"forward": (1.011, 1.63), "backward": (1.006, 1.29)}, set()),
+    ],
+    ids=lambda one: one.stem if isinstance(one, Path) else "",
+)
+def test_a_table_that_ships_passes_with_the_losses_of_the_docs(
+    checked, monkeypatch, file, points, losses, outliers
+):
     monkeypatch.setattr(tables, "SHIPPED", H200.parent)
-    code, data = checked(load(H200))
-    assert (code, data["problems"], data["device"], data["points"]) == (0, [], "NVIDIA H200", "904")
+    code, data = checked(load(file))
+    assert (code, data["problems"], data["points"]) == (0, [], points)
     rounded = {name: (round(one["mean"], 3), round(one["worst"], 2)) for name, one in data["losses"].items()}
-    assert rounded == {"forward": (1.012, 1.58), "backward": (1.006, 1.27)}
-    assert data["shipped"] == {"nvidia-h200.json": data["losses"]}
-    assert {one["backend"] for one in data["outliers"]} == {"cuDNN"}
+    assert rounded == losses
+    assert data["shipped"][file.name] == data["losses"]
+    assert set(data["shipped"]) == {H200.name, H100.name}
+    assert {one["backend"] for one in data["outliers"]} == outliers
 
 
 def test_a_loss_is_what_the_others_choice_takes_over_the_fastest():

@@ -70,8 +70,8 @@ def as_installed(monkeypatch):
 
 def test_explain_for_a_gpu_that_is_not_here_takes_the_table_of_its_capability_and_says_so(as_installed):
     found = attnreg.explain(call())
-    assert (found.backend, found.source) == ("FA4", "measured table nvidia-h200.json")
-    assert any("assumes that the device is NVIDIA H200" in note for note in found.notes)
+    assert (found.backend, found.source) == ("FA4", "measured table nvidia-h100-80gb-hbm3.json")
+    assert any("assumes that the device is NVIDIA H100 80GB HBM3" in note for note in found.notes)
 
 
 def test_explain_for_a_gpu_that_no_table_is_of_takes_the_default_order(as_installed):
