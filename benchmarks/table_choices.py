@@ -1,79 +1,115 @@
 """How good a measured table's choices are, by times that were measured before. Needs no GPU.
 
-    python benchmarks/table_choices.py [TABLE] --run RUN [--compiled] [--json FILE]
+    python benchmarks/table_choices.py [TABLE] --run RUN [--python] [--json FILE]
 
-The table (by default the one that ships for the H200) chooses for the cases of RUN, which `attnreg bench
-selection --out RUN` wrote, by the times of that run: what another table would have reached on the same
-shapes, without what it would change in the times themselves. `attnreg tune --check` needs no run: it chooses
-each point of a table by the others.
+The table (by default the one that ships for the H200) chooses for the shapes of RUN, which `attnreg bench
+selection --out RUN` wrote, with `--random` or without, by the times of that run: what another table would
+have reached on the same shapes, without what it would change in the times themselves. `--python` says that
+RUN was without the compiled part. `attnreg tune --check` needs no run: it chooses each point of a table by
+the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
+from attnreg.bench.random_shapes import MUCH, draw, losses_of
 from attnreg.bench.report import save, show
-from attnreg.bench.shapes import held_out
+from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.bench.summary import FIXED
 from attnreg.contract.spec import Device
 from attnreg.tuning import table
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
+from attnreg.tuning.kinds import PROCESSORS
+from attnreg.tuning.lookup import predict, predict_both
 from attnreg.tuning.review import choice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from attnreg.contract.spec import Direction
-    from attnreg.tuning.table import Table
+    from attnreg.bench.shapes import Shape
+    from attnreg.tuning.lookup import Prediction
 
 SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def by_run(measured: Table, cases: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
-    """Print and return what the table would have chosen in a run, and the cases that lose over a tenth."""
-    kinds, results = Kinds(measured.points, measured.fronts), {}
-    for direction in DIRECTIONS:
-        rows = []
-        for shape in held_out("cuda"):
-            found = cases.get(str(shape), {"directions": {}})["directions"].get(direction)
-            if found is None:
-                continue
-            front = found["front"].items()
-            able = {name.removeprefix(FIXED): took for name, took in front if name.startswith(FIXED)}
-            spec = shape.spec(DEVICE)
-            name = choice(predict(kinds, spec, direction, "table", compiled), spec, able, _registry.entries())
-            rows.append({"case": str(shape), "chosen": name, "ratio": able[name] / min(able.values())})
-        ratios = [row["ratio"] for row in rows]
-        mean, worst = statistics.geometric_mean(ratios), max(ratios)
-        results[direction] = {"mean": mean, "worst": worst, "cases": rows}
-        losses = [(row["case"], row["chosen"], f"{row['ratio']:.2f}") for row in rows if row["ratio"] > 1.1]
-        title = f"{direction}: {mean:.3f} of the best backend's time, worst {worst:.2f}, {len(rows)} cases"
-        show(title, ("case that loses more than a tenth", "chosen", "over the best"), losses)
-    return results
+def fixed_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
+    """Yield each fixed shape, step, and what each backend loses."""
+    cases = {row["case"]: row for row in results["rows"]}
+    for shape in held_out("cuda"):
+        for step in (FORWARD, BACKWARD):
+            found = cases.get(str(shape), {"directions": {}})["directions"].get(step)
+            if found is not None:
+                best = min(took for name, took in found["front"].items() if name.startswith(FIXED))
+                yield shape, step, {name: took / best for name, took in found["front"].items()}
+
+
+def random_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
+    """Yield each shape that was drawn, step, and what each backend loses."""
+    for row in results["rows"]:
+        for step in row["rounds"]:
+            yield draw(results["seed"], row["number"], "cuda"), step, losses_of(row, step)
+
+
+def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction | None:
+    """Return what a table says of a step."""
+    spec = shape.spec(DEVICE)
+    if step == BOTH:
+        return predict_both(kinds, spec, "table", compiled)["forward"]
+    if step == FORWARD:
+        spec = dataclasses.replace(spec, needs_backward=False)
+    return predict(kinds, spec, "forward" if step == FORWARD else "backward", "table", compiled)
+
+
+def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
+    """Print and return what the table would have chosen in a run, and the shapes that lose over a tenth."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for shape, step, losses in (random_shapes if "seed" in results else fixed_shapes)(results):
+        able = {name.removeprefix(FIXED): loss for name, loss in losses.items() if name.startswith(FIXED)}
+        prediction = chosen(kinds, shape, step, compiled)
+        name = choice(prediction, shape.spec(DEVICE), able, _registry.entries())
+        found.setdefault(step, []).append({"case": str(shape), "chosen": name, "loss": able[name]})
+    summed = {}
+    for step, rows in found.items():
+        losses = [row["loss"] for row in rows]
+        mean, worst, above = (
+            statistics.fmean(losses),
+            max(losses),
+            sum(x > MUCH for x in losses) / len(losses),
+        )
+        summed[step] = {"mean": mean, "worst": worst, "above": above, "shapes": rows}
+        most = sorted((row for row in rows if row["loss"] > 1.1), key=lambda row: -row["loss"])
+        title = (
+            f"{step}: {mean:.3f} of the best backend's time, worst {worst:.2f}, "
+            f"{above:.1%} above {MUCH}, {len(rows)} shapes"
+        )
+        cells = [(row["case"], row["chosen"], f"{row['loss']:.2f}") for row in most]
+        show(title, ("shape that loses more than a tenth", "chosen", "over the best"), cells)
+    return summed
 
 
 def main() -> None:
-    """Print both directions."""
+    """Print every step."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("table", nargs="?", type=Path, default=SHIPPED)
-    parser.add_argument("--run", type=Path, required=True, help="choose for the cases of this run")
-    parser.add_argument("--compiled", action="store_true", help="RUN had the compiled call cache")
+    parser.add_argument("--run", type=Path, required=True, help="choose for the shapes of this run")
+    parser.add_argument("--python", action="store_true", help="RUN was without the compiled call cache")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = table.load(options.table)
     print(f"{measured.environment.device}, {len(measured.points)} points of {options.table.name}")
-    cases = {row["case"]: row for row in json.loads(options.run.read_text())["results"]["rows"]}
-    save(options.json, by_run(measured, cases, options.compiled))
+    kinds = Kinds(measured.points, measured.fronts, PROCESSORS)
+    results = json.loads(options.run.read_text())["results"]
+    save(options.json, by_run(kinds, results, not options.python))
 
 
 if __name__ == "__main__":
