@@ -29,5 +29,5 @@ def is_among_fewer(case):
 
 
 def is_for_fakes(case):
-    """Return whether to run a case on a fake, which takes lengths, heads and queries one after the other."""
-    return is_chosen(case) or not re.search("length|heads|few queries", case.name)
+    """Return whether to run a case on a fake: of windows each once, dense and packed."""
+    return is_chosen(case) or not re.search("length|heads|dim|few", case.name)
