@@ -48,9 +48,6 @@ def pytest_addoption(parser):
     parser.addoption("--trust-offsets", type=float, default=3600.0, help="offsets.TRUSTED, in seconds")
 
 
-seen_loggers = [0]
-
-
 def pytest_configure(config):
     gc.disable()  # until the tests are collected, of which it would take a quarter of the time
     offsets.TRUSTED = config.getoption("--trust-offsets")
@@ -58,18 +55,20 @@ def pytest_configure(config):
     _autoload.asked = True
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logstart():
-    """Have torch's loggers hand on, also those that imports have added since the last test.
+@functools.cache
+def let_propagate(count):
+    """Have torch's loggers propagate, once for each count of loggers: imports add some.
 
-    On each that doesn't, of 50, pytest hangs its handlers six times a test.
+    On each that doesn't, which are some 50, pytest hangs its handlers, six times a test.
     """
-    loggers = logging.root.manager.loggerDict
-    if len(loggers) > seen_loggers[0]:
-        seen_loggers[0] = len(loggers)
-        for logger in loggers.values():
-            if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-                logger.propagate = True
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
+
+
+def pytest_runtest_logstart():
+    """Look for new loggers before each test."""
+    let_propagate(len(logging.root.manager.loggerDict))
 
 
 # As the backends spell themselves, whatever the command line does.
