@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import functools
@@ -12,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -53,10 +53,22 @@ def pytest_configure(config):
     offsets.TRUSTED = config.getoption("--trust-offsets")
     # The first use of a name of attnreg would obey the variables of the test that it is in.
     _autoload.asked = True
-    # Pytest hangs its handlers on each logger that doesn't hand on, three times a test: torch has 50 of them.
+
+
+@functools.cache
+def let_propagate(count):
+    """Have torch's loggers propagate, once for each count of loggers: imports add some.
+
+    On each that doesn't, which are some 50, pytest hangs its handlers, six times a test.
+    """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
+
+
+def pytest_runtest_logstart():
+    """Look for new loggers before each test."""
+    let_propagate(len(logging.root.manager.loggerDict))
 
 
 # As the backends spell themselves, whatever the command line does.
@@ -215,38 +227,37 @@ if os.environ.get("CXX"):
     BUILT = BUILT.with_name(f"compiled-{hashlib.sha256(os.environ['CXX'].encode()).hexdigest()[:8]}")
 
 
-@contextlib.contextmanager
-def compiled_here(library):
-    """Have what attnreg compiles lie with the tests, and a library be compiled if it isn't yet."""
+@pytest.fixture(scope="session")
+def built_files():
+    """Compile what attnreg compiles, all at once on as many cores, unless it lies with the tests already."""
     try:
         libraries.find()
     except BuildError as error:
-        pytest.skip(f"{library.title} can't be compiled: {error}")
+        pytest.skip(f"nothing can be compiled: {error}")
     BUILT.mkdir(parents=True, exist_ok=True)
     BUILT.chmod(0o700)
     with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setattr(caches, "folder", lambda purpose: BUILT)
         building.target.cache_clear()
-        file = building.target(library)
-        if not file.is_file():
-            building.build(library)
-        yield file
+        files = {library: building.target(library) for library in building.LIBRARIES}
+        missing = [library for library, file in files.items() if not file.is_file()]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(libraries.compile_library, missing))  # raises what one of them does
         building.target.cache_clear()
+        return files
 
 
 @pytest.fixture(scope="session")
-def built_routers():
-    """Compile the routers, as `attnreg build` does, and return the file."""
-    with compiled_here(building.CALL_CACHE) as file:
-        return file
+def built_routers(built_files):
+    """Compile the routers, and return the file."""
+    return built_files[building.CALL_CACHE]
 
 
 @pytest.fixture(scope="session")
-def built_cpu_kernel():
-    """Compile the kernel of the cpu backend, as `attnreg build` does, and return the file."""
-    with compiled_here(building.CPU_KERNEL) as file:
-        return file
+def built_cpu_kernel(built_files):
+    """Compile the kernel of the cpu backend, and return the file."""
+    return built_files[building.CPU_KERNEL]
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,11 @@ def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_atte
 
 
 def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():
-    (_, _, error, _, _), said = run("-W", "error", ATTNREG_BACKEND="mth")
+    # The last thing that `import torch` does, here in a process that has imported it.
+    program = "import warnings, torch; warnings.simplefilter('error'); torch._import_device_backends()\n"
+    (_, _, error, _, _), said = run(
+        program=program + PROGRAM, anew=False, ATTNREG_BACKEND="mth", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
     assert error.startswith("ConfigError: ATTNREG_BACKEND: no backend is named 'mth'")
     assert said[0].startswith("attnreg: ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'?")
     assert said[1:] == ["Attention calls to which this applies will raise it as an error."]

@@ -86,36 +86,35 @@ def attend(
 @torch.enable_grad()  # a caller may have turned it off for the kernels
 def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
     """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
-    q, k, v = (_rows(x).detach().to(dtype).requires_grad_() for x in (given.q, given.k, given.v))
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], requires_grad=True)
-    lse = q.new_full(q.shape[:-1], -torch.inf, requires_grad=True)
+    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (given.q, given.k, given.v, given.grad_out))
+    out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     call = given.call
+    grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
+    # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
     for batch, rows_q, rows_k in _same_lengths(case, given):
         bias = call.attn_bias
         if bias is not None:
             sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
             bias = bias.expand(sizes)[batch]
         slopes = call.alibi_slopes
+        query, key, value = (x.requires_grad_() for x in (q[rows_q], k[rows_k], v[rows_k]))
         part = attend(
-            *(q[rows_q], k[rows_k], v[rows_k], call.scale, call.window),
+            *(query, key, value, call.scale, call.window),
             bias=bias,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
             softcap=call.softcap,
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
-        out = out.index_put((rows_q,), part[0])
-        lse = lse.index_put((rows_q,), part[1].mT)
-    in_a_sequence = torch.arange(len(out), device=out.device) < sum(case.lens_q)
-    grad = torch.where(in_a_sequence[:, None, None], _rows(given.grad_out).to(dtype), 0.0)
-    results, of_results = [out], [grad]
-    if call.grad_lse is not None:
-        counts = in_a_sequence[:, None] & (lse > -torch.inf)
-        results.append(lse)
-        of_results.append(torch.where(counts, _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype), 0.0))
-    grads = torch.autograd.grad(results, (q, k, v), of_results, materialize_grads=True)
-    dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (given.q, given.k, given.v), strict=True))
-    per_head = lse.detach().view(given.q.shape[:-1]).transpose(-1, -2)
-    return Results(out.detach().view(given.grad_out.shape), per_head, dq, dk, dv)
+        results, of_results = [part[0]], [grad[rows_q]]
+        if grad_lse is not None:
+            results.append(part[1].mT)
+            of_results.append(grad_lse[rows_q].masked_fill(results[1] == -torch.inf, 0.0))
+        dq[rows_q], dk[rows_k], dv[rows_k] = torch.autograd.grad(results, (query, key, value), of_results)
+        out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
+    like = given.grad_out, given.q, given.k, given.v
+    out, dq, dk, dv = (x.view(one.shape) for x, one in zip((out, dq, dk, dv), like, strict=True))
+    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv)
 
 
 def kept_weights(case: Case, out: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ operations in the inputs' own dtype, plus the rounding of the result itself; thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -159,9 +160,15 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
 def _distance(got: Tensor, truth: Tensor) -> float:
     if got.shape != truth.shape:
         return torch.inf
+    if not got.numel():
+        return 0.0
     got = got.detach().to(torch.float64)
-    distance = (got - truth).abs().masked_fill(got == truth, 0.0)  # an LSE of -inf has a distance of NaN
-    return float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()) if distance.numel() else 0.0
+    distance = (got - truth).abs()
+    if math.isfinite(largest := float(distance.amax())):
+        return largest
+    # An LSE of -inf has a distance of NaN from itself.
+    distance = distance.masked_fill(got == truth, 0.0)
+    return float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
 
 
 def _rounding(truth: Tensor, dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from support import gpu
-from support.chosen_cases import is_chosen
+from support.chosen_cases import is_among_fewer
 
 from attnreg import _registry
 from attnreg.backends import cpu as cpu_backend
@@ -27,7 +27,7 @@ def is_slow(case):
     """Float16 and float64 take the ways of bfloat16 and float32, and long ones in bfloat16 those of 587."""
     if case.heavy or case.dtype == "float32":
         return case.heavy
-    return case.max_q > 600 if case.dtype == "bfloat16" else not is_chosen(case)
+    return case.max_q > 600 if case.dtype == "bfloat16" else not is_among_fewer(case)
 
 
 CHECKS = [

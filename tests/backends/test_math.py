@@ -204,7 +204,14 @@ def test_sequences_that_share_a_page_add_up_their_gradients():
     assert_same((pool_grad_k, pool_grad_v), (grad_k.sum(0, True), grad_v.sum(0, True)))
 
 
-FLOAT64 = [case for case in QUICK if case.dtype == "float64" and is_chosen(case)]
+# How tensors lie in memory, how large values are and how many heads there are says nothing of lengths.
+FLOAT64 = [
+    case
+    for case in QUICK
+    if case.dtype == "float64"
+    and is_chosen(case)
+    and not re.search("layout|values|scale 0.3|heads", case.name)
+]
 
 
 @pytest.mark.parametrize("case", [case for case in FLOAT64 if case.varlen or case.seqused_k], ids=str)
@@ -216,12 +223,10 @@ def test_unread_lengths_change_nothing(case, request):
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-# One length, head dim and number of heads of each kind of call, and one window over few queries or keys:
-# shapes and windows are read in any case.
+# One length and head dim of each kind of call, and one window over few queries or keys: shapes and windows
+# are read in any case.
 KINDS = {
-    re.sub(r"(length|dim|head)s? .*|window .*, ", r"\1", case.name): case
-    for case in FLOAT64
-    if case.max_k < 300
+    re.sub(r"(length|dim)s? .*|window .*, ", r"\1", case.name): case for case in FLOAT64 if case.max_k < 300
 }.values()
 
 
@@ -232,7 +237,7 @@ def test_no_value_is_read_on_the_host(case):
     on_meta = [x.to("meta") for x in (q, k, v, grad_out)]
     call = Call(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
     # What is dropped depends on lengths, heads and windows, not on what else there is a case of.
-    if case.bias == "none" and not re.search("layout|gradient|values|scale|few", case.name):
+    if case.bias == "none" and not re.search("gradient|scale|few", case.name):
         call = call._replace(dropout=0.1, rng_state=rng_state().to("meta"))
     lse = grad_out[..., 0].mT
     assert [x.shape for x in run(*on_meta, call)] == [x.shape for x in (grad_out, lse, q, k, v)]

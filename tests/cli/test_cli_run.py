@@ -195,7 +195,7 @@ def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
                 print(pool.map(backend, [0]))
         """,
     )
-    done = python("-m", "attnreg", "run", "--backend", "math", "parent.py")
+    done = forked(COMMAND, "run", "--backend", "math", "parent.py")
     assert done.stdout == "['math']\n", done.stderr
 
 

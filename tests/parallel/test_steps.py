@@ -19,6 +19,8 @@ from attnreg.parallel.steps import Needs, gathering, rotating
 
 HEADS, DIM = 2, 4
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (0, 0), (3, 2), (-1, 3), (4, -1), (0, 9), (40, 40)]
+# Every window over three ranks; one rank and an even number of them with a window of each kind.
+SPREAD = [*((window, 3) for window in WINDOWS), *itertools.product([(-1, 0), (3, 2), (4, -1)], (1, 4))]
 BATCHES = {
     "one document": [0, 48],
     "several": [0, 5, 5, 37, 40, 61],
@@ -75,7 +77,7 @@ def computed(layout, rank, steps, query, key, value):
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("cu_seq", BATCHES.values(), ids=BATCHES)
 def test_the_steps_of_each_rank_give_what_the_whole_batch_gives(cu_seq, maker, way):
-    for window, ranks in itertools.product(WINDOWS, (1, 3, 4)):
+    for window, ranks in SPREAD:
         query, key, value, out, lse = whole_batch(tuple(cu_seq), window)
         layout = MAKERS[maker](cu_seq, ranks)
         needs = Needs(layout, *window)

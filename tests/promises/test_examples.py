@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 from support.processes import forked
 
@@ -14,10 +15,10 @@ from attnreg.testing import check_backend
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed(name, *arguments):
+def printed(name, *arguments, before=""):
     """Run an example in a process of its own, as its reader would, and return what it prints."""
     file = str(EXAMPLES / name)
-    ended = forked(f"import runpy; runpy.run_path({file!r}, run_name='__main__')", *arguments)
+    ended = forked(f"{before}\nimport runpy; runpy.run_path({file!r}, run_name='__main__')", *arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -56,9 +57,18 @@ def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
     assert "'forward': 6, 'backward': 6" in text  # the padded training runs without attnreg
 
 
-def test_context_parallel_has_the_losses_of_one_rank():
-    """Two processes with gloo, each of which starts Python anew."""
-    text = printed("context_parallel.py", "--tokens", "900", "--steps", "3", "--device", "cpu")
+# Each process that is spawned imports torch, which takes longer than the example.
+FORKS = """
+import functools, torch.multiprocessing as mp
+mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("before", [FORKS, pytest.param("", marks=pytest.mark.slow)], ids=["fork", "spawn"])
+def test_context_parallel_has_the_losses_of_one_rank(before):
+    """Two processes with gloo."""
+    given = ("--tokens", "900", "--steps", "3", "--device", "cpu")
+    text = printed("context_parallel.py", *given, before=before)
     losses = re.findall(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)", text)
     assert len(losses) == 3
     assert all(abs(float(together) - float(alone)) < 1e-4 for together, alone in losses)

@@ -10,11 +10,24 @@ CHOSEN = re.compile(
 SEVERAL = re.compile(r"\b(lengths?|heads|dims?|window) \S*\d")
 
 
+# One or two of each kind, and of the layouts.
+FEWER = re.compile(
+    r"length 33\b|lengths 113 and 211\b|heads 6:3|dim 40\b|dims 5 and 3\b|window \((4, 0|8, 2)\)"
+    r"|layout (fused qkv|odd rows)"
+)
+
+
 def is_chosen(case):
     """Return whether a case is the only one of its kind, or one of those that stand for it."""
     return not SEVERAL.search(case.name) or bool(CHOSEN.search(case.name))
 
 
+def is_among_fewer(case):
+    """Return the same for fewer cases, where those that are chosen run in another dtype."""
+    several = SEVERAL.search(case.name) or "layout" in case.name
+    return not several or bool(FEWER.search(case.name))
+
+
 def is_for_fakes(case):
-    """Return whether to run a case on a fake, which takes lengths, heads and queries one after the other."""
-    return is_chosen(case) or not re.search("length|heads|few queries", case.name)
+    """Return whether to run a case on a fake: of windows each once, dense and packed."""
+    return is_chosen(case) or not re.search("length|heads|dim|few", case.name)

@@ -1,12 +1,19 @@
 """What tests of the command line share: reading its output, and running it in a process of its own."""
 
+import functools
 import json
 import subprocess
 import sys
 
+from typer import testing
 from typer.testing import CliRunner
 
 from attnreg import cli
+
+# Typer makes all commands of the app anew at each run of one, which takes longer than most of them run. It is
+# typer's own helper, so another version may have none: then it only takes longer.
+if hasattr(testing, "_get_command"):
+    testing._get_command = functools.cache(testing._get_command)
 
 
 def invoke(*arguments):
