@@ -224,10 +224,10 @@ def test_without_the_policy_a_batch_shows_in_the_bits_of_its_rows_and_with_it_do
     only("cpu", monkeypatch)
     generator = torch.Generator().manual_seed(0)
     # In which of these a batch shows depends on the CPU, by which MKL chooses how to multiply.
-    shapes = [(4, (1, 600, 600)), (1, (33, 257, 257))]
+    shapes = [(4, 32, (1, 600, 600)), (1, 32, (33, 257, 257)), (1, 64, (1, 4000, 4000))]
     batches = [
-        [torch.randn(3, heads, length, 32, generator=generator) for length in lengths]
-        for heads, lengths in shapes
+        [torch.randn(3, heads, length, dim, generator=generator) for length in lengths]
+        for heads, dim, lengths in shapes
     ]
 
     def same(batch):
@@ -239,8 +239,8 @@ def test_without_the_policy_a_batch_shows_in_the_bits_of_its_rows_and_with_it_do
         assert False in [same(batch) for batch in batches]
     monkeypatch.setenv("ATTNREG_POLICY", "batch_invariant")
     attnreg.reload()
-    assert [same(batch) for batch in batches] == [True, True]
-    assert ran() == {"cpu": (8, 8)}
+    assert [same(batch) for batch in batches] == [True] * 3
+    assert ran() == {"cpu": (12, 12)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
