@@ -7,11 +7,11 @@ call of each kind the ranks exchange a few lines of text, on the CPU: no GPU is 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from attnreg.errors import RanksDifferError
+from attnreg.errors import AttnregError, RanksDifferError
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -31,6 +31,20 @@ def agree(group: Any, mine: dict[str, str]) -> None:
                 f"context parallel: ranks differ in {name}: rank 0 has {values[0]}, rank {other} has "
                 f"{values[other]}; expected the same on all {len(values)} ranks of the group"
             )
+
+
+def refuse(group: Any, problem: Exception) -> NoReturn:
+    """Raise what is wrong on this rank, once the others, which wait for it in `agree`, know of it."""
+    # The first line alone: further ones may be of this rank's rows.
+    said = str(problem).partition("\n")[0]
+    said = said if isinstance(problem, AttnregError) else f"{type(problem).__name__}: {said}"
+    try:
+        agree(group, {"arguments": said})
+    except RanksDifferError as error:
+        raise error from problem
+    except RuntimeError as error:  # the others don't come, until the group's timeout or as they have ended
+        raise problem from error
+    raise problem
 
 
 def _on_cpu(group: Any) -> Any:

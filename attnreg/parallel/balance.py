@@ -43,6 +43,8 @@ def spread_documents(
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
     """
+    if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+        raise InvalidInputError(f"width: got {width!r}, expected an integer from 0 on")
     if how == "balanced":
         bounds = sum(bound >= 0 for bound in window(window_size, is_causal))
         per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds

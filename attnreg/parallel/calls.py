@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -80,9 +81,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
             got = type(tensor).__name__
             hint = "; a DTensor's is to_local()" if got == "DTensor" else ""
             raise InvalidInputError(f"{name}: got a {got}, expected this rank's rows as a plain tensor{hint}")
-        if tensor.dim() != 3 or len(tensor) != rows:
+        if tensor.dim() != 3 or len(tensor) != rows or tensor.layout != torch.strided:
             expected = f"({rows}, heads, head dim): the rows of this rank, as context.shard gives them"
-            raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, expected {expected}")
+            got = "" if tensor.layout == torch.strided else f", {tensor.layout}"
+            raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}{got}, expected {expected}")
     if query.shape[1] != key.shape[1] and not given.enable_gqa:
         got = f"{query.shape[1]} for query and {key.shape[1]} for key"
         raise InvalidInputError(f"heads: got {got}, expected equal numbers (or enable_gqa=True)")
@@ -123,26 +125,54 @@ def check_refused(refused: dict[str, object]) -> None:
 
 def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
     """Compare offsets with those of a layout; those on a GPU are read back, which waits for it."""
-    numbers = offsets.tolist() if isinstance(offsets, Tensor) else offsets
-    if numbers != list(layout.cu_seq):
-        got = "None" if numbers is None else short(numbers)
-        raise InvalidInputError(
-            f"{name}: got {got}, expected those of the whole batch, {short(layout.cu_seq)}"
-        )
+    got = "None"
+    if offsets is not None:
+        got = f"shape {tuple(offsets.shape)}, {offsets.dtype} on {offsets.device}"
+        if offsets.dim() == 1 and offsets.dtype == torch.int32 and not offsets.is_meta:
+            numbers = offsets.tolist()
+            if numbers == list(layout.cu_seq):
+                return
+            got = short(numbers)
+    raise InvalidInputError(
+        f"{name}: got {got}, expected those of the whole batch, {short(layout.cu_seq)}, int32"
+    )
 
 
-def texts(
-    layout: Layout, kind: Kind | None, device: torch.device, method: str, problem: object
-) -> dict[str, str]:
-    """Return what ranks compare before they run the first call of a kind."""
-    found = {
+def check_longest(lengths: dict[str, int], longest: int) -> None:
+    """Check `max_q` and `max_k`, which are of the whole batch; larger ones are allowed."""
+    for name, got in lengths.items():
+        try:
+            is_enough = operator.index(got) >= longest
+        except TypeError:
+            raise InvalidInputError(f"{name}: got {got!r}, expected an integer") from None
+        if not is_enough:
+            raise InvalidInputError(
+                f"{name}: got {got}, expected at least {longest}, the longest sequence of the whole batch"
+            )
+
+
+def check_tokens(tensor: object, dim: int, expected: int, of: str) -> None:
+    """Check that a tensor has so many tokens along a dimension."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(f"tensor: got {reprlib.repr(tensor)}, expected a tensor")
+    if dim not in range(-tensor.dim(), tensor.dim()):
+        raise InvalidInputError(f"dim: got {dim!r}, expected a dimension of shape {tuple(tensor.shape)}")
+    if tensor.shape[dim] != expected:
+        raise InvalidInputError(f"tensor: got {tensor.shape[dim]} tokens, expected the {expected} {of}")
+
+
+def texts_of_layout(layout: Layout) -> dict[str, str]:
+    """Return what ranks compare of a layout; `agreement.refuse` says what is wrong in its place."""
+    return {
+        "arguments": "none that is wrong",
         "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
         "layouts": f"{short(layout.rows)} rows ({_digest(layout.pieces)})",
-        # The first line alone: further ones may be of this rank's rows.
-        "arguments": "none that is wrong" if problem is None else str(problem).partition("\n")[0],
     }
-    if kind is None:
-        return found
+
+
+def texts(layout: Layout, kind: Kind, device: torch.device, method: str) -> dict[str, str]:
+    """Return what ranks compare before they run the first call of a kind."""
+    found = texts_of_layout(layout)
     found |= {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
     found |= {name: str(one) for name, one in kind.shape._asdict().items()}
     spec = AttentionSpec(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
-from attnreg.errors import AttnregError, InvalidInputError, RanksDifferError, UnsupportedInputError
-from attnreg.parallel.agreement import agree
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.parallel.agreement import agree, refuse
 from attnreg.parallel.balance import spread_documents
 from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
 from attnreg.parallel.by_heads import Work as WorkByHeads
@@ -22,18 +22,21 @@ from attnreg.parallel.calls import (
     Arguments,
     Kind,
     check_kernels,
+    check_longest,
     check_offsets,
     check_refused,
     check_tensors,
+    check_tokens,
     kind_of,
     texts,
+    texts_of_layout,
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device, prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.parallel.ways import choose
+from attnreg.parallel.ways import check_asked, choose
 from attnreg.torchlib.modes import is_transformed
 from attnreg.varlen import front, plans
 
@@ -46,9 +49,9 @@ MOST_OFFSETS = 16
 def context_parallel(
     group: dist.ProcessGroup | DeviceMesh,
     batch: Layout | Sequence[int] | Tensor,
-    how: str = "contiguous",
+    how: str | None = None,
     *,
-    is_causal: bool = True,
+    is_causal: bool | None = None,
     method: str = "auto",
     rates: Rates | None = None,
     memory: int | None = None,
@@ -58,30 +61,53 @@ def context_parallel(
     Args:
         group: the ranks; of a `DeviceMesh` one dimension, such as `mesh["cp"]`.
         batch: where each document begins in the whole batch, and the end of the last; or a `Layout`.
-        how, is_causal: as of `spread_documents`, if `batch` is no layout.
+        how, is_causal: as of `spread_documents`, if `batch` is no layout: "contiguous" and True unless given.
         method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
         rates: what the estimate assumes of the machine.
         memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
             given an eighth of the GPU's memory, and any number on a CPU.
+
+    Raises:
+        RanksDifferError: an argument is wrong on some ranks; the others get it from their first call.
+        InvalidInputError: an argument is wrong on every rank, or the group is.
     """
+    found: Any = group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ()
             raise InvalidInputError(f"group: got a mesh of dimensions {names}, expected one, as mesh['cp']")
-        group = group.get_group()
-    ranks = dist.get_world_size(group)
-    if ranks < 1:
+        is_here = group.get_coordinate() is not None
+        found = group.get_group() if is_here else dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(found, dist.ProcessGroup):
+        if found is dist.GroupMember.NON_GROUP_MEMBER:
+            raise InvalidInputError(
+                "group: got one that this process isn't in, expected one that it is a rank of"
+            )
+        expected = "a process group (torch.distributed.group.WORLD is one after init_process_group) or a mesh"
+        raise InvalidInputError(f"group: got {found!r}, expected {expected}")
+    rates = Rates() if rates is None else rates
+    try:
+        check_asked(method, rates, memory)
+        layout = _layout(batch, dist.get_world_size(found), how, is_causal)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
+        refuse(found, error)
+    return ContextParallel(found, layout, method, rates, memory)
+
+
+def _layout(
+    batch: Layout | Sequence[int] | Tensor, ranks: int, how: str | None, is_causal: bool | None
+) -> Layout:
+    if not isinstance(batch, Layout):
+        how, is_causal = "contiguous" if how is None else how, True if is_causal is None else is_causal
+        return spread_documents(batch, ranks, how, is_causal=is_causal)
+    for name, got in (("how", how), ("is_causal", is_causal)):
+        if got is not None:
+            raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
+    if batch.ranks != ranks:
         raise InvalidInputError(
-            "group: got one that this process isn't in, expected one that it is a rank of"
+            f"batch: got a layout for {batch.ranks} ranks, expected {ranks}: the group has so many"
         )
-    layout = batch
-    if not isinstance(layout, Layout):
-        layout = spread_documents(layout, ranks, how, is_causal=is_causal)
-    if layout.ranks != ranks:
-        raise InvalidInputError(
-            f"batch: got a layout for {layout.ranks} ranks, expected {ranks}: the group has so many"
-        )
-    return ContextParallel(group, layout, method, rates or Rates(), memory)
+    return batch
 
 
 class ContextParallel:
@@ -103,6 +129,7 @@ class ContextParallel:
         self.rank = dist.get_rank(group)
         self._rates, self._memory = rates, memory
         self._agreed: dict[Kind, str] = {}  # and the way that it goes
+        self._gathered: set[tuple[object, ...]] = set()  # what of tensors ranks have agreed on
         self._made: dict[tuple[object, ...], Any] = {}
         self._known_offsets: list[tuple[Tensor, int]] = []
         self._before: list[Any] = []
@@ -111,23 +138,31 @@ class ContextParallel:
 
     def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
-        if tensor.shape[dim] != self.layout.tokens:
-            got, expected = tensor.shape[dim], self.layout.tokens
-            raise InvalidInputError(f"tensor: got {got} tokens, expected the {expected} of the whole batch")
+        check_tokens(tensor, dim, self.layout.tokens, "of the whole batch")
         return tensor.index_select(dim, self._rows(self.rank, tensor.device))
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient."""
+        """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient.
+
+        Raises `RanksDifferError`, on every rank, if ranks differ in layout, shape or dtype.
+        """
         here, most = self.layout.rows[self.rank], max(self.layout.rows)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise InvalidInputError(
-                "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
-            )
-        if tensor.shape[dim] != here:
-            raise InvalidInputError(
-                f"tensor: got {tensor.shape[dim]} tokens, expected the {here} of this rank"
-            )
+        try:
+            check_tokens(tensor, dim, here, "of this rank")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InvalidInputError(
+                    "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
+                )
+        except Exception as error:
+            if self._gathered:
+                raise
+            refuse(self.group, error)
         rows = tensor.movedim(dim, 0)
+        kind = tuple(rows.shape[1:]), str(rows.dtype), rows.device.type
+        if kind not in self._gathered:
+            names = "shape of a row", "dtype", "device"
+            agree(self.group, texts_of_layout(self.layout) | dict(zip(names, map(str, kind), strict=True)))
+            self._gathered.add(kind)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[:here] = rows
         parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
@@ -177,6 +212,7 @@ class ContextParallel:
         key: Tensor,
         value: Tensor,
         offsets: dict[str, Tensor | None],
+        lengths: dict[str, int],
         arguments: dict[str, Any],
         refused: dict[str, object],
     ) -> tuple[Tensor, Tensor | None]:
@@ -184,36 +220,36 @@ class ContextParallel:
 
         Raises:
             RanksDifferError: on every rank, if ranks make different calls.
-            InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call.
+            InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call; on this
+                rank alone, if others make one of a kind that all have agreed on.
         """
         if is_transformed():  # where other ranks can't be asked, either
             raise UnsupportedInputError(
                 "group: got a call in a function transform or in forward-mode AD, expected one outside: "
                 "calls spread over ranks have a backward alone"
             )
-        kind, problem, given = None, None, Arguments(**arguments)
+        kind, given = None, Arguments(**arguments)
         try:
-            check_refused(refused)
             check_tensors(query, key, value, given, self.layout.rows[self.rank])
+            query, key, value = plans.autocast(query, key, value)
+            kind = kind_of(query, key, value, given, self.longest)
+            check_refused(refused)
+            check_longest(lengths, self.longest)
             for name, tensor in offsets.items():
                 self._check_offsets(name, tensor)
-            query, key, value = plans.autocast(query, key, value)
-            kind, mine = kind_of(query, key, value, given, self.longest), {}
             method = self._agreed.get(kind) or self._choose(kind, query.device)
             work = self._work(method, kind, given, query.device)
             if kind not in self._agreed:
                 check_kernels(work.calls(query, key, value), work.options)
-                mine = texts(self.layout, kind, query.device, method, None)
-        except AttnregError as error:
-            problem, mine = error, texts(self.layout, None, torch.device("cpu"), "", error)
-        if mine:
-            try:
-                agree(self.group, mine)
-            except RanksDifferError as error:
-                raise error from problem
-        if problem is not None or kind is None:
-            raise problem or AssertionError
-        self._agreed[kind] = method
+                mine = texts(self.layout, kind, query.device, method)
+        except Exception as error:
+            # Where the others make a call of a kind that is agreed on, they don't wait for this rank's word.
+            if kind in self._agreed or (kind is None and self._agreed):
+                raise
+            refuse(self.group, error)
+        if kind not in self._agreed:
+            agree(self.group, mine)
+            self._agreed[kind] = method
         way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
         out, lse = way.apply(query, key, value, work)
         if given.sinks is not None:

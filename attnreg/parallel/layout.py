@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import reprlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
+from attnreg.varlen.plans import window
 
 __all__ = ["Layout", "Piece"]
 
@@ -39,8 +41,15 @@ class Layout:
     pieces: tuple[tuple[Piece, ...], ...]
 
     def __post_init__(self) -> None:
-        checked_offsets(self.cu_seq, len(self.pieces))
-        pieces = sorted(itertools.chain.from_iterable(self.pieces), key=operator.itemgetter(1))
+        try:
+            held = tuple(tuple(Piece(*map(operator.index, one)) for one in pieces) for pieces in self.pieces)
+        except TypeError:
+            expected = "for each rank some attnreg.Piece(document, begin, end), of integers"
+            raise InvalidInputError(f"pieces: got {reprlib.repr(self.pieces)}, expected {expected}") from None
+        # In one form, as ranks compare them.
+        object.__setattr__(self, "cu_seq", checked_offsets(self.cu_seq, len(held)))
+        object.__setattr__(self, "pieces", held)
+        pieces = sorted(itertools.chain.from_iterable(held), key=operator.itemgetter(1))
         reached, documents = 0, range(len(self.cu_seq) - 1)
         for piece in pieces:
             document, begin, end = piece
@@ -79,27 +88,33 @@ class Layout:
 
     def index(self, rank: int) -> Tensor:
         """Return which rows of the whole batch a rank holds, in its order; int64, on the CPU."""
-        ranges = [torch.arange(piece.begin, piece.end) for piece in self.pieces[rank]]
+        ranges = [torch.arange(piece.begin, piece.end) for piece in self._of(rank)]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
     def positions(self, rank: int) -> Tensor:
         """Return the position of each of a rank's tokens in its document; int64, on the CPU."""
-        starts = [self.cu_seq[document] for document, begin, end in self.pieces[rank]]
-        lengths = torch.tensor([end - begin for _, begin, end in self.pieces[rank]], dtype=torch.int64)
+        starts = [self.cu_seq[document] for document, begin, end in self._of(rank)]
+        lengths = torch.tensor([end - begin for _, begin, end in self._of(rank)], dtype=torch.int64)
         starts_of_rows = torch.tensor(starts, dtype=torch.int64).repeat_interleave(lengths)
         return self.index(rank) - starts_of_rows
 
     def cost(self, rank: int, left: int = -1, right: int = -1) -> int:
         """Return how many pairs of query and key a rank's queries see, within a window."""
+        left, right = window((left, right), False)
         return sum(
             visible_pairs(begin, end, self.cu_seq[document], self.cu_seq[document + 1], left, right)
-            for document, begin, end in self.pieces[rank]
+            for document, begin, end in self._of(rank)
         )
 
     def imbalance(self, left: int = -1, right: int = -1) -> float:
         """Return the cost of the most loaded rank, as a multiple of the mean: 1 is perfect."""
         costs = [self.cost(rank, left, right) for rank in range(self.ranks)]
         return max(costs) * self.ranks / sum(costs) if sum(costs) else 1.0
+
+    def _of(self, rank: int) -> tuple[Piece, ...]:
+        if rank not in range(self.ranks):
+            raise InvalidInputError(f"rank: got {rank!r}, expected one from 0 to {self.ranks - 1}")
+        return self.pieces[rank]
 
 
 def visible_pairs(begin: int, end: int, first: int, last: int, left: int, right: int) -> int:

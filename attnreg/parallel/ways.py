@@ -6,6 +6,7 @@ It looks at the layout and at shapes alone, so all ranks come to the same choice
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,15 +70,23 @@ class Choice:
         return "\n".join(lines)
 
 
+def check_asked(method: object, rates: object, memory: object) -> None:
+    """Check what a program may say about the choice."""
+    known = ["auto", *METHODS]
+    if method not in known:
+        hint = did_you_mean(str(method), known)
+        raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
+    if not isinstance(rates, Rates):
+        raise InvalidInputError(f"rates: got {rates!r}, expected an attnreg.parallel.estimates.Rates")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 0):
+        raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
+
+
 def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | None) -> Choice:
     """Return what each way would take, and the one that is taken.
 
-    Raises `InvalidInputError` if there is no way of that name, or the one asked for can't be taken.
+    Raises `InvalidInputError` if the way that is asked for can't be taken.
     """
-    if method != "auto" and method not in METHODS:
-        known = ["auto", *METHODS]
-        hint = did_you_mean(str(method), known)
-        raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
     ranks = range(needs.layout.ranks)
     pairs = tuple(sum(needs.pairs(rank, source) for source in ranks) for rank in ranks)
     found = ways(needs, shape, rates)
@@ -131,13 +140,28 @@ def explain_context_parallel(
         method, rates, memory: as of `context_parallel`.
 
     Raises:
-        InvalidInputError: the heads don't go together, or there is no such method or dtype.
+        InvalidInputError: the heads don't go together, or an argument isn't what is expected.
     """
-    if heads < 1 or (heads_k is not None and (heads_k < 1 or heads % heads_k)):
+    if not isinstance(layout, Layout):
+        got = reprlib.repr(layout)
+        raise InvalidInputError(f"layout: got {got}, expected what attnreg.spread_documents returns")
+    rates = Rates() if rates is None else rates
+    check_asked(method, rates, memory)
+    heads_k, head_dim_v = (
+        heads if heads_k is None else heads_k,
+        head_dim if head_dim_v is None else head_dim_v,
+    )
+    sizes = {"heads": heads, "heads_k": heads_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidInputError(f"{name}: got {size!r}, expected an integer from 1 on")
+    if heads % heads_k:
         raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
     found = getattr(torch, canonical_dtype(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise InvalidInputError(f"dtype: got {dtype!r}, expected one of torch's, such as bfloat16")
-    shape = Shape(heads, heads_k or heads, head_dim, head_dim_v or head_dim, found.itemsize, needs_backward)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(
+            f"dtype: got {dtype!r}, expected one of torch's for floating-point numbers, such as bfloat16"
+        )
+    shape = Shape(heads, heads_k, head_dim, head_dim_v, found.itemsize, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))
-    return choose(needs, shape, method, rates or Rates(), memory)
+    return choose(needs, shape, method, rates, memory)

@@ -130,8 +130,9 @@ def varlen_attn(
             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
+        longest = {"max_q": max_q, "max_k": max_k}
         attend_spread = _attend_spread_uncompiled if compiling else _attend_spread
-        spread = attend_spread(group, query, key, value, offsets, given, refused)
+        spread = attend_spread(group, query, key, value, offsets, longest, given, refused)
         return (spread[0], spread[1].float().contiguous()) if returns_lse else spread[0]
     if sinks is not None:
         check_sinks(query, sinks)

@@ -31,20 +31,49 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
     expected = {
         "mesh": r"InvalidInputError: group: got a mesh of dimensions \('a', 'b'\), expected one",
         "no rank": r"InvalidInputError: group: got one that this process isn't in",
+        "elsewhere": r"InvalidInputError: group: got one that this process isn't in",
+        "no group": r"InvalidInputError: group: got 'world', expected a process group .* or a mesh",
+        "method": r"InvalidInputError: method: got 'rin', expected one of .*did you mean 'ring'",
+        "rates": r"InvalidInputError: rates: got 5, expected an attnreg.parallel.estimates.Rates",
+        "memory": r"InvalidInputError: memory: got '8GB', expected a number of bytes",
+        "layout and how": r"InvalidInputError: how: got 'zigzag' with a Layout, expected none",
+        "layout and mask": r"InvalidInputError: is_causal: got False with a Layout, expected none",
         "ranks": r"InvalidInputError: batch: got a layout for 7 ranks, expected 2: the group has so many",
         "how": r"InvalidInputError: how: got 'zigzags', expected one of .*did you mean 'zigzag'",
         "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel returns",
         "rows": r"InvalidInputError: query: got shape \(20, 4, 8\), expected \(10, heads, head dim\)",
         "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* whole batch, \(0, 7, 20\)",
+        "int64": r"InvalidInputError: cu_seq_q: got shape \(3,\), torch.int64 on cpu, expected .*, int32",
+        "one number": r"InvalidInputError: cu_seq_q: got shape \(\), torch.int64 on cpu, expected",
+        "short": r"InvalidInputError: max_q: got 12, expected at least 13, the longest sequence",
+        "no number": r"InvalidInputError: max_k: got '20', expected an integer",
+        "sparse": r"InvalidInputError: query: got shape \(10, 4, 8\), torch.sparse_coo, expected \(10, heads",
         "list": r"InvalidInputError: cu_seq_q: got \[0, 7, 20\], expected a tensor",
         "device": r"InvalidInputError: device: got query on cpu, key on meta, .*, expected one device",
         "transform": r"UnsupportedInputError: group: got a call in a function transform",
         "dropout": r"UnsupportedInputError: dropout_p: got 0.5, expected none",
         "heads": r"InvalidInputError: heads: got 4 for query and 2 for key, expected equal numbers",
         "shard": r"InvalidInputError: tensor: got 3 tokens, expected the 20 of the whole batch",
+        "shard a list": r"InvalidInputError: tensor: got \[1, 2\], expected a tensor",
+        "shard a dim": r"InvalidInputError: dim: got 1, expected a dimension of shape \(20,\)",
         "gather": r"InvalidInputError: tensor: got 3 tokens, expected .*10",
         "gradient": r"InvalidInputError: tensor: got one that needs a gradient, expected .*tensor.detach\(\)",
     }
     for said in two_ranks.run(work.refusals):
         assert said.keys() == expected.keys()
         assert {name: text for name, text in said.items() if not re.match(expected[name], text)} == {}
+
+
+def test_a_wrong_call_after_a_right_one_is_an_error_at_once(two_ranks):
+    """The others don't wait for this rank's word then, and what it does next is what they do."""
+    others, here = two_ranks.run(work.wrong_later)
+    assert others == []
+    expected = (
+        "query: got shape (9, 4, 8)",
+        "softcap: got -1.0",
+        "dropout_p: got 0.5",
+        "tensor: got 9 tokens",
+    )
+    assert len(here) == len(expected)
+    assert [one for one, other in zip(here, expected, strict=True) if other not in one] == []
+    assert max(two_ranks.run(work.without_gradients, torch.no_grad)) < 1e-5

@@ -1,5 +1,6 @@
 """Promises of layouts: each token is on one rank, costs are counted right, and `balanced` balances them."""
 
+import functools
 import itertools
 
 import pytest
@@ -107,6 +108,40 @@ def test_a_layout_that_loses_or_repeats_a_row_is_refused(pieces, said):
 def test_a_layout_whose_offsets_decrease_is_refused():
     with pytest.raises(InvalidInputError, match="none less than before"):
         Layout((0, 5, 3, 8), ((Piece(0, 0, 5),), (Piece(2, 5, 8),)))
+
+
+@pytest.mark.parametrize("pieces", [None, 5, [[5]], [[(0, 0.0, 8)]], [[(0, 0)]], [[(0, "0", 8)]]], ids=str)
+def test_pieces_that_are_none_are_refused_with_what_was_expected(pieces):
+    with pytest.raises(InvalidInputError, match=r"pieces: got .*, expected for each rank some attnreg.Piece"):
+        Layout((0, 8), pieces)
+
+
+def test_layouts_of_lists_and_tuples_are_the_same():
+    by_hand, made = Layout([0, 8], [[(0, 0, 4)], [(0, 4, 8)]]), contiguous([0, 8], 2)
+    assert (by_hand.cu_seq, by_hand.pieces) == (made.cu_seq, made.pieces)
+    assert by_hand.rows == (4, 4)
+
+
+@pytest.mark.parametrize("rank", [2, -1, "a"])
+def test_a_rank_that_there_is_not_is_refused(rank):
+    layout = contiguous([0, 8], 2)
+    for call in (layout.index, layout.positions, layout.cost):
+        with pytest.raises(InvalidInputError, match=f"rank: got {rank!r}, expected one from 0 to 1"):
+            call(rank)
+
+
+@pytest.mark.parametrize("bound", [-2, "a", 1.5])
+def test_a_window_that_is_none_is_refused(bound):
+    for call in (contiguous([0, 8], 2).imbalance, functools.partial(contiguous([0, 8], 2).cost, 1)):
+        with pytest.raises(InvalidInputError, match=r"window_size: got .*, expected \(left, right\)"):
+            call(bound)
+
+
+@pytest.mark.parametrize("width", [-1, "a", None, float("nan"), True])
+def test_a_width_that_is_none_is_refused(width):
+    for how in ("balanced", "zigzag"):
+        with pytest.raises(InvalidInputError, match=f"width: got {width!r}, expected an integer from 0 on"):
+            spread_documents([0, 8], 2, how, width=width)
 
 
 @pytest.mark.parametrize("cu_seq", [[1, 4], [0, 4, 3], [], ["a"], [0, 1.5]])

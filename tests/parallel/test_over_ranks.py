@@ -92,6 +92,9 @@ def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
     dtypes = ranks.run(work.disagree, dtype={last: torch.float64})
     gradients = ranks.run(work.disagree, gradient={last: False})
     wrong = ranks.run(work.disagree, softcap={last: -1.0})
+    no_batch = ranks.run(work.disagree, cu_seq={last: [0, 7, 5]})
+    first = ranks.run(work.disagree, memory={0: "much"})
+    no_offsets = ranks.run(work.disagree, ends={last: torch.tensor(5)})
     for said, here, there in (
         (offsets, "(0, 5, 12)", "(0, 6, 12)"),
         (heads, str(len(ranks)), str(2 * len(ranks))),
@@ -100,12 +103,33 @@ def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
         (dtypes, "float32", "float64"),
         (gradients, "True, True, True", "False, False, False"),
         (wrong, "none that is wrong", "softcap"),
+        (no_batch, "none that is wrong", "cu_seq: got [0, 7, 5]"),
+        (first, "memory: got 'much'", "none that is wrong"),
+        (no_offsets, "none that is wrong", "cu_seq_q: got shape ()"),
     ):
         assert len(set(said)) == 1
         assert said[0].startswith("RanksDifferError: context parallel: ranks differ in ")
         assert here in said[0].partition("rank 0 has")[2].partition("; expected")[0]
-        assert f"rank {last} has" in said[0]
+        assert f"rank {1 if said is first else last} has" in said[0]
         assert there in said[0]
+
+
+def test_ranks_that_gather_what_differs_all_get_an_error_that_names_both(ranks):
+    """None gets rows in a wrong order, or is ended by gloo as it receives more than it has asked for."""
+    last = len(ranks) - 1
+    for different, here, there in (
+        ({"how": "zigzag"}, "rows (", "rows ("),
+        ({"width": 3}, "shape of a row: rank 0 has (2,)", "(3,)"),
+        ({"dtype": torch.float64}, "torch.float32", "torch.float64"),
+        ({"more": 1}, "none that is wrong", "tensor: got 13 tokens, expected the 12 of this rank"),
+    ):
+        options = {name: {last: value} for name, value in different.items()}
+        said = ranks.run(work.gather_what_differs, **options)
+        assert len(set(said)) == 1
+        assert said[0].startswith("RanksDifferError: context parallel: ranks differ in ")
+        before, after = said[0].split(f", rank {last} has ")
+        assert here in before
+        assert there in after
 
 
 def test_a_call_that_is_wrong_on_every_rank_is_an_error_on_every_rank(ranks):
@@ -136,6 +160,14 @@ def test_a_backend_without_a_backward_serves_where_no_gradient_is_recorded(ranks
     assert shapes == [(0, 2 * len(ranks), 8)] * (len(ranks) - 1) + [(12, 2 * len(ranks), 8)]
     said = ranks.run(work.where_kernels_are_few, method, **options)
     assert ["no attention backend can run this" in one for one in said] == [True] * len(ranks)
+
+
+def test_a_rank_whose_kernel_raises_gets_its_error_and_the_others_the_timeout(tmp_path):
+    started = work.Ranks(2, tmp_path / "store", patience=2.0)
+    waiting, failing = started.run(work.a_kernel_raises)
+    assert failing == "out of memory, or so"
+    assert "Timed out waiting 2000ms" in waiting
+    started.close()
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):

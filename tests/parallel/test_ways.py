@@ -112,13 +112,27 @@ def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
     assert way(choice, choice.method).seconds == pytest.approx(seconds[choice.method], rel=0.15)
 
 
-@pytest.mark.parametrize(("heads", "heads_k"), [(15, 4), (0, None), (4, 0)])
-def test_heads_that_do_not_go_together_are_an_error(heads, heads_k):
-    layout = attnreg.spread_documents([0, 100], 2, "contiguous")
-    with pytest.raises(InvalidInputError, match=f"heads: got {heads} and heads_k {heads_k}"):
-        attnreg.explain_context_parallel(layout, heads=heads, heads_k=heads_k, head_dim=64)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"heads": 15, "heads_k": 4}, "heads: got 15 and heads_k 4, expected a multiple of heads_k"),
+        ({"heads": 0}, "heads: got 0, expected an integer from 1 on"),
+        ({"heads": 4.0}, "heads: got 4.0, expected an integer from 1 on"),
+        ({"heads_k": 0}, "heads_k: got 0, expected an integer from 1 on"),
+        ({"head_dim": "a"}, "head_dim: got 'a', expected an integer from 1 on"),
+        ({"head_dim_v": 0}, "head_dim_v: got 0, expected an integer from 1 on"),
+        ({"dtype": "bf17"}, "dtype: got 'bf17', expected one of torch's"),
+        ({"dtype": "int32"}, "dtype: got 'int32', expected one of torch's for floating-point numbers"),
+        ({"rates": 5}, "rates: got 5, expected an attnreg.parallel.estimates.Rates"),
+        ({"memory": -1}, "memory: got -1, expected a number of bytes"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_none_are_an_error(given, said):
+    with pytest.raises(InvalidInputError, match=said):
+        explained(WHOLE, **given)
 
 
-def test_a_dtype_that_is_none_is_an_error():
-    with pytest.raises(InvalidInputError, match=r"dtype: got 'bf17', expected one of torch's"):
-        explained(WHOLE, dtype="bf17")
+def test_offsets_in_place_of_a_layout_are_an_error():
+    with pytest.raises(InvalidInputError, match=r"layout: got \[0, 65536\], expected what attnreg.spread_d"):
+        attnreg.explain_context_parallel(WHOLE, heads=4, head_dim=64)

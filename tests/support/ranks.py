@@ -165,15 +165,15 @@ def disagree(**different):
     rank, count = dist.get_rank(), dist.get_world_size()
     usual = {
         "cu_seq": [0, 5, 12], "heads": count, "backend": "math", "method": "all_gather",
-        "dtype": torch.float32, "gradient": True, "softcap": 0.0,
+        "dtype": torch.float32, "gradient": True, "softcap": 0.0, "ends": None, "memory": None,
     }  # fmt: skip
     given = usual | {name: by_rank[rank] for name, by_rank in different.items() if rank in by_rank}
 
-    def call(cu_seq, heads, backend, method, dtype, gradient, softcap):
-        spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method)
+    def call(cu_seq, heads, backend, method, dtype, gradient, softcap, ends, memory):
+        spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method, memory=memory)
         shape = spread.layout.rows[rank], heads, 8
         inputs = [torch.randn(shape, dtype=dtype, requires_grad=gradient) for _ in range(3)]
-        ends = spread.cu_seq()
+        ends = spread.cu_seq() if ends is None else ends
         with attnreg.use_backend(backend):
             return attnreg.varlen_attn(
                 *inputs, ends, ends, spread.longest, spread.longest, True, softcap=softcap, group=spread
@@ -187,6 +187,77 @@ def disagree(**different):
         said = "no error"
     assert call(**usual).shape[1] == count
     return said
+
+
+def wrong_later():
+    """Return what the last rank says whose call is wrong after one that was right; the others make none."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], method="ring")
+    _, inputs = _inputs(spread)
+    _attend(spread, inputs, group=spread)
+    spread.gather(inputs[0])
+    said = []
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for call in (
+            lambda: _attend(spread, [x[1:] for x in inputs], group=spread),
+            lambda: _attend(spread, inputs, group=spread, softcap=-1.0),
+            lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
+            lambda: spread.gather(inputs[0][1:]),
+        ):
+            try:
+                call()
+            except attnreg.AttnregError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def gather_what_differs(**different):
+    """Gather tensors of which some ranks have others; return the error that this rank gets."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    usual = {"how": "contiguous", "width": 2, "dtype": torch.float32, "more": 0}
+    given = usual | {name: by_rank[rank] for name, by_rank in different.items() if rank in by_rank}
+
+    def call(how, width, dtype, more):
+        spread = attnreg.context_parallel(dist.group.WORLD, [0, 5, 12 * count], how)
+        return spread.gather(torch.ones(spread.layout.rows[rank] + more, width, dtype=dtype))
+
+    try:
+        call(**given)
+    except attnreg.AttnregError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "no error"
+    assert call(**usual).sum() == 2 * 12 * count
+    return said
+
+
+def a_kernel_raises():
+    """Return the error of a backward, in which the kernel of the last rank fails."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag", method="ring")
+    inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+    kernels = math.BACKEND.load()
+
+    def backward(*arguments):
+        if rank == count - 1:
+            raise RuntimeError("out of memory, or so")
+        return kernels.backward(*arguments)
+
+    limits = attnreg.Capabilities(
+        devices=("cpu",), dtypes=("float32",), varlen=True, causal=True, window=True
+    )
+    failing = attnreg.Backend(
+        name="failing",
+        forward=limits,
+        backward=limits,
+        load=lambda: attnreg.Kernels(kernels.forward, backward),
+    )
+    with attnreg.register_backend(failing):
+        out = _attend(spread, inputs, group=spread, backend="failing")
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
 
 
 def _inputs(spread, heads=4, dim=8):
@@ -279,11 +350,25 @@ def refusals():
     wrong = {
         "mesh": lambda: attnreg.context_parallel(grid, [0, 20]),
         "no rank": lambda: attnreg.context_parallel(others, [0, 7, 20]),
+        "elsewhere": lambda: attnreg.context_parallel(
+            dist.device_mesh.DeviceMesh("cpu", [1 - min(dist.get_rank(), 1)]), [0, 7, 20]
+        ),
+        "no group": lambda: attnreg.context_parallel("world", [0, 7, 20]),
+        "method": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], method="rin"),
+        "rates": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], rates=5),
+        "memory": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], memory="8GB"),
+        "layout and how": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, "zigzag"),
+        "layout and mask": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, is_causal=False),
         "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
         "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
         "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
         "rows": lambda: _attend(spread, whole, group=spread),
         "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
+        "int64": lambda: attnreg.varlen_attn(*inputs, *[spread.cu_seq().long()] * 2, 20, 20, group=spread),
+        "one number": lambda: attnreg.varlen_attn(*inputs, *[ends.sum()] * 2, 20, 20, group=spread),
+        "short": lambda: attnreg.varlen_attn(*inputs, *[spread.cu_seq()] * 2, 12, 20, group=spread),
+        "no number": lambda: attnreg.varlen_attn(*inputs, *[spread.cu_seq()] * 2, 20, "20", group=spread),
+        "sparse": lambda: _attend(spread, [inputs[0].to_sparse(), *inputs[1:]], group=spread),
         "list": lambda: attnreg.varlen_attn(*inputs, [0, 7, 20], [0, 7, 20], 13, 13, group=spread),
         "device": lambda: _attend(spread, [inputs[0], inputs[1].to("meta"), inputs[2]], group=spread),
         "transform": lambda: torch.func.grad(lambda x: _attend(spread, [x] * 3, group=spread).sum())(
@@ -292,6 +377,8 @@ def refusals():
         "dropout": lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
         "heads": lambda: _attend(spread, [inputs[0], *(x[:, :2] for x in inputs[1:])], group=spread),
         "shard": lambda: spread.shard(torch.zeros(3)),
+        "shard a list": lambda: spread.shard([1, 2]),
+        "shard a dim": lambda: spread.shard(torch.zeros(20), 1),
         "gather": lambda: spread.gather(torch.zeros(3)),
         "gradient": lambda: spread.gather(inputs[0].requires_grad_()),
     }
