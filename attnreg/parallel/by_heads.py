@@ -181,7 +181,8 @@ class AttentionByHeads(torch.autograd.Function):
             part, part_lse, *_ = run_forward(
                 tensors, work.call(tensors[0]), work.options.choice, work.options.needs_backward
             )
-            kept += [*tensors, part, part_lse]
+            if work.options.needs_backward:
+                kept += [*tensors, part, part_lse]
             back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)])
             returning.append((work.send_back([part]), back_lse))
         for number, (back, back_lse) in enumerate(returning):
@@ -212,21 +213,29 @@ class AttentionByHeads(torch.autograd.Function):
         returning = []
         for number, pending in enumerate(coming):
             (part,) = work.came(pending, [(of_group, shapes[2][2])])
-            tensors = list(saved[5 * number : 5 * number + 5])
             part_lse = None
             if coming_lse is not None:
                 (part_lse,) = work.came(coming_lse[number], [(of_group, 1)])
                 part_lse = part_lse[..., 0].mT.contiguous()
-            call = work.call(tensors[0])._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-            offsets = work.batch.cu_seq, work.batch.cu_seq, None, None, None
-            grads = run_backward(part, tensors, call, work.options.choice, None, part_lse, *offsets)
-            returning.append(work.send_back(grads))
+            returning.append(
+                work.send_back(_backward(work, part, part_lse, saved[5 * number : 5 * number + 5]))
+            )
+            del part
         mine = [
             saved[0].new_empty((tokens, _multiple(heads, work.ranks), dim)) for tokens, heads, dim in shapes
         ]
         for number, pending in enumerate(returning):
             work.put_back(pending, mine, groups, number)
         return *(_summed(x, shape) for x, shape in zip(mine, shapes, strict=True)), None
+
+
+def _backward(
+    work: Work, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a group of heads."""
+    call = work.call(saved[0])._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    offsets = work.batch.cu_seq, work.batch.cu_seq, None, None, None
+    return run_backward(grad, list(saved), call, work.options.choice, None, grad_lse, *offsets)
 
 
 def _multiple(heads: int, ranks: int) -> int:

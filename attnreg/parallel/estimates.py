@@ -86,7 +86,7 @@ class Way:
         name: "all_to_all", "all_gather" or "ring".
         seconds: an estimate, of the forward and, if there is one, the backward.
         received: bytes that each rank receives in the forward.
-        memory: bytes that the most loaded rank needs besides its own inputs and results.
+        memory: bytes that the most loaded rank needs at most besides its own inputs and results.
         refusal: why the call can't go that way; empty if it can.
     """
 
@@ -109,7 +109,7 @@ class _Call:
     """
 
     def __init__(self, needs: Needs, shape: Shape, rates: Rates) -> None:
-        self.layout, self.shape, self.rates = needs.layout, shape, rates
+        self.needs, self.layout, self.shape, self.rates = needs, needs.layout, shape, rates
         ranks = range(needs.layout.ranks)
         seconds = shape.flops_of_pair / rates.flops
         self.distances = [0, *filter(needs.at, ranks[1:])]
@@ -154,7 +154,9 @@ def _all_to_all(call: _Call) -> Way:
         hidden = factor * call.evenly + groups * rates.launch
         seconds += max(hidden, sum(map(rates.moving, moving)) - waiting) + waiting + copying
     refusal = unsupported(shape.heads, shape.heads_k, ranks)
-    return Way(ALL_TO_ALL, seconds, received, 2 * call.most * (there + back), refusal)
+    # A backward has what the forward kept, gradients as kernels give them, packed and in the ranks' order.
+    held = 4 * there + 2 * back if shape.needs_backward else 3 * (there + back)
+    return Way(ALL_TO_ALL, seconds, received, call.most * held, refusal)
 
 
 def _all_gather(call: _Call) -> Way:
@@ -171,8 +173,23 @@ def _all_gather(call: _Call) -> Way:
         overhead = rates.copying(copied) + rates.launch
         seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
         slowest = max(slowest, seconds)
-        memory = max(memory, totals[rank] * (3 if shape.needs_backward else 2) + copied)
+        if moving:
+            memory = max(memory, totals[rank] + sent + _copied(call, rank))
     return Way(ALL_GATHER, slowest, tuple(totals), memory)
+
+
+def _copied(call: _Call, rank: int) -> int:
+    """Return the bytes that all_gather copies for the queries that need keys of others, and their results."""
+    shape, whole = call.shape, call.needs.whole(rank)
+    spans = [span for span, is_here in whole if not is_here]
+    here = [span.piece for span, is_here in whole if is_here]
+    if here and len(here) <= here[-1] - here[0]:  # others are between them
+        spans = [span for span, _ in whole]
+    keys = sum(span.key_count for span in spans) * shape.row_k
+    queries = sum(span.end - span.begin for span in spans) * (shape.row_q + shape.row_out)
+    if shape.needs_backward:  # it has the keys of the forward, and gradients of all that was copied
+        return 2 * (keys + queries)
+    return keys + queries + call.layout.rows[rank] * shape.row_out
 
 
 def _ring(call: _Call) -> Way:
@@ -193,5 +210,15 @@ def _ring(call: _Call) -> Way:
             most = max(most, coming)
         if factor != 1.0:
             seconds += rates.moving(call.coming(call.distances[-1])) if len(call.distances) > 1 else 0.0
-    memory = most * (4 if shape.needs_backward else 2) + (2 * wide * merged if len(call.distances) > 1 else 0)
+    memory = _of_ring(call, most, 3 * wide * merged) if len(call.distances) > 1 else 0
     return Way(RING, seconds, tuple(map(sum, call.received)), memory)
+
+
+def _of_ring(call: _Call, most: int, merging: int) -> int:
+    """Return the bytes that a step needs: what has come, what comes and goes, copies, and what is merged."""
+    shape, ranks = call.shape, range(call.layout.ranks)
+    keys = max(call.needs.repeated(rank, source) for rank in ranks for source in ranks if rank != source)
+    copied = keys * shape.row_k + call.most * (shape.row_q + shape.row_out)
+    others = 2 * most if len(call.distances) > 2 else 0  # of the next step; in a backward of the last, too
+    forward = most + others + copied + merging
+    return max(forward, 3 * most + 2 * others + 2 * copied) if shape.needs_backward else forward

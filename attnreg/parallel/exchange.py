@@ -23,6 +23,8 @@ class Pending:
         )
 
     def wait(self) -> Tensor:
-        """Return the rows, in the order of the ranks that they come from."""
+        """Return the rows, in the order of the ranks that they come from; nothing is held after it."""
         self._work.wait()
-        return self._received
+        received = self._received
+        del self._work, self._sent, self._received
+        return received

@@ -54,8 +54,12 @@ class Needs:
         self.layout, self.left, self.right = layout, left, right
 
     @functools.cached_property
-    def _found(self) -> tuple[dict[tuple[int, int], tuple[Range, ...]], dict[tuple[int, int], int]]:
-        """Rows, and pairs of query and key, of each pair of ranks that has some."""
+    def _found(
+        self,
+    ) -> tuple[
+        dict[tuple[int, int], tuple[Range, ...]], dict[tuple[int, int], int], dict[tuple[int, int], int]
+    ]:
+        """Rows, pairs of query and key, and rows as often as pieces see them, of each pair of ranks."""
         keys: dict[tuple[int, int], list[Range]] = {}
         pairs: dict[tuple[int, int], int] = {}
         bounds = self.left, self.right
@@ -67,7 +71,8 @@ class Needs:
                         keys.setdefault((rank, source), []).extend(span.keys)
                         count = visible_pairs(span.begin, span.end, rows[0], rows[1], *bounds)
                         pairs[rank, source] = pairs.get((rank, source), 0) + count
-        return {both: united(ranges) for both, ranges in keys.items()}, pairs
+        repeated = {both: _length(ranges) for both, ranges in keys.items()}
+        return {both: united(ranges) for both, ranges in keys.items()}, pairs, repeated
 
     def of(self, rank: int, source: int) -> tuple[Range, ...]:
         """Return the rows of `source`, another rank, that hold keys which queries of `rank` see."""
@@ -82,8 +87,19 @@ class Needs:
         """Return how many rows of `source`, another rank, a rank needs."""
         return _length(self.of(rank, source))
 
+    def repeated(self, rank: int, source: int) -> int:
+        """Return how many rows the calls of a rank read of another one: each for each piece that sees it."""
+        return self._found[2].get((rank, source), 0)
+
     def whole(self, rank: int) -> list[tuple[Span, bool]]:
         """Return what each piece of a rank sees, and whether all of it is on that rank."""
+        return self._wholes[rank]
+
+    @functools.cached_property
+    def _wholes(self) -> list[list[tuple[Span, bool]]]:
+        return [self._whole(rank) for rank in range(self.layout.ranks)]
+
+    def _whole(self, rank: int) -> list[tuple[Span, bool]]:
         pieces, cu_seq = self.layout.pieces[rank], self.layout.cu_seq
         own, found = united((begin, end) for _, begin, end in pieces), []
         for number, piece in enumerate(pieces):

@@ -213,7 +213,7 @@ def _backward(
     wide = _wide(query.dtype)
     sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.is_whole)
     own = [Sums(x, wide if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
-    keys, returning = None if plan.keeps else Keys(key, value, work), []
+    keys, returning = None if plan.keeps else Keys(key, value, work), None
     kept_of = dict(zip(plan.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))
     for number in plan.backward:
         move, parts = plan.steps[number].move, plan.steps[number].parts
@@ -233,9 +233,10 @@ def _backward(
                 for one, new in zip(sums[put.run.source], grads[1:], strict=True):
                     one.put(put, new)
         if back is not None and move is not None:
-            returning.append((move.rows, Pending(back, move.receives, move.sends, work.group)))
-    for runs, pending in returning:
-        _add(own, runs, _unpacked(pending.wait(), key, value))
+            # Those of one step at a time: of all steps they would be as much as the whole batch's.
+            _add(own, returning, key, value)
+            returning = move.rows, Pending(back, move.receives, move.sends, work.group)
+    _add(own, returning, key, value)
     return sums_q.value.to(query.dtype), own[0].value.to(key.dtype), own[1].value.to(value.dtype)
 
 
@@ -256,9 +257,14 @@ def _part_backward(
     return run_backward(grad_out, tensors, call, work.options.choice, None, grad_lse, *offsets)
 
 
-def _add(sums: list[Sums], runs: Sequence[Run], came: Sequence[Tensor]) -> None:
-    """Add the gradients of rows that came back from other ranks."""
-    at = 0
+def _add(
+    sums: list[Sums], returning: tuple[Sequence[Run], Pending] | None, key: Tensor, value: Tensor
+) -> None:
+    """Add the gradients of rows that come back from other ranks, if some do."""
+    if returning is None:
+        return
+    runs, pending = returning
+    came, at = _unpacked(pending.wait(), key, value), 0
     for run in runs:
         for one, new in zip(sums, came, strict=True):
             one.put(Put(run, at, is_first=False), new)

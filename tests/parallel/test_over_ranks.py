@@ -82,6 +82,20 @@ def test_ranks_may_have_no_tokens(ranks, method, cu_seq):
         ranks.run(work.compare, method, cu_seq, **options)
 
 
+@by_each_method
+def test_a_rank_takes_no_more_memory_than_its_share_and_what_is_said(three_ranks, method):
+    """Its share are its results. What is said may be too much by a factor, as keys aren't needed at once."""
+    for cu_seq, how, window in (
+        ([0, 6144], "zigzag", (-1, 0)),
+        ([0, 350, 2850, 2850, 5850, 7350, 8172], "balanced", (-1, 0)),
+        ([0, 6144], "contiguous", (1024, 0)),
+    ):
+        for heads in ((12, 12), (12, 3)):
+            found = three_ranks.run(work.memory, method, cu_seq, how=how, window=window, heads=heads)
+            assert [one for one in found if one[0] > 1.15 * one[1] + one[2]] == []
+            assert max(peak for peak, _, _ in found) > 0.5 * found[0][2]
+
+
 def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
     """None waits for the others: the next call, on which they agree, goes through."""
     last = len(ranks) - 1

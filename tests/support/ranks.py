@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import traceback
 
@@ -389,3 +390,46 @@ def refusals():
         except attnreg.AttnregError as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def _zeros(query, key, value, call):
+    """Return zeros: a kernel that needs no memory besides its results."""
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    return out, query.new_zeros(query.shape[1::-1], dtype=torch.float32)
+
+
+def _peak(work):
+    """Return the most bytes that are allocated at a time."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        work()
+    events = seen.profiler.kineto_results.events()
+    return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def memory(method, cu_seq, *, how, window, heads):
+    """Return the most bytes that a forward and backward take, those of the results, and what is said."""
+    layout = attnreg.spread_documents(cu_seq, dist.get_world_size(), how, window_size=window)
+    spread, dim = attnreg.context_parallel(dist.group.WORLD, layout, method=method), 64
+    shapes = [(layout.rows[spread.rank], count, dim) for count in (*heads, heads[1])]
+    inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    limits = attnreg.Capabilities(
+        devices=("cpu",), dtypes=("bfloat16",), varlen=True, causal=True, window=True, gqa=True
+    )
+    kernels = attnreg.Kernels(_zeros, lambda grad, *tensors: tuple(map(torch.zeros_like, tensors[:3])))
+    zeros = attnreg.Backend(name="zeros", forward=limits, backward=limits, load=lambda: kernels)
+
+    def call():
+        out = _attend(spread, inputs, group=spread, backend="zeros", window_size=window, enable_gqa=True)
+        torch.autograd.grad(out, inputs, inputs[0].detach())
+
+    with attnreg.register_backend(zeros):
+        call()
+        # Of several: a thread of gloo's may hold what has been sent a little longer.
+        peak = min(_peak(call) for _ in range(3))
+    choice = attnreg.explain_context_parallel(
+        layout, heads=heads[0], heads_k=heads[1], head_dim=dim, window_size=window
+    )
+    (said,) = (way.memory for way in choice.ways if way.name == method)
+    return peak, inputs[0].nbytes + sum(x.nbytes for x in inputs), said
