@@ -94,10 +94,14 @@ def test_an_unknown_way_is_refused_with_the_known_ones():
         explained(contiguous([0, 8], 2).cu_seq, method="rin")
 
 
-MEASURED = json.loads((ROOT / "docs/results/context_parallel_h100.json").read_text())["cases"]
+MEASURED = [
+    pytest.param(case, id=f"{gpu}: {case['name']}")
+    for gpu in ("h100", "h200")
+    for case in json.loads((ROOT / f"docs/results/context_parallel_{gpu}.json").read_text())["cases"]
+]
 
 
-@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", MEASURED)
 def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
     """By the batches of the benchmark, as it spread them."""
     benchmark = runpy.run_path(str(ROOT / "benchmarks/_spread.py"))
