@@ -271,6 +271,8 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     if devices is None:
         return serves
     several = (devices,) if isinstance(devices, str | torch.device) else devices
+    if not isinstance(several, Iterable):
+        raise RegistrationError(f"devices: got {devices!r}, expected kinds of devices ('cuda', 'sm_90')")
     named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
