@@ -201,7 +201,7 @@ class AttentionSpec:
     def _flags(self) -> list[str]:
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         shown = {
-            f"varlen, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
+            f"packed, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
             "causal": self.causal and not self.windowed,
             f"window {self.window}": self.windowed,
             f"dropout {self.dropout}": self.dropout > 0.0,

@@ -171,7 +171,7 @@ def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out
     assert str(AttentionSpec(**DENSE, **fields, varlen=True, tokens_q=20, tokens_k=40)) == " · ".join(
         [
             "query (20, 4, 64) · key (40, 2, 64) · value (40, 2, 48) · float32",
-            "varlen, 2 sequences up to 16 x 32",
+            "packed, 2 sequences up to 16 x 32",
             *(said for _, said in OPTIONS[2:]),
         ]
     )

@@ -28,7 +28,7 @@ def test_one_line_holds_a_backend_and_returns_a_report(fake):
     assert report.passed
     assert [str(outcome.check) for outcome in report.outcomes] == [
         *("heads 4:2 bfloat16", "heads 4:1 bfloat16"),
-        *("varlen heads 4:2 bfloat16", "varlen heads 4:1 bfloat16"),
+        *("packed heads 4:2 bfloat16", "packed heads 4:1 bfloat16"),
         *[text for text in map(str, Conformance("math", "cpu").checks) if text.startswith("drawn 1 ")],
         *[str(check) for check in Conformance("math", "cpu").checks if check.front],
     ]
@@ -140,7 +140,7 @@ def test_what_a_backend_refuses_is_not_run(fake):
     case = dataclasses.replace(SMALL, varlen=True)
     outcome = Conformance(narrow.backend, "cpu").run(case)
     assert outcome.refused
-    assert outcome.reasons == ("dtype must be float16, got float32", "input must be dense, got varlen")
+    assert outcome.reasons == ("dtype must be float16, got float32", "input must be dense, got packed")
     assert narrow.forwards == []
 
 

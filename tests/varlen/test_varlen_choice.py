@@ -43,7 +43,7 @@ def test_a_backend_of_the_call_refuses_what_it_cannot_run(front, packed, fake, r
     first, call, *rows = str(error.value).splitlines()
     assert first == "no attention backend can run this forward on cpu: backend='mine' allows no other backend"
     assert call.strip() == (
-        "query (7, 4, 16) · key (7, 4, 16) · value (7, 4, 16) · float32 · varlen, 2 sequences up to 4 x 4 "
+        "query (7, 4, 16) · key (7, 4, 16) · value (7, 4, 16) · float32 · packed, 2 sequences up to 4 x 4 "
         "· causal"
     )
     reasons = ("dtype must be float16, got float32", "is_causal must be False, got True")
