@@ -142,7 +142,8 @@ class AttentionSpec:
             if number is not None and (not isinstance(number, int) or number < least):
                 raise InvalidInputError(f"{field}: got {number!r}, expected an integer of {least} or more")
         if len(self.window) != 2 or min(self.window) < -1:
-            raise InvalidInputError(f"window: got {self.window}, expected (left, right), integers of -1 or more")
+            expected = "(left, right), integers of -1 or more"
+            raise InvalidInputError(f"window: got {self.window}, expected {expected}")
         if self.tokens_q < 0:
             object.__setattr__(self, "tokens_q", self.batch * self.max_q)
         if self.tokens_k < 0:
