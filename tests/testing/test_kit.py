@@ -182,6 +182,20 @@ def test_arguments_that_mean_nothing_are_errors(fake):
         check_backend("mien")
     with pytest.raises(InvalidInputError, match=r"cases: got .'no such'., expected parts of names"):
         check_backend("math", cases=["no such"])
+    for given, said in {
+        "cases": ("dim 8", "cases: got 'dim 8', expected a list of parts of names"),
+        "dtypes": ("float32", "dtypes: got 'float32', expected a list of names of dtypes"),
+        "seed": ("1", "seed: got '1', expected an integer"),
+        "device": ("gpu", "device: got 'gpu', expected 'cpu', 'cuda' or 'cuda:N'"),
+    }.items():
+        with pytest.raises(InvalidInputError) as error:
+            check_backend("math", **{given: said[0]})
+        assert str(error.value) == said[1]
+    for name, near in (("bf17", "; did you mean 'bfloat16'?"), ("int32", "; did you mean 'float32'?")):
+        with pytest.raises(InvalidInputError) as error:
+            check_backend("math", dtypes=[name])
+        assert str(error.value) == f"dtypes: got {name!r}, expected floating-point dtypes{near}"
+    assert check_backend("math", dtypes=["bf16"], cases=["dim 8 "]).passed
 
 
 class Specializing:
