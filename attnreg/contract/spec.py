@@ -66,9 +66,10 @@ class Device:
     @classmethod
     def parse(cls, text: str) -> Device:
         """Read `"cpu"`, `"cuda"`, `"cuda:1"` or a simulated GPU such as `"sm_90"`."""
-        if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text.strip().lower()):
+        name = text.strip().lower() if isinstance(text, str) else ""
+        if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", name):
             return cls("cuda", (int(arch[1]), int(arch[2])), simulated=True)
-        if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", text.strip().lower()):
+        if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", name):
             return cls(plain[1], index=None if plain[2] is None else int(plain[2]))
         raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'")
 

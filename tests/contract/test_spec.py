@@ -36,7 +36,9 @@ def test_a_device_is_read_from_its_usual_names(text, device):
     assert Device.parse(text) == device
 
 
-@pytest.mark.parametrize("text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x"])
+@pytest.mark.parametrize(
+    "text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x", None, 90]
+)
 def test_what_names_no_device_is_refused_with_the_names_that_do(text):
     message = f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
     assert refusal(Device.parse, text, kind=InvalidInputError) == message
