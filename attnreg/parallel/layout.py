@@ -39,8 +39,16 @@ class Layout:
     pieces: tuple[tuple[Piece, ...], ...]
 
     def __post_init__(self) -> None:
-        checked_offsets(self.cu_seq, len(self.pieces))
-        pieces = sorted(itertools.chain.from_iterable(self.pieces), key=operator.itemgetter(1))
+        try:
+            checked_offsets(self.cu_seq, len(self.pieces))
+            pieces = sorted(
+                (Piece(*piece) for piece in itertools.chain.from_iterable(self.pieces)),
+                key=operator.itemgetter(1),
+            )
+        except TypeError:
+            raise InvalidInputError(
+                f"pieces: got {self.pieces!r}, expected for each rank pieces of (document, begin, end)"
+            ) from None
         reached, documents = 0, range(len(self.cu_seq) - 1)
         for piece in pieces:
             document, begin, end = piece

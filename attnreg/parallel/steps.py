@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attnreg.parallel.layout import Layout, visible_pairs
-from attnreg.parallel.spans import Range, Span, seen, seen_of_several, united
+from attnreg.parallel.spans import Range, Span, row_count, seen, seen_of_several, united
 
 
 class Step(NamedTuple):
@@ -35,16 +35,12 @@ class Step(NamedTuple):
     @property
     def received(self) -> int:
         """How many rows this rank receives."""
-        return _length(one for ranges in self.receives for one in ranges)
+        return row_count(one for ranges in self.receives for one in ranges)
 
     @property
     def sent(self) -> int:
         """How many rows this rank sends."""
-        return _length(one for ranges in self.sends for one in ranges)
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(end - begin for begin, end in ranges)
+        return row_count(one for ranges in self.sends for one in ranges)
 
 
 class Needs:
@@ -80,7 +76,7 @@ class Needs:
 
     def rows(self, rank: int, source: int) -> int:
         """Return how many rows of `source`, another rank, a rank needs."""
-        return _length(self.of(rank, source))
+        return row_count(self.of(rank, source))
 
     def whole(self, rank: int) -> list[tuple[Span, bool]]:
         """Return what each piece of a rank sees, and whether all of it is on that rank."""

@@ -19,7 +19,7 @@ from attnreg.parallel.layout import Layout
 from attnreg.parallel.steps import Needs
 from attnreg.varlen.plans import window
 
-__all__ = ["Choice", "Rates", "Way", "explain_context_parallel"]
+__all__ = ["Choice", "explain_context_parallel"]
 
 METHODS = (ALL_TO_ALL, ALL_GATHER, RING)
 
@@ -74,6 +74,10 @@ def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | 
 
     Raises `InvalidInputError` if there is no way of that name, or the one asked for can't be taken.
     """
+    if not isinstance(rates, Rates):
+        raise InvalidInputError(f"rates: got {rates!r}, expected attnreg.parallel.estimates.Rates")
+    if memory is not None and not (isinstance(memory, int | float) and memory >= 0):
+        raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
     if method != "auto" and method not in METHODS:
         known = ["auto", *METHODS]
         hint = did_you_mean(str(method), known)
@@ -133,7 +137,14 @@ def explain_context_parallel(
     Raises:
         InvalidInputError: the heads don't go together, or there is no such method or dtype.
     """
-    if heads < 1 or (heads_k is not None and (heads_k < 1 or heads % heads_k)):
+    if not isinstance(layout, Layout):
+        raise InvalidInputError(f"layout: got {layout!r}, expected a Layout, as of spread_documents")
+    sizes = {"heads": heads, "heads_k": heads_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for name, size in sizes.items():
+        is_left_out = size is None and name in ("heads_k", "head_dim_v")
+        if not is_left_out and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise InvalidInputError(f"{name}: got {size!r}, expected a number from 1 on")
+    if heads_k is not None and heads % heads_k:
         raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
     found = getattr(torch, canonical_dtype(dtype), None)
     if not isinstance(found, torch.dtype):

@@ -104,6 +104,12 @@ def test_a_layout_that_loses_or_repeats_a_row_is_refused(pieces, said):
         Layout((0, 4, 8), tuple(map(tuple, pieces)))
 
 
+@pytest.mark.parametrize("pieces", [((0, 0, 8),), (((0, 0),),), None])
+def test_a_layout_of_no_pieces_is_refused_with_what_was_expected(pieces):
+    with pytest.raises(InvalidInputError, match="expected for each rank pieces of"):
+        Layout((0, 8), pieces)
+
+
 def test_a_layout_whose_offsets_decrease_is_refused():
     with pytest.raises(InvalidInputError, match="none less than before"):
         Layout((0, 5, 3, 8), ((Piece(0, 0, 5),), (Piece(2, 5, 8),)))
@@ -119,3 +125,18 @@ def test_offsets_that_are_none_are_refused_with_what_was_expected(cu_seq):
 def test_a_number_of_ranks_that_is_none_is_refused(ranks):
     with pytest.raises(InvalidInputError, match="ranks: got"):
         zigzag([0, 4], ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"how": ["zigzag"]}, r"how: got \['zigzag'\], expected one of .*; did you mean 'zigzag'"),
+        ({"how": None}, "how: got None, expected one of "),
+        ({"width": "64"}, "width: got '64', expected the width of a model, or 0"),
+        ({"width": -1}, "width: got -1, expected"),
+        ({"width": float("nan")}, "width: got nan, expected"),
+    ],
+)
+def test_arguments_of_spread_documents_that_are_wrong_are_refused(given, said):
+    with pytest.raises(InvalidInputError, match=f"^{said}"):
+        spread_documents([0, 4], 2, **given)

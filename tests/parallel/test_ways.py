@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import re
 import runpy
 from pathlib import Path
 
@@ -116,11 +118,43 @@ def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
     assert way(choice, choice.method).seconds == pytest.approx(seconds[choice.method], rel=0.15)
 
 
-@pytest.mark.parametrize(("heads", "heads_k"), [(15, 4), (0, None), (4, 0)])
-def test_heads_that_do_not_go_together_are_an_error(heads, heads_k):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"heads": 15, "heads_k": 4}, "heads: got 15 and heads_k 4, expected a multiple of heads_k"),
+        ({"heads": 0}, "heads: got 0, expected a number from 1 on"),
+        ({"heads": 4.0}, "heads: got 4.0, expected a number from 1 on"),
+        ({"heads_k": 0}, "heads_k: got 0, expected a number from 1 on"),
+        ({"head_dim": "64"}, "head_dim: got '64', expected a number from 1 on"),
+        ({"head_dim_v": -1}, "head_dim_v: got -1, expected a number from 1 on"),
+        ({"layout": [0, 5]}, "layout: got [0, 5], expected a Layout, as of spread_documents"),
+        ({"rates": {"link": 1}}, "rates: got {'link': 1}, expected attnreg.parallel.estimates.Rates"),
+        ({"memory": "1 GB"}, "memory: got '1 GB', expected a number of bytes"),
+        ({"memory": -1}, "memory: got -1, expected a number of bytes"),
+        ({"method": ["ring"]}, "method: got ['ring'], expected one of "),
+    ],
+)
+def test_arguments_that_are_wrong_are_an_error_with_what_was_expected(given, said):
     layout = attnreg.spread_documents([0, 100], 2, "contiguous")
-    with pytest.raises(InvalidInputError, match=f"heads: got {heads} and heads_k {heads_k}"):
-        attnreg.explain_context_parallel(layout, heads=heads, heads_k=heads_k, head_dim=64)
+    with pytest.raises(InvalidInputError, match=f"^{re.escape(said)}"):
+        attnreg.explain_context_parallel(**{"layout": layout, "heads": 4, "head_dim": 64, **given})
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ({"link": 0}, "Rates: link: got 0, expected a number above 0"),
+        ({"flops": math.nan}, "Rates: flops: got nan, expected a number above 0"),
+        ({"memory": "fast"}, "Rates: memory: got 'fast', expected a number above 0"),
+        ({"cut": 1.5}, "Rates: cut: got 1.5, expected a number above 0, at most 1"),
+        ({"latency": -1e-6}, "Rates: latency: got -1e-06, expected a number of 0 or more"),
+    ],
+)
+def test_a_rate_that_a_machine_cannot_have_is_an_error(rate, said):
+    with pytest.raises(InvalidInputError) as error:
+        Rates(**rate)
+    assert str(error.value) == said
+    assert Rates(latency=0, launch=0.0, cut=1).moving(0) == 0.0
 
 
 def test_a_dtype_that_is_none_is_an_error():
