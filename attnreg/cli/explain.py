@@ -68,7 +68,7 @@ def explain(
 ) -> None:
     """Say which backend would run a call, and why.
 
-    Says of every other backend, too, whether it could run the call, or why not. Nothing is run, so the
+    Also say of each other backend whether it could run the call, and if not, why. Nothing is run, so the
     device may be one that this machine doesn't have.
 
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
