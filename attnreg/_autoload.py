@@ -25,8 +25,15 @@ _TRANSFORMERS = "ATTNREG_TRANSFORMERS"
 _READY = "transformers.modeling_utils"
 
 
+# Alone it asks for no backend, as it is about programs that do; a value that is wrong has to be said.
+_BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
+
 # Whether the environment has asked for something.
 asked = False
+
+
+def _is_way(value: str) -> bool:
+    return value.strip().casefold() in _WAYS
 
 
 def activate() -> None:
@@ -37,9 +44,8 @@ def activate() -> None:
     global asked
     offer()
     # In any case: "attnreg_backend" does nothing on Linux, so a warning has to say so.
-    # ATTNREG_BUILD alone asks for no backend: it is about programs that do.
     if not any(
-        name.upper().startswith("ATTNREG_") and value.strip() and name != "ATTNREG_BUILD"
+        name.upper().startswith("ATTNREG_") and value.strip() and not (name == _BUILD and _is_way(value))
         for name, value in os.environ.items()
     ):
         return

@@ -89,10 +89,13 @@ def entries() -> Mapping[str, Entry]:
 def find(name: str) -> Entry:
     """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones."""
     known = entries()
-    entry = known.get(name.strip().casefold()) if isinstance(name, str) else None
+    names = [other.name for other in known.values()]
+    if not isinstance(name, str):
+        got = f"a Backend named {name.name!r}" if isinstance(name, Backend) else repr(name)
+        raise UnknownBackendError(f"got {got}, expected the name of a backend: {', '.join(names)}")
+    entry = known.get(name.strip().casefold())
     if entry is None:
-        names = [other.name for other in known.values()]
-        hint = did_you_mean(str(name), names) or ";"
+        hint = did_you_mean(name, names) or ";"
         raise UnknownBackendError(f"no backend is named {name!r}{hint} known backends: {', '.join(names)}")
     return entry
 

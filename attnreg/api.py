@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -34,6 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Handle:
@@ -201,6 +204,15 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
             Preference(f"use_backend({quoted})", tuple(entry.name for entry in found))
         )
 
+    def __call__(self, func: F) -> F:
+        later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
+        if any(runs_later(func) for runs_later in later):
+            raise InvalidInputError(
+                f"use_backend: got {func.__qualname__}, whose body runs after the call (async def, or a "
+                "generator), expected a function that runs at once: write `with use_backend(...)` inside it"
+            )
+        return super().__call__(func)
+
     def __enter__(self) -> None:
         _outer.set((*_outer.get(), scope.current()))
         scope.enter(self._choice)
@@ -271,6 +283,8 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     if devices is None:
         return serves
     several = (devices,) if isinstance(devices, str | torch.device) else devices
+    if not isinstance(several, Iterable):
+        raise RegistrationError(f"devices: got {devices!r}, expected kinds of devices ('cuda', 'sm_90')")
     named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:

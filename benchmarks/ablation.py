@@ -112,7 +112,7 @@ def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object
             f"{name}, + backward": lambda: torch.autograd.grad(front(*inputs), inputs, grad),
         }
 
-    return steps("SDPA", F.scaled_dot_product_attention, dense) | steps("varlen", varlen, rows)
+    return steps("SDPA", F.scaled_dot_product_attention, dense) | steps("packed", varlen, rows)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ Starts a process for each GPU, two unless `--ranks` says more. Forward and backw
 128. `share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it
 together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds.
 Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads written
-by hand (`_spread.py`). Bandwidth and latency of the link are what `attnreg.parallel.ways.Rates` takes.
+by hand (`_spread.py`). Bandwidth and latency of the link are what `attnreg.parallel.estimates.Rates` takes.
 """
 
 from __future__ import annotations

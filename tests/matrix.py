@@ -219,7 +219,7 @@ def write(results: dict[str, dict[str, str | int]]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, begin, rest = text.partition("<!-- rows -->\n")
     _, end, after = rest.partition("<!-- end of rows -->")
-    where = f"On {', '.join(sorted({one['processor'] for one in kept}))}; no GPU."
+    where = f"On {' and '.join(sorted({one['processor'] for one in kept}))}; no GPU."
     PAGE.write_text(f"{before}{begin}{table(kept)}\n\n{where}\n{end}{after}", encoding="utf-8")
 
 

@@ -69,9 +69,12 @@ def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment
     [
         ({}, INACTIVE),
         ({"ATTNREG_BACKEND": "", "ATTNREG_CONFIG": "  ", "ATTNREG_STRICT": "\t"}, INACTIVE),
+        ({"ATTNREG_BUILD": " OFF"}, INACTIVE),
+        ({"ATTNREG_BUILD": "now"}, INACTIVE),
+        ({"ATTNREG_BUILD": "Background"}, INACTIVE),
         ({"ATTNREG_BACKEND": "math", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, []),
     ],
-    ids=["unset", "blank", "no autoload"],
+    ids=["unset", "blank", "build off", "build now", "build in the background", "no autoload"],
 )
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(
     variables, loaded
@@ -90,6 +93,11 @@ def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_ru
         ("ATTNREG_BACKEND", "mth", "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known "),
         ("ATTNREG_BACKENDS", "math", "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND"),
         ("attnreg_strict", "1", "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, "),
+        (
+            "ATTNREG_BUILD",
+            "nwo",
+            "ATTNREG_BUILD: got 'nwo', expected background, now or off; did you mean 'now'?",
+        ),
         ("ATTNREG_CONFIG", "/no/x.toml", "/no/x.toml: can't be read (no such file or directory), expected a"),
         ("ATTNREG_LOCK", "/no/x.json", "ATTNREG_LOCK: /no/x.json: can't be read: No such file or directory"),
     ],

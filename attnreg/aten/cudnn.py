@@ -1,4 +1,4 @@
-"""Aten's cuDNN ops: dense (B, H, S, D), and varlen (T, H, D).
+"""Aten's cuDNN ops: dense (B, H, S, D), and packed (T, H, D).
 
 On Hopper and Blackwell torch prefers the cuDNN op below `F.scaled_dot_product_attention`, which calls the
 dense one, and from 2.15 on the varlen ones below its `varlen_attn`. A causal mask of these ops is aligned
@@ -33,7 +33,7 @@ from attnreg.torchlib.layout import with_strides
 CUDNN = Native("cuDNN", positive_scale=True)
 OP = "_cudnn_attention"
 
-# Up to torch 2.13 the varlen LSE of this op is token-major, (T, H, 1); from then on (H, T).
+# Up to torch 2.13 the packed LSE of this op is token-major, (T, H, 1); from then on (H, T).
 TOKEN_MAJOR_LSE = routing.TORCH_VERSION < (2, 14)
 
 TOKEN = 7  # the result that carries a choice: the offset of the random state
@@ -43,7 +43,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     if given.cum_seq_q is None:
         return _dense_forward(given, routed)
     if given.return_debug_mask or given.attn_bias is not None or _is_top_left(given):
-        return routed.untouched("a varlen call with a debug mask, a bias or a mask aligned top-left")
+        return routed.untouched("a packed call with a debug mask, a bias or a mask aligned top-left")
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
     call = _packed_call(given, dropout, seqused_k=given.seqused_k, block_table=given.block_table)
     needs_backward = wants_gradient(query, key, value)
@@ -65,7 +65,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
 
 def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
     if _is_top_left(given):
-        return routed.untouched("a varlen call with a mask aligned top-left")
+        return routed.untouched("a packed call with a mask aligned top-left")
     inputs = given.query, given.key, given.value
     call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
     plan = plan_for("forward", *inputs, call, routed.choice, routed.native, needs_backward=False)
@@ -122,7 +122,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     if given.cum_seq_q is None:
         return _dense_backward(given, routed)
     if given.attn_bias is not None or _is_top_left(given):
-        return routed.untouched("a varlen call with a bias or a mask aligned top-left")
+        return routed.untouched("a packed call with a bias or a mask aligned top-left")
     dropout = given.dropout_p
     rng_state = given.philox_seed if dropout > 0.0 else None
     call = _packed_call(given, dropout, rng_state=rng_state, deterministic=wants_deterministic())

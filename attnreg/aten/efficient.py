@@ -1,9 +1,9 @@
-"""Aten's efficient ops: dense (B, S, H, D), with or without a bias, and varlen (1, T, H, D).
+"""Aten's efficient ops: dense (B, S, H, D), with or without a bias, and packed (1, T, H, D).
 
 The efficient op below `F.scaled_dot_product_attention` calls the dense one. Torch's selector sends it what
-neither flash nor cuDNN takes: float32, biases, head dims above 256. Nested tensors use the varlen one.
+neither flash nor cuDNN takes: float32, biases, head dims above 256. Nested tensors use the packed one.
 
-The LSE is (B, H, S), of a varlen call, too, with S rounded up to 32 and +inf behind the last row. The
+The LSE is (B, H, S), of a packed call, too, with S rounded up to 32 and +inf behind the last row. The
 compiled call cache keeps calls of torch's own kernel alone: in the backward the bias is where it expects the
 output, and it doesn't lay out such an LSE.
 """
@@ -100,15 +100,15 @@ def _only_torchs(given: EfficientForward | EfficientBackward) -> str:
             return "seqlen_k"
         is_packed = given.cu_seqlens_q is not None
         if is_packed and (given.max_seqlen_q is None or given.max_seqlen_k is None):
-            return "a varlen call without its longest lengths"
+            return "a packed call without its longest lengths"
     elif given.num_splits_key is not None or given.shared_storage_dqdkdv:
         return "num_splits_key or shared_storage_dqdkdv"
     if given.cu_seqlens_q is None:
         return ""
     if given.bias is not None:
-        return "a varlen call with a bias"
+        return "a packed call with a bias"
     if given.custom_mask_type == TOP_LEFT and given.cu_seqlens_q is not given.cu_seqlens_k:
-        return "a varlen call with a mask aligned top-left"
+        return "a packed call with a mask aligned top-left"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Aten's flash ops, dense (B, S, H, D) and varlen (T, H, D): the contract's own layout.
+"""Aten's flash ops, dense (B, S, H, D) and packed (T, H, D): the contract's own layout.
 
 On CUDA torch's own kernel for them is FlashAttention 2; the flash op below `F.scaled_dot_product_attention`
 calls the dense one. On CPU torch has none, so that with attnreg `torch.nn.attention.varlen.varlen_attn`

@@ -42,10 +42,10 @@ class Shape:
 
     @property
     def group(self) -> str:
-        """Return "dense", "varlen" or "decode"."""
+        """Return "dense", "packed" or "decode"."""
         if not self.backward:
             return "decode"
-        return "varlen" if self.varlen else "dense"
+        return "packed" if self.varlen else "dense"
 
     def case(self) -> Case:
         """Return the call as `attnreg.measure` describes it."""

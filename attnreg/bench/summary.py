@@ -12,10 +12,10 @@ from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
 ADAPTIVE = "attnreg, adaptive"
 DIRECT, SAME_FRONT = "best called directly", "best through the same front"
-GROUPS = ("all", "dense", "varlen", "decode")
+GROUPS = ("all", "dense", "packed", "decode")
 
 MEAN_AIM, WORST_AIM = 1.02, 1.15
-GAIN_AIMS = {"dense": 1.10, "varlen": 1.6}
+GAIN_AIMS = {"dense": 1.10, "packed": 1.6}
 
 Row = Mapping[str, Any]
 

@@ -31,11 +31,13 @@ def explain(
     backward: Annotated[bool, typer.Option("--backward", help="The call needs gradients.")] = False,
     varlen: options.Varlen = False,
     tokens_q: Annotated[
-        int, valued("--tokens-q", "N", "With --varlen: query tokens in total. Default: batch x length.")
-    ] = -1,
+        int | None,
+        valued("--tokens-q", "N", "With --varlen: query tokens in total. Default: batch x length.", min=0),
+    ] = None,
     tokens_k: Annotated[
-        int, valued("--tokens-k", "N", "With --varlen: key tokens in total. Default: batch x length.")
-    ] = -1,
+        int | None,
+        valued("--tokens-k", "N", "With --varlen: key tokens in total. Default: batch x length.", min=0),
+    ] = None,
     head_dim_v: options.ValueDim = None,
     scale: Annotated[float | None, valued("--scale", "X", "Softmax scale.")] = None,
     dropout: Annotated[float, valued("--dropout", "P", "Dropout probability.")] = 0.0,
@@ -66,7 +68,7 @@ def explain(
 ) -> None:
     """Say which backend would run a call, and why.
 
-    Says of every other backend, too, whether it could run the call, or why not. Nothing is run, so the
+    Also say of each other backend whether it could run the call, and if not, why. Nothing is run, so the
     device may be one that this machine doesn't have.
 
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
@@ -76,9 +78,19 @@ def explain(
 
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(f"--scale: got {scale}, expected a finite number")
+    for option, tokens in (("--tokens-q", tokens_q), ("--tokens-k", tokens_k)):
+        if tokens is not None and not varlen:
+            raise InvalidInputError(
+                f"{option}: got no --varlen, expected it as well: of dense tensors it follows"
+            )
+    if backend and prefer:
+        raise InvalidInputError(
+            "--prefer: got --backend as well, expected one of them: --backend alone decides"
+        )
     spec = options.spec_of(
-        q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen, tokens_q=tokens_q,
-        tokens_k=tokens_k, dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
+        q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen,
+        tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
+        dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, needs_backward=backward,
         deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,

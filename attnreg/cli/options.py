@@ -48,7 +48,7 @@ Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
 ]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
-Budget = Annotated[str, valued("--budget", "TIME", "Stop after 60s, 5m or 1h. Default: no limit.")]
+Budget = Annotated[str, valued("--budget", "TIME", "Stop after this time: 60s, 5m or 1h. Default: no limit.")]
 TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
 
 # On a GPU it takes longer than all others together, and is preferred to none of them.

@@ -34,7 +34,7 @@ def tune(
     ] = "",
     q: Annotated[
         list[str],
-        options.valued("--q", "B,S,H,D", "A call: batch, length, heads, head dim. Repeat for several."),
+        options.valued("--q", "B,S,H,D", "A call: batch, length, heads, head dim. Repeat for several calls."),
     ] = [],  # noqa: B006 - typer makes a new list for each call
     kv: options.Keys = [],  # noqa: B006
     trace: Annotated[Path | None, options.TRACE] = None,
@@ -42,7 +42,7 @@ def tune(
     out: Annotated[
         Path | None, options.valued("--out", "FILE", "The table to write. Default: named after the device.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the table has already.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new table in place of the file's.")] = False,
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
     causal: options.Causal = False,

@@ -3,12 +3,12 @@
 A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front
 that the call came through; what a provider does otherwise is put right inside its file:
 
-- Dense tensors are (B, S, H, D). Varlen tensors are packed, (T, H, D), with int32 `cu_seqlens`.
-- LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) varlen.
+- Dense tensors are (B, S, H, D). Packed tensors are (T, H, D), with int32 `cu_seqlens`.
+- LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) packed.
 - The mask is a window (left, right), -1 unbounded, aligned bottom-right: query i of S_q sees key j
   of S_k if `i + S_k - S_q - left <= j <= i + S_k - S_q + right`. Causal is `(-1, 0)`.
 - A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
-  last offset of a varlen batch are 0 in the output and in every gradient.
+  last offset of a packed batch are 0 in the output and in every gradient.
 - Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
 - What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
   it writes anything: the call goes to the next backend. It raises BackendUnavailableError where it can't be

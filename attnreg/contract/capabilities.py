@@ -60,7 +60,7 @@ class Capabilities:
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
 
-    The booleans say whether it accepts dense and varlen (packed) tensors; fewer key than query heads
+    The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
     slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
     (`grad_lse`); a scale of 0 or below (`any_scale`); whether it is `deterministic`; whether it is
@@ -141,8 +141,8 @@ class Capabilities:
         not_invariant = "not batch-invariant, and policy is batch_invariant"
         no_mask = f"dropout_p must be 0 where policy is batch_invariant, got {spec.dropout}"
         for requested, supported, reason in (
-            (spec.varlen, self.varlen, "input must be dense, got varlen"),
-            (not spec.varlen, self.dense, "input must be varlen, got dense"),
+            (spec.varlen, self.varlen, "input must be dense, got packed"),
+            (not spec.varlen, self.dense, "input must be packed, got dense"),
             (q != k, self.gqa, f"query and key must have the same number of heads, got {q} and {k}"),
             (spec.causal, self.causal, "is_causal must be False, got True"),
             (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),

@@ -99,15 +99,16 @@ class Entry:
         try:
             against = capabilities.unsupported(spec)
             if not against and self.backend.refuses is not None:
-                against = self.backend.refuses(spec)
-                if isinstance(against, str):  # as a sequence, each letter would be a reason
-                    raise TypeError(f"refuses() returned {against!r}, expected a tuple of reasons")
-                against = tuple(against)
+                found = self.backend.refuses(spec)
+                # As a sequence, each letter of a text would be a reason.
+                against = () if isinstance(found, str) else tuple(found)
+                if isinstance(found, str) or not all(isinstance(reason, str) for reason in against):
+                    raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
             if not against and not missing:
                 against = known_issues.against(self.name, self.backend.version, spec, direction)
             if not against and self._set_aside:
-                found = self._set_aside.get(_without_lengths(spec, direction))
-                against = (found,) if found else ()
+                aside = self._set_aside.get(_without_lengths(spec, direction))
+                against = (aside,) if aside else ()
         except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
@@ -119,6 +120,8 @@ class Entry:
     def _probe(self, backend: Backend) -> str:
         try:
             missing = backend.unavailable()
+            if missing and not isinstance(missing, str):  # the reason itself is shown
+                raise TypeError(f"unavailable() returned {missing!r}, expected a reason as text, or none")
         except Exception as error:  # noqa: BLE001 - as in `reasons`
             missing = f"availability check failed: {type(error).__name__}: {error}"
         if not missing:
@@ -135,6 +138,11 @@ class Entry:
             kernels = backend.load()
             if not isinstance(kernels, Kernels):
                 raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
+            for name, function in kernels._asdict().items():
+                if not callable(function) and (name == "forward" or function is not None):
+                    raise RegistrationError(
+                        f"load() of {self.name}: got {function!r} as {name}, expected a function"
+                    )
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
         except KeyboardInterrupt:

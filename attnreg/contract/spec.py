@@ -66,9 +66,10 @@ class Device:
     @classmethod
     def parse(cls, text: str) -> Device:
         """Read `"cpu"`, `"cuda"`, `"cuda:1"` or a simulated GPU such as `"sm_90"`."""
-        if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text.strip().lower()):
+        name = text.strip().lower() if isinstance(text, str) else ""
+        if arch := re.fullmatch(r"sm_?(\d+)(\d)[af]?", name):
             return cls("cuda", (int(arch[1]), int(arch[2])), simulated=True)
-        if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", text.strip().lower()):
+        if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", name):
             return cls(plain[1], index=None if plain[2] is None else int(plain[2]))
         raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'")
 
@@ -140,9 +141,10 @@ class AttentionSpec:
         for field, least in LEAST.items():
             number = getattr(self, field)
             if number is not None and (not isinstance(number, int) or number < least):
-                raise InvalidInputError(f"{field}: got {number!r}, expected {least} or more")
+                raise InvalidInputError(f"{field}: got {number!r}, expected an integer of {least} or more")
         if len(self.window) != 2 or min(self.window) < -1:
-            raise InvalidInputError(f"window: got {self.window}, expected (left, right), each -1 or more")
+            expected = "(left, right), integers of -1 or more"
+            raise InvalidInputError(f"window: got {self.window}, expected {expected}")
         if self.tokens_q < 0:
             object.__setattr__(self, "tokens_q", self.batch * self.max_q)
         if self.tokens_k < 0:
@@ -201,7 +203,7 @@ class AttentionSpec:
     def _flags(self) -> list[str]:
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         shown = {
-            f"varlen, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
+            f"packed, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
             "causal": self.causal and not self.windowed,
             f"window {self.window}": self.windowed,
             f"dropout {self.dropout}": self.dropout > 0.0,

@@ -100,7 +100,7 @@ def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None
 
 
 def check_values(query: Tensor, key: Tensor, call: Call) -> None:
-    """Check the values of a varlen call's integer tensors, which have to be on the CPU.
+    """Check the values of a packed call's integer tensors, which have to be on the CPU.
 
     Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
 

@@ -54,6 +54,7 @@ def plan_for(
         raise UnsupportedInputError(choice.no_gradient)
     plan_key = (
         direction, needs_backward, native, choice, bhsd,
+        torch.is_deterministic_algorithms_warn_only_enabled(),  # a plan that is made then warns
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,

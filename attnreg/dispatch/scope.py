@@ -161,25 +161,18 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
     return tensor.new_empty(start + extent + GUARD).as_strided_(shape, stride, start).copy_(tensor)
 
 
-def copy_with_token(tensor: Tensor, stride: tuple[int, ...], choice: ScopedChoice) -> Tensor:
-    """Return a copy of a tensor, with these strides, that carries a choice: one allocation, one copy."""
-    start = 0 if tensor.is_inference() else ALIGNED * choice.number
-    base = tensor.new_empty(start + _extent(tensor.shape, stride) + (GUARD if start else 0))
-    return base.as_strided(tensor.shape, stride, start).copy_(tensor)
-
-
 def read_token(tensor: Tensor) -> ScopedChoice | None:
     """Return the choice that a tensor carries, or None; reads no element."""
     start, stored = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
-    if not (start or stored % 2):
-        return None
-    extent, size = _extent(tensor.shape, tensor.stride()), tensor.element_size()
-    if stored % 2:
-        number, rest = divmod(stored - extent * size - GUARD, MARKED)
+    if stored % 2:  # marked where it is, so that it spans as many elements as it has
+        number, rest = divmod(stored - tensor.nbytes - GUARD, MARKED)
         rest = rest or start
-    else:
+    elif start:
+        extent = _extent(tensor.shape, tensor.stride())
         number, rest = divmod(start, ALIGNED)
-        rest = rest or stored // size - start - extent - GUARD
+        rest = rest or stored // tensor.element_size() - start - extent - GUARD
+    else:
+        return None
     return _choices[number - 1] if not rest and 0 < number <= len(_choices) else None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import Options, attend_packed, regular_offsets, unpacked
 from attnreg.flash_attn.functions import Window
+from attnreg.varlen.plans import check_tensors
 
 
 @torch.no_grad()
@@ -58,6 +59,7 @@ def flash_attn_with_kvcache(
     Returns:
         The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
     """
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check(q, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     batch, length_q = q.shape[:2]
@@ -122,6 +124,8 @@ def _lengths(
     Whether it has isn't known of lengths on a GPU: to read them would wait for it.
     """
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if not (given is None or isinstance(given, int | Tensor)):
+        raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
     if isinstance(given, Tensor):
         most = int(given.max()) if given.is_cpu and given.numel() and not torch.compiler.is_compiling() else 0
         used = given.to(torch.int32)

@@ -34,7 +34,7 @@ class Case:
         bias: what kind of `attn_bias`.
         seqused_k: how many keys of each sequence count.
         page_size: tokens in a page of the key-value cache.
-        tail: rows past the last sequence of a varlen call.
+        tail: rows past the last sequence of a packed call.
         poison: whether all that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
         dropout: probability of dropping a weight. The value is then the identity, by which the output shows
             which weights were dropped; so each query has to see every key, and no
@@ -168,9 +168,9 @@ SHAPES: tuple[Case, ...] = (
     _dense("no queries", 0, 33),
     _dense("no keys", 33, 0),
     _dense("no batch", 33, 33, batch=0),
-    *(_varlen(f"varlen {name}", *lens) for name, lens in EMPTIES.items()),
+    *(_varlen(f"packed {name}", *lens) for name, lens in EMPTIES.items()),
     *(_dense(f"heads {q}:{k}", 65, 129, heads=(q, k), window=CAUSAL) for q, k in HEADS),
-    *(_varlen(f"varlen heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL) for q, k in HEADS),
+    *(_varlen(f"packed heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL) for q, k in HEADS),
     *(_dense(f"dim {n}", 33, 65, dims=(n, n)) for n in DIMS),
     *(_dense(f"dims {qk} and {v}", 33, 65, dims=(qk, v), heads=(4, 2)) for qk, v in UNEQUAL_DIMS),
     *(_dense(f"window {w}", 113, 113, window=w) for w in WINDOWS),
@@ -178,51 +178,51 @@ SHAPES: tuple[Case, ...] = (
     *(_dense(f"window {w}, few keys", 203, 63, window=w) for w in WINDOWS),
     # As far to the right as there are keys, and yet a bound: rows see keys one more with each row.
     _dense("window (-1, 100), few keys", 203, 63, window=(-1, 100)),
-    *(_varlen(f"varlen window {w}", *RAGGED_UNEQUAL, window=w, heads=(4, 2)) for w in WINDOWS),
+    *(_varlen(f"packed window {w}", *RAGGED_UNEQUAL, window=w, heads=(4, 2)) for w in WINDOWS),
     *(_dense(f"layout {name}", 65, 65, layout=name, heads=(4, 2)) for name in LAYOUTS),
-    *(_varlen(f"varlen layout {name}", *RAGGED, layout=name, heads=(4, 2)) for name in LAYOUTS),
+    *(_varlen(f"packed layout {name}", *RAGGED, layout=name, heads=(4, 2)) for name in LAYOUTS),
     _dense("gradient bhsd", 65, 33, grad_layout="bhsd"),
     _dense("gradient of a sum", 65, 33, grad_layout="expanded"),
-    _varlen("varlen gradient of a sum", *RAGGED, grad_layout="expanded"),
+    _varlen("packed gradient of a sum", *RAGGED, grad_layout="expanded"),
     _dense("values x5", 113, 203, magnitude=5.0),
     _dense("values x5, causal", 203, 203, magnitude=5.0, window=CAUSAL),
     _dense("scale 0.3", 33, 65, scale=0.3, window=CAUSAL),
-    _varlen("varlen scale 0.3", *RAGGED_UNEQUAL, scale=0.3, heads=(4, 2)),
+    _varlen("packed scale 0.3", *RAGGED_UNEQUAL, scale=0.3, heads=(4, 2)),
     _dense("scale 0", 33, 65, scale=0.0),
     _dense("scale below 0", 33, 65, scale=-0.125),
-    _varlen("varlen scale below 0", *RAGGED_UNEQUAL, scale=-0.125),
+    _varlen("packed scale below 0", *RAGGED_UNEQUAL, scale=-0.125),
     _dense("key padding mask", 63, 113, bias="key padding"),
     _dense("additive bias", 63, 113, bias="additive", heads=(4, 2)),
     _dense("additive bias, causal", 113, 63, bias="additive", window=CAUSAL),
     _dense("alibi", 113, 203, alibi=True, heads=(4, 2), window=CAUSAL),
-    _varlen("varlen alibi", *RAGGED_UNEQUAL, alibi=True),
-    _varlen("varlen tail", *RAGGED, tail=17),
-    _varlen("varlen tail of NaN", *RAGGED_UNEQUAL, tail=17, poison=True, window=CAUSAL),
+    _varlen("packed alibi", *RAGGED_UNEQUAL, alibi=True),
+    _varlen("packed tail", *RAGGED, tail=17),
+    _varlen("packed tail of NaN", *RAGGED_UNEQUAL, tail=17, poison=True, window=CAUSAL),
     _dense("seqused_k", 33, 65, seqused_k=(65, 31), window=CAUSAL),
-    _varlen("varlen seqused_k", *RAGGED_UNEQUAL, seqused_k=(200, 0, 1, 32, 65), window=CAUSAL, poison=True),
+    _varlen("packed seqused_k", *RAGGED_UNEQUAL, seqused_k=(200, 0, 1, 32, 65), window=CAUSAL, poison=True),
     _varlen("pages", (1, 65), (7, 40), (0, 9), seqused_k=(65, 39, 9), page_size=16),
     _varlen(
         "pages of NaN", (1, 600), (113, 113), seqused_k=(513, 99), page_size=256, poison=True, window=CAUSAL
     ),
-    _varlen("varlen self-attention", *RAGGED, one_cu_seqlens=True, window=CAUSAL),
+    _varlen("packed self-attention", *RAGGED, one_cu_seqlens=True, window=CAUSAL),
     _dense("dropout", 33, 64, dropout=0.3),
-    _varlen("varlen dropout", (33, 64), (7, 3), (65, 33), dropout=0.3),
+    _varlen("packed dropout", (33, 64), (7, 3), (65, 33), dropout=0.3),
     _dense("softcap 2", 113, 203, softcap=2.0, heads=(4, 2), window=CAUSAL),
     _dense("softcap 30, values x5", 65, 129, softcap=30.0, magnitude=5.0),
-    _varlen("varlen softcap 1.5", *RAGGED_UNEQUAL, softcap=1.5, scale=0.3, heads=(4, 2), window=(40, 3)),
-    _varlen("varlen softcap 50, scale below 0", *RAGGED, softcap=50.0, scale=-2.0, tail=17, poison=True),
+    _varlen("packed softcap 1.5", *RAGGED_UNEQUAL, softcap=1.5, scale=0.3, heads=(4, 2), window=(40, 3)),
+    _varlen("packed softcap 50, scale below 0", *RAGGED, softcap=50.0, scale=-2.0, tail=17, poison=True),
     _dense("gradient of the LSE", 113, 63, grad_lse=True, heads=(4, 2), window=CAUSAL),
     _dense("gradient of the LSE, few keys", 65, 3, grad_lse=True, grad_layout="expanded"),
-    _varlen("varlen gradient of the LSE", *RAGGED_UNEQUAL, grad_lse=True, tail=17, poison=True),
-    _varlen("varlen gradient of the LSE, softcap", *RAGGED, grad_lse=True, softcap=2.0, heads=(4, 1)),
+    _varlen("packed gradient of the LSE", *RAGGED_UNEQUAL, grad_lse=True, tail=17, poison=True),
+    _varlen("packed gradient of the LSE, softcap", *RAGGED, grad_lse=True, softcap=2.0, heads=(4, 1)),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
-    _varlen("varlen num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
+    _varlen("packed num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),
-    _varlen("varlen deterministic", (200, 257), (1, 130), deterministic=True, window=CAUSAL),
+    _varlen("packed deterministic", (200, 257), (1, 130), deterministic=True, window=CAUSAL),
     _dense("batch-invariant", 129, 257, 3, batch_invariant=True, heads=(4, 2)),
     _dense("batch-invariant, key padding", 65, 257, 3, batch_invariant=True, bias="key padding"),
-    _varlen("varlen batch-invariant", *MIXED, batch_invariant=True, window=CAUSAL, heads=(4, 2)),
-    _varlen("varlen batch-invariant, window", *MIXED, batch_invariant=True, window=(40, 5)),
+    _varlen("packed batch-invariant", *MIXED, batch_invariant=True, window=CAUSAL, heads=(4, 2)),
+    _varlen("packed batch-invariant, window", *MIXED, batch_invariant=True, window=(40, 5)),
     _dense("long", 4224, 4224, batch=1, window=CAUSAL, heavy=True),
     _dense("long, few keys", 4224, 1023, batch=1, heads=(4, 1), heavy=True),
     _dense("wide window", 2304, 2304, batch=1, window=(1025, 1025), heavy=True),
@@ -231,7 +231,7 @@ SHAPES: tuple[Case, ...] = (
         _dense(f"batch {n}", 2, 3, batch=n, dims=(8, 8), heads=(1, 1), heavy=True)
         for n in (65535, 65536, 65537)
     ),
-    _varlen("varlen batch 65537", *(((1, 2),) * 65537), dims=(32, 32), heads=(1, 1), heavy=True),
+    _varlen("packed batch 65537", *(((1, 2),) * 65537), dims=(32, 32), heads=(1, 1), heavy=True),
 )
 
 CASES = tuple(replace(case, dtype=dtype) for dtype in DTYPES for case in SHAPES)

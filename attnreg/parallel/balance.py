@@ -43,15 +43,15 @@ def spread_documents(
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 0:
-        raise InvalidInputError(f"width: got {width!r}, expected an integer from 0 on")
+    if not (isinstance(width, int | float) and 0 <= width < math.inf):
+        raise InvalidInputError(f"width: got {width!r}, expected the width of a model, or 0")
     if how == "balanced":
         bounds = sum(bound >= 0 for bound in window(window_size, is_causal))
         per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds
         return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
     makers = {"contiguous": contiguous, "zigzag": zigzag}
-    if how not in makers:
-        known = ["balanced", *makers]
+    known = ["balanced", *makers]
+    if how not in known:  # a list of names, as `how` may be of any type
         raise InvalidInputError(f"how: got {how!r}, expected one of {known}{did_you_mean(str(how), known)}")
     return makers[how](cu_seq, ranks)
 

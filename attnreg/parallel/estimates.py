@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attnreg.errors import InvalidInputError
 from attnreg.parallel.by_heads import group_count, unsupported
 from attnreg.parallel.steps import Needs
 
@@ -37,6 +39,15 @@ class Rates:
     memory: float = 2.5e12
     latency: float = 39e-6
     launch: float = 180e-6
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            is_number = isinstance(rate, int | float) and math.isfinite(rate)
+            may_be_none = name in ("latency", "launch")
+            if not is_number or rate < 0 or (rate == 0 and not may_be_none) or (name == "cut" and rate > 1):
+                most = ", at most 1" if name == "cut" else ""
+                least = "of 0 or more" if may_be_none else "above 0"
+                raise InvalidInputError(f"Rates: {name}: got {rate!r}, expected a number {least}{most}")
 
     def moving(self, size: float) -> float:
         """Return the seconds that an exchange takes; none where nothing is to be moved."""

@@ -7,14 +7,14 @@ of several calls. The plan says which comes first: it is written, later ones are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.spans import Range, Span, grouped
+from attnreg.parallel.spans import Range, Span, grouped, row_count
 from attnreg.parallel.steps import Step
 
 # So many results of a row may be rounded to its dtype one after the other, before they are summed in float32.
@@ -128,7 +128,7 @@ def prepared(
         parts = [_part(window, spans, own, keys, device) for window, spans in grouped(step.spans)]
         move = None
         if step.sends:
-            sends, receives = ([_length(ranges) for ranges in x] for x in (step.sends, step.receives))
+            sends, receives = ([row_count(ranges) for ranges in x] for x in (step.sends, step.receives))
             move = Move(tuple(as_runs(own.places[_rows(step.sends)])), sends, receives)
         found.append(Prepared(move, parts))
     backward = list(range(len(found)))[:: -1 if keeps else 1]
@@ -235,7 +235,3 @@ def _puts(
             at += end - begin
         found.append(tuple(puts))
     return found, counts
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(end - begin for begin, end in ranges)

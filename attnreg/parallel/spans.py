@@ -17,6 +17,11 @@ from attnreg.parallel.layout import Piece
 Range = tuple[int, int]
 
 
+def row_count(ranges: Iterable[Range]) -> int:
+    """Return how many rows there are in ranges that don't overlap."""
+    return sum(end - begin for begin, end in ranges)
+
+
 class Span(NamedTuple):
     """A run of queries with the keys that it sees; rows are those of the whole batch.
 
@@ -37,7 +42,7 @@ class Span(NamedTuple):
     @property
     def key_count(self) -> int:
         """How many keys there are."""
-        return sum(end - begin for begin, end in self.keys)
+        return row_count(self.keys)
 
     @property
     def _free(self) -> tuple[bool, bool]:

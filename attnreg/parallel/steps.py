@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attnreg.parallel.layout import Layout, visible_pairs
-from attnreg.parallel.spans import Range, Span, seen, seen_of_several, united
+from attnreg.parallel.spans import Range, Span, row_count, seen, seen_of_several, united
 
 
 class Step(NamedTuple):
@@ -35,16 +35,12 @@ class Step(NamedTuple):
     @property
     def received(self) -> int:
         """How many rows this rank receives."""
-        return _length(one for ranges in self.receives for one in ranges)
+        return row_count(one for ranges in self.receives for one in ranges)
 
     @property
     def sent(self) -> int:
         """How many rows this rank sends."""
-        return _length(one for ranges in self.sends for one in ranges)
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(end - begin for begin, end in ranges)
+        return row_count(one for ranges in self.sends for one in ranges)
 
 
 class Needs:
@@ -71,7 +67,7 @@ class Needs:
                         keys.setdefault((rank, source), []).extend(span.keys)
                         count = visible_pairs(span.begin, span.end, rows[0], rows[1], *bounds)
                         pairs[rank, source] = pairs.get((rank, source), 0) + count
-        repeated = {both: _length(ranges) for both, ranges in keys.items()}
+        repeated = {both: row_count(ranges) for both, ranges in keys.items()}
         return {both: united(ranges) for both, ranges in keys.items()}, pairs, repeated
 
     def of(self, rank: int, source: int) -> tuple[Range, ...]:
@@ -85,7 +81,7 @@ class Needs:
 
     def rows(self, rank: int, source: int) -> int:
         """Return how many rows of `source`, another rank, a rank needs."""
-        return _length(self.of(rank, source))
+        return row_count(self.of(rank, source))
 
     def repeated(self, rank: int, source: int) -> int:
         """Return how many rows the calls of a rank read of another one: each for each piece that sees it."""

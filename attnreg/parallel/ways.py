@@ -6,7 +6,6 @@ It looks at the layout and at shapes alone, so all ranks come to the same choice
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from attnreg.parallel.layout import Layout
 from attnreg.parallel.steps import Needs
 from attnreg.varlen.plans import window
 
-__all__ = ["Choice", "Rates", "Way", "explain_context_parallel"]
+__all__ = ["Choice", "explain_context_parallel"]
 
 METHODS = (ALL_TO_ALL, ALL_GATHER, RING)
 
@@ -77,8 +76,8 @@ def check_asked(method: object, rates: object, memory: object) -> None:
         hint = did_you_mean(str(method), known)
         raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
     if not isinstance(rates, Rates):
-        raise InvalidInputError(f"rates: got {rates!r}, expected an attnreg.parallel.estimates.Rates")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 0):
+        raise InvalidInputError(f"rates: got {rates!r}, expected attnreg.parallel.estimates.Rates")
+    if memory is not None and not (isinstance(memory, int | float) and memory >= 0):
         raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
 
 
@@ -143,18 +142,15 @@ def explain_context_parallel(
         InvalidInputError: the heads don't go together, or an argument isn't what is expected.
     """
     if not isinstance(layout, Layout):
-        got = reprlib.repr(layout)
-        raise InvalidInputError(f"layout: got {got}, expected what attnreg.spread_documents returns")
+        raise InvalidInputError(f"layout: got {layout!r}, expected a Layout, as of spread_documents")
     rates = Rates() if rates is None else rates
     check_asked(method, rates, memory)
-    heads_k, head_dim_v = (
-        heads if heads_k is None else heads_k,
-        head_dim if head_dim_v is None else head_dim_v,
-    )
+    heads_k = heads if heads_k is None else heads_k
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = {"heads": heads, "heads_k": heads_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidInputError(f"{name}: got {size!r}, expected an integer from 1 on")
+            raise InvalidInputError(f"{name}: got {size!r}, expected a number from 1 on")
     if heads % heads_k:
         raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
     found = getattr(torch, canonical_dtype(dtype), None)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -132,6 +132,17 @@ TableFile = Annotated[Path, BeforeValidator(_file)]
 class _Table(BaseModel):
     # Validates instances, too: `model_copy` and `model_construct` check nothing.
     model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always")
+
+    if not TYPE_CHECKING:  # type checkers take the fields as its arguments
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _config_error(error, type(self)) from None
+
+        # Says that it does no more than pydantic's own: validating tables of a file doesn't call it.
+        __init__.__pydantic_base_init__ = True
 
 
 class DeviceSettings(_Table):
@@ -257,20 +268,25 @@ def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
     try:
         return Settings.model_validate(value)
     except ValidationError as error:
-        details = sorted(error.errors(include_url=False), key=lambda detail: origin.position(_key(detail)))
         # `from None`: pydantic's own report has the same problems without their positions.
-        raise ConfigError("\n".join(_problem(detail, origin) for detail in details)) from None
+        raise _config_error(error, Settings, origin) from None
+
+
+def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
+    origin = origin or Origin(call=f"{table.__name__}(...)")
+    details = sorted(error.errors(include_url=False), key=lambda detail: origin.position(_key(detail)))
+    return ConfigError("\n".join(_problem(detail, table, origin) for detail in details))
 
 
 def _key(detail: ErrorDetails) -> KeyPath:
     return tuple(part for part in detail["loc"] if part != "[key]")
 
 
-def _problem(detail: ErrorDetails, origin: Origin) -> str:
+def _problem(detail: ErrorDetails, table: type[_Table], origin: Origin) -> str:
     key = _key(detail)
     if detail["type"] != "extra_forbidden":
         return origin.problem(key, complaint(detail))
-    name, known = str(key[-1]), (Settings if len(key) == 1 else DeviceSettings).model_fields
+    name, known = str(key[-1]), (table if len(key) == 1 else DeviceSettings).model_fields
     # A frequent mistake: a line that is added after a [table] belongs to it.
     misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
     near = misplaced or did_you_mean(name, known)

@@ -118,7 +118,8 @@ VARIABLES = {
     ),
     "ATTNREG_ROUTERS": Variable(
         _one_of("compiled", "python"),
-        "compiled: an error unless the C++ libraries are there (`attnreg build`); python: they aren't used",
+        "compiled: an error unless the compiled call cache is there (`attnreg build`); python: neither it "
+        "nor the compiled kernel for CPUs is used",
     ),
     "ATTNREG_BUILD": Variable(
         _one_of("background", "now", "off"),

@@ -25,15 +25,16 @@ NOWHERE: Position = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where settings come from: a file, or without a path a value given to `configure`."""
+    """Where settings come from: a file, or without a path the call that was given them."""
 
     path: Path | None = None
     positions: Mapping[KeyPath, Position] = field(default_factory=dict, repr=False, hash=False)
+    call: str = "configure(...)"
 
     def describe(self, key: KeyPath = ()) -> str:
         """Return where a key is in short, `attnreg.toml:7`, or `configure(...)`."""
         if self.path is None:
-            return "configure(...)"
+            return self.call
         line, _ = self.position(key)
         return f"{self.path.name}:{line}" if line else self.path.name
 

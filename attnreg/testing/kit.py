@@ -13,13 +13,14 @@ import torch
 from attnreg import _registry
 from attnreg.contract.backend import Backend
 from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.dispatch.planning import device_of
-from attnreg.errors import BackendUnavailableError, InvalidInputError
+from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.measure import Case, Error, measure_taken
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
 from attnreg.testing.fronts import against, measure_front
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 # A reason against a call has what was got, or what is missing here; known issues have a link.
 CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
 
@@ -111,6 +112,7 @@ class Conformance:
         checks: all of them, refused ones included.
 
     Raises:
+        InvalidInputError: there is no such device or dtype, or the seed is no integer.
         UnknownBackendError: no backend has that name.
         BackendUnavailableError: the backend of that name is broken; says why.
     """
@@ -127,10 +129,15 @@ class Conformance:
         found = backend if isinstance(backend, Backend) else _registry.find(backend).backend
         if found is None:
             raise BackendUnavailableError(f"{backend} {_registry.find(str(backend)).unavailable()}")
-        self.backend, self.seed, self.dtypes = found, seed, tuple(dtypes)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InvalidInputError(f"seed: got {seed!r}, expected an integer")
+        self.backend, self.seed, self.dtypes = found, seed, _dtypes(dtypes)
         if device is None:
             device = "cuda" if "cuda" in found.devices and torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise InvalidInputError(f"device: got {device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
         self.checks = checks_for(found, self.dtypes, seed, full)
         # What it lacks here, its loading says: a fake package, say, lacks nothing.
         self._entry = Entry(found.name, "attnreg.testing", replace(found, unavailable=lambda: None))
@@ -196,6 +203,24 @@ class Conformance:
         return ""
 
 
+def _dtypes(given: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of dtypes as torch has them."""
+    _check_list("dtypes", given, "names of dtypes")
+    names = tuple(map(canonical_dtype, given))
+    for name in names:
+        dtype = getattr(torch, name, None)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidInputError(
+                f"dtypes: got {name!r}, expected floating-point dtypes{did_you_mean(name, DTYPES)}"
+            )
+    return names
+
+
+def _check_list(name: str, given: object, of: str) -> None:
+    if isinstance(given, str) or not isinstance(given, Iterable):  # each letter of a text would be one
+        raise InvalidInputError(f"{name}: got {given!r}, expected a list of {of}")
+
+
 def check_backend(
     backend: str | Backend,
     *,
@@ -217,10 +242,12 @@ def check_backend(
     Raises:
         AssertionError: a check fails, or the backend runs nothing of what it declares; the message has for
             each failure the line that repeats it.
-        InvalidInputError: no check has one of `cases` in its name.
+        InvalidInputError: no check has one of `cases` in its name; or as of `Conformance`.
         UnknownBackendError: no backend has that name.
         BackendUnavailableError: the backend can't load here.
     """
+    if cases is not None:
+        _check_list("cases", cases, "parts of names")
     kit = Conformance(backend, device, dtypes, seed, full=full)
     checks = kit.checks if cases is None else list(selected(kit.checks, cases))
     if not checks:

@@ -69,7 +69,8 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
         if (process := holder(lock)) != last:
             last, end = process, time.monotonic() + seconds
         if time.monotonic() > end:
-            raise TimeoutError(f"process {process or 'unknown'} has kept {lock} locked for {seconds} s")
+            who = f"process {process}" if process.isdigit() else "another process"
+            raise TimeoutError(f"{who} has kept {lock} locked for {seconds:g} s")
         time.sleep(0.01)
     try:
         yield

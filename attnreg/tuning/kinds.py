@@ -77,7 +77,7 @@ class Kind(NamedTuple):
             dims += f"/{self.head_dim_v}"
         heads = (f"{self.ratio}:1 heads",) if self.ratio else ()
         mask = "no mask" if self.mask == "none" else self.mask
-        layout = "varlen" if self.varlen else "dense"
+        layout = "packed" if self.varlen else "dense"
         return ", ".join((self.dtype, f"head dim {dims}", *heads, mask, layout, *self.extras, self.direction))
 
 

@@ -283,8 +283,8 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
         raise InvalidInputError(
             "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)"
         )
-    for what in ("shape", "dtype", "device"):
-        got, expected = getattr(out, what), getattr(computed, what)
+    given, returned = ((tuple(x.shape), x.dtype, x.device) for x in (out, computed))
+    for what, got, expected in zip(("shape", "dtype", "device"), given, returned, strict=True):
         if got != expected:
             raise InvalidInputError(f"out: got {what} {got}, expected {expected}")
     with torch.no_grad():

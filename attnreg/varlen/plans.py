@@ -70,7 +70,7 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own varlen op has no such rule."""
+    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own op has no such rule."""
     device = query.device.type
     if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return query, key, value

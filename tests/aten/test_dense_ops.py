@@ -319,7 +319,7 @@ def test_a_scope_holds_for_the_backward_though_torchs_own_kernel_ran_its_forward
 QUERY, USED = torch.randn(2, 4, 6, 8), torch.tensor([3, 4], dtype=torch.int32)
 OFFSETS, OTHERS = torch.tensor([0, 4, 12]).int(), torch.tensor([0, 5, 12]).int()
 DENSE, PACKED = (QUERY, QUERY, QUERY, None, None, None, 6, 6), (*[QUERY.flatten(0, 1)] * 3, None)
-VARLEN = "a varlen call with a debug mask, a bias or a mask aligned top-left"
+VARLEN = "a packed call with a debug mask, a bias or a mask aligned top-left"
 TORCHS_OWN = {
     "debug mask of flash": ("flash", (*DENSE[:3], *DENSE[4:], 0.0, False, True), {}, "return_debug_mask"),
     "debug mask": ("cudnn", (*DENSE, True, 0.0, False, True), {}, "return_debug_mask"),

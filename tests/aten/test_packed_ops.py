@@ -175,7 +175,7 @@ def test_the_inplace_op_leaves_a_mask_of_another_alignment_to_torch(inplace, rou
     with attnreg.register_backend("math"), pytest.raises(UnsupportedInputError) as error:
         inplace(torch.empty_like(inputs[0]), *inputs, cu_q, cu_k, max_q, max_k, True)
     assert str(error.value) == (
-        f"aten::{INPLACE}: a varlen call with a mask aligned top-left, "
+        f"aten::{INPLACE}: a packed call with a mask aligned top-left, "
         "and torch has no kernel for this device"
     )
     assert ran() == {}

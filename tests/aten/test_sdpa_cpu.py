@@ -126,6 +126,22 @@ def test_strides_are_torchs_own_however_inputs_and_a_backends_results_lie(
             assert lse.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [{}, {"heads": 1}, {"len_q": 1}], ids=str)
+@pytest.mark.parametrize("scattering", [False, True])
+def test_a_scoped_forward_copies_the_lse_laid_out_as_torchs_own_with_the_choice(fake, ran, shape, scattering):
+    inputs = qkv(**shape)
+    own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)[1]
+    options = {"load": lambda: SCATTERING} if scattering else {}
+    with attnreg.register_backend(fake("mine", **options).backend), attnreg.register_backend("cpu"):
+        for _ in range(3):
+            with attnreg.use_backend("mine"):
+                out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs)
+            assert lse.transpose(1, 2).is_contiguous()
+            torch.testing.assert_close(lse, own)
+            assert_right(with_gradients(out, inputs), inputs)
+            assert ran() == {"mine": (1, 1)}
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])  # the last is 0 in float32
 @pytest.mark.parametrize("lengths", [(6, 6), (3, 6), (6, 3), (1, 6), (70, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

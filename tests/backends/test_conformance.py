@@ -114,7 +114,7 @@ def test_a_backend_computes_in_the_dtypes_of_its_inputs_whatever_torchs_default_
     name, default, monkeypatch
 ):
     monkeypatch.setattr(bfloat16, "_is_fast", lambda: True)
-    wanted = {f"{case} bfloat16" for case in ("heads 6:3", "varlen heads 6:3", "window (4, 0)")}
+    wanted = {f"{case} bfloat16" for case in ("heads 6:3", "packed heads 6:3", "window (4, 0)")}
     checks = [check for check in KITS[name].checks if not check.front and str(check.case) in wanted]
     assert len(checks) == len(wanted)
     torch.set_default_dtype(default)

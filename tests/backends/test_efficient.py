@@ -119,7 +119,7 @@ REFUSED = {
     "head dims must be multiples of 8 in bfloat16, got 12 and 12": {"head_dim": 12, "dtype": "bfloat16"},
     "head_dim must be 4 to 65536 in steps of 4, got 6": {"head_dim": 6, "head_dim_v": 8},
     "query and key must have the same number of heads, got 4 and 2": {"heads_q": 4},
-    "input must be dense, got varlen": {"varlen": True},
+    "input must be dense, got packed": {"varlen": True},
     "window_size must be (-1, -1) or causal, got (3, 0)": {"window": (3, 0)},
     "a causal call must have no more queries than keys, got 65 and 64": {"window": (-1, 0), "max_q": 65},
     "attn_bias must be None with a causal mask, got a tensor": {"window": (-1, 0), "bias": True},

@@ -79,20 +79,20 @@ DENSE = {"lens_q": (40, 40), "lens_k": (33, 33)}
 
 def test_every_case_that_torchs_kernels_take_is_right(torchs):
     both, forwards = verified(fa2.BACKEND, SHORT)
-    assert {"varlen at most one", "varlen tail of NaN", "no keys", "varlen window (0, -1)"} <= both
+    assert {"packed at most one", "packed tail of NaN", "no keys", "packed window (0, -1)"} <= both
     assert not {"window (0, -1), few keys", "window (-1, 100), few keys", "pages of NaN"} & both
     # Their backward doesn't take these; another backend's serves.
-    of_lse = {"gradient of the LSE", "gradient of the LSE, few keys", "varlen gradient of the LSE"}
-    assert forwards == of_lse | {"varlen seqused_k"}
+    of_lse = {"gradient of the LSE", "gradient of the LSE, few keys", "packed gradient of the LSE"}
+    assert forwards == of_lse | {"packed seqused_k"}
 
 
 def test_the_package_runs_alibi_softcap_and_pages_and_nothing_else(torchs, package):
     recorded = package()
-    options = {"alibi", "varlen alibi", "softcap 2", "varlen softcap 1.5"}
-    names = (*options, "pages of NaN", "pages", "heads 4:1", "varlen seqused_k")
+    options = {"alibi", "packed alibi", "softcap 2", "packed softcap 1.5"}
+    names = (*options, "pages of NaN", "pages", "heads 4:1", "packed seqused_k")
     both, forwards = verified(fa2.BACKEND, [case for case in QUICK if case.name in names])
     assert both == options | {"heads 4:1"}
-    assert forwards == {"pages of NaN", "varlen seqused_k"}  # pages of 16 are too small
+    assert forwards == {"pages of NaN", "packed seqused_k"}  # pages of 16 are too small
     assert {name for name, _ in recorded.calls} == set(SCHEMAS)
     packed = [given for name, given in recorded.calls if name == "_flash_attn_varlen_forward"]
     paged = [given for given in packed if given["block_table"] is not None]

@@ -123,16 +123,16 @@ def test_every_case_of_the_matrix_that_it_takes_is_right(package):
     both, forwards = verified(fa3.BACKEND, SHORT)
     assert "pages" in forwards
     assert both >= {
-        *("seqused_k", "varlen seqused_k", "varlen tail of NaN", "no keys", "varlen empty between"),
-        *("window (0, -1), few keys", "varlen window (4, 4)", "heads 4:1", "layout odd rows", "dim 256"),
-        "varlen no keys",
+        *("seqused_k", "packed seqused_k", "packed tail of NaN", "no keys", "packed empty between"),
+        *("window (0, -1), few keys", "packed window (4, 4)", "heads 4:1", "layout odd rows", "dim 256"),
+        "packed no keys",
     }
 
 
 @pytest.mark.parametrize("schemas", [{"bwd": BWD_OLDER}, {"fwd": FWD_OLDER}])
 def test_older_forms_of_the_operators_serve_as_well(package, schemas):
     package(**schemas)
-    wanted = {"heads 4:2", "varlen seqused_k", "causal lengths 799 and 3"}
+    wanted = {"heads 4:2", "packed seqused_k", "causal lengths 799 and 3"}
     both, _ = verified(fa3.BACKEND, [case for case in QUICK if case.name in wanted])
     assert both == wanted
 

@@ -109,11 +109,11 @@ GIVEN = {
     "boolean bias": dense(**SMALL, attn_bias=tensors((2, 1, 4, 5))[0] > 0),
     "alibi": dense(**SMALL, alibi_slopes=torch.tensor([0.5, 0.25])),
     "softcap": dense(**SMALL, softcap=0.4, attn_bias=tensors((2, 4, 5))[0]),
-    "varlen softcap": varlen((3, 2), (4, 3), heads=(2, 1), dims=(2, 3), window=CAUSAL, softcap=1.0),
+    "packed softcap": varlen((3, 2), (4, 3), heads=(2, 1), dims=(2, 3), window=CAUSAL, softcap=1.0),
     "seqused_k": dense(**SMALL, seqused_k=torch.tensor([2, 5]), attn_bias=tensors((1, 1, 4, 5))[0]),
     "dropout": dense(**SMALL, dropout=0.4, rng_state=rng_state()),
     "varlen": varlen((3, 0, 2), (4, 2, 3), heads=(2, 1), dims=(2, 3), window=CAUSAL),
-    "varlen dropout": varlen(
+    "packed dropout": varlen(
         (3, 1), (2, 4), seqused_k=torch.tensor([0, 3]), dropout=0.3, rng_state=rng_state()
     ),
 }
@@ -147,7 +147,7 @@ def test_the_lse_is_float32_and_results_have_the_dtype_of_the_inputs(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["length 33", "varlen window (4, 4)", "window (8, 2), few keys", "additive bias"]
+    "name", ["length 33", "packed window (4, 4)", "window (8, 2), few keys", "additive bias"]
 )
 def test_tile_borders_leave_no_trace(name, monkeypatch):
     use_tiles(monkeypatch, 17, 23)

@@ -85,7 +85,7 @@ def test_sdpa_times_torch_the_choice_and_each_backend(measured):
 
 def test_selection_divides_what_it_measured(measured):
     found = measured("selection")
-    assert [row["group"] for row in found["rows"]] == ["dense", "varlen", "decode"]
+    assert [row["group"] for row in found["rows"]] == ["dense", "packed", "decode"]
     for row in found["rows"]:
         wanted = {FORWARD} if row["group"] == "decode" else {FORWARD, BACKWARD, BOTH}
         assert set(row["directions"]) == wanted

@@ -76,7 +76,7 @@ def test_held_out_shapes_vary_in_everything_early():
     found = shapes.held_out("cuda")
     assert len(found) == 58
     for some in (found, found[:20]):
-        assert {shape.group for shape in some} == {"dense", "varlen", "decode"}
+        assert {shape.group for shape in some} == {"dense", "packed", "decode"}
         assert {shape.dim for shape in some} == {64, 96, 128} and {s.causal for s in some} == {True, False}
         assert {shape.heads[0] // shape.heads[1] for shape in some} >= {1, 4, 5, 8}
         assert {len(shape.lengths_q) % 2 for shape in some} == {0, 1}
@@ -188,7 +188,7 @@ def test_a_backend_has_the_same_colour_in_every_picture():
 def test_a_summary_has_the_geometric_mean_and_names_the_worst():
     rows = [
         row_of("one", "dense", {CHOSEN: 1.0, FIXED + "a": 4.0}, {"a": 1.0}),
-        row_of("two", "varlen", {CHOSEN: 4.0, FIXED + "a": 4.0}, {"a": 1.0}),
+        row_of("two", "packed", {CHOSEN: 4.0, FIXED + "a": 4.0}, {"a": 1.0}),
     ]
     found = {(r["yardstick"], r["group"], r["strategy"]): r for r in summary(rows)}
     chosen = found[DIRECT, "all", CHOSEN]
@@ -205,13 +205,13 @@ def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
     rows = [
         row_of("one", "dense", {CHOSEN: 1.0, TORCH: 2.0}, {}, BOTH),
         row_of("two", "dense", {CHOSEN: 2.0, TORCH: 1.0}, {}, BOTH),
-        row_of("three", "varlen", {CHOSEN: 1.0, TORCH: 1.6}, {}, BOTH),
-        row_of("four", "varlen", {CHOSEN: 1.0}, {}, BOTH),
+        row_of("three", "packed", {CHOSEN: 1.0, TORCH: 1.6}, {}, BOTH),
+        row_of("four", "packed", {CHOSEN: 1.0}, {}, BOTH),
     ]
     assert rows[0]["directions"][BOTH]["ratios"] == {}  # nothing was called directly, no order was fixed
     found = {row["group"]: row for row in gains(rows)}
     assert found["dense"]["mean"] == pytest.approx(1.0) and found["dense"]["worst"] == 0.5
-    assert (found["varlen"]["mean"], found["varlen"]["cases"]) == (pytest.approx(1.6), 1)
+    assert (found["packed"]["mean"], found["packed"]["cases"]) == (pytest.approx(1.6), 1)
     assert [aim["reached"] for aim in aims([], gains(rows))] == [False, True]
 
 
@@ -268,7 +268,7 @@ def test_overhead_on_a_cpu_measures_every_call_in_every_state_and_both_fronts(mo
     assert set(found["SDPA"]) == ours | {"torch", "aten op, C++ autograd"}
     steps = {"forward, no grad", "forward, grad", BOTH}
     assert all(set(one) == steps for name in overhead.FRONTS for one in found[name].values())
-    assert [line.partition(":")[0] for line in job.left_out] == ["varlen 2x2 h2 d8, torch"]  # a GPU's alone
+    assert [line.partition(":")[0] for line in job.left_out] == ["packed 2x2 h2 d8, torch"]  # a GPU's alone
     assert [line.partition(":")[0] for line in job.summary] == [
         "varlen_attn, attnreg, cpu, use_backend()",
         "varlen_attn, attnreg, cpu, backend=",

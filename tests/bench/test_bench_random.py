@@ -22,7 +22,7 @@ def test_a_seed_and_a_number_are_always_the_same_shape_and_others_are_others():
 
 def test_shapes_on_a_gpu_are_of_every_kind_and_within_their_bounds():
     drawn = [draw(1, number, "cuda") for number in range(1000)]
-    assert {shape.group for shape in drawn} == {"dense", "varlen", "decode"}
+    assert {shape.group for shape in drawn} == {"dense", "packed", "decode"}
     assert {shape.dim for shape in drawn} == {64, 96, 128}
     assert {shape.heads[0] // shape.heads[1] for shape in drawn} == {1, 4, 8}
     lengths = [length for shape in drawn for length in shape.lengths_k]

@@ -65,7 +65,7 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     found = rows(call(*QUICK, "--json"))
     assert (found["dense"]["right"], found["dense"]["skipped"]) == (2, 2)
     skipped = [row for row in found["dense"]["rows"] if row["state"] == "skipped"]
-    assert skipped[0]["reasons"] == ["input must be dense, got varlen"]
+    assert skipped[0]["reasons"] == ["input must be dense, got packed"]
     assert skipped[0]["errors"] == {}
     assert found["forward_only"]["rows"][0]["errors"].keys() == {"out", "lse"}
     assert found["forward_only"]["rows"][0]["reasons"] == ["has no backward"]
@@ -102,7 +102,7 @@ def test_verify_says_how_to_repeat_what_is_wrong(call, fake, plugins, kernels):
     found = {row["case"]: row for row in rows(result)["wrong"]["rows"]}
     assert {name for name, row in found.items() if row["state"] == "wrong"} == {
         "scale 0.3",
-        "varlen scale 0.3",
+        "packed scale 0.3",
     }
     assert found["scale 0.3"]["repeat"] == (
         "attnreg verify --backend wrong --device cpu --dtype bfloat16 --seed 0 --case 'scale 0.3'"

@@ -95,6 +95,9 @@ def test_an_interrupt_during_a_load_passes_and_the_load_is_tried_again(fake):
         (None, "got None, expected Kernels"),
         ((print, print), "got (<built-in function print>, <built-in function print>), expected Kernels"),
         (attnreg.Kernels(print), "got no backward, but it declares one"),
+        (attnreg.Kernels(None, print), "got None as forward, expected a function"),
+        (attnreg.Kernels(print, 2), "got 2 as backward, expected a function"),
+        (attnreg.Kernels(print, print, "x"), "got 'x' as specialize, expected a function"),
     ],
 )
 def test_a_load_that_returns_the_wrong_thing_makes_the_backend_unavailable(fake, loaded, reason):
@@ -122,6 +125,9 @@ def test_a_backend_that_declares_no_backward_loads_without_one(fake):
         (lambda: importlib.util.find_spec("no_such_parent.child"), "",
          "availability check failed: ModuleNotFoundError: No module named 'no_such_parent'"),
         (lambda: {}["x"], "", "availability check failed: KeyError: 'x'"),
+        (lambda: True, "pip install x",
+         "availability check failed: TypeError: unavailable() returned True, expected a reason as text, or "
+         "none; install it with: pip install x"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_with_what_to_install_and_nothing_is_loaded(
@@ -170,6 +176,9 @@ def fail(spec):
         (lambda spec: [], ()),
         (refuse_long, ("max_q must be at most 4, got 8",)),
         (fail, ("check failed: KeyError: 'max_q'",)),
+        (lambda spec: iter(("too long", "too wide")), ("too long", "too wide")),
+        (lambda spec: (True,),
+         ("check failed: TypeError: refuses() returned (True,), expected a tuple of reasons",)),
         (lambda spec: None, ("check failed: TypeError: 'NoneType' object is not iterable",)),
         (lambda spec: "too long",
          ("check failed: TypeError: refuses() returned 'too long', expected a tuple of reasons",)),

@@ -36,7 +36,9 @@ def test_a_device_is_read_from_its_usual_names(text, device):
     assert Device.parse(text) == device
 
 
-@pytest.mark.parametrize("text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x"])
+@pytest.mark.parametrize(
+    "text", ["", "sm_9", "sm_", "cuda:", "cuda:x", "cuda 0", "cuda:-1", "9.0", "sm_90x", None, 90]
+)
 def test_what_names_no_device_is_refused_with_the_names_that_do(text):
     message = f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"
     assert refusal(Device.parse, text, kind=InvalidInputError) == message
@@ -104,11 +106,11 @@ def test_a_window_is_causal_if_it_ends_at_the_diagonal_and_a_window_if_causal_do
     assert (spec.causal, spec.windowed) == (causal, windowed)
 
 
-NO_PAIR = "expected (left, right), each -1 or more"
+NO_PAIR = "expected (left, right), integers of -1 or more"
 NO_MULTIPLE = "expected the first to be a multiple of the second"
 SIZES = ("batch", "max_q", "max_k", "heads_q", "head_dim", "head_dim_v")
 REFUSED = [
-    *(({field: -3}, f"{field}: got -3, expected 0 or more") for field in SIZES),
+    *(({field: -3}, f"{field}: got -3, expected an integer of 0 or more") for field in SIZES),
     *(
         ({"heads_q": q, "heads_k": k}, f"heads: got {q} for the query and {k} for the key, {NO_MULTIPLE}")
         for q, k in ((4, 3), (2, 4), (4, 0), (0, 0))
@@ -171,7 +173,7 @@ def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out
     assert str(AttentionSpec(**DENSE, **fields, varlen=True, tokens_q=20, tokens_k=40)) == " · ".join(
         [
             "query (20, 4, 64) · key (40, 2, 64) · value (40, 2, 48) · float32",
-            "varlen, 2 sequences up to 16 x 32",
+            "packed, 2 sequences up to 16 x 32",
             *(said for _, said in OPTIONS[2:]),
         ]
     )

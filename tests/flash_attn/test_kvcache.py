@@ -169,6 +169,7 @@ TENSOR = torch.zeros(3, 1, KEY_HEADS, DIM)
 WRONG = {
     "k and v: got one of the two, expected both or none": {"k": TENSOR},
     "cache_seqlens: got None, expected the lengths before k and v are appended": {"k": TENSOR, "v": TENSOR},
+    "cache_seqlens: got [3, 4], expected a tensor or one number": {"cache_seqlens": [3, 4]},
     "rotary_cos and rotary_sin: got one of the two, expected both or none": {"rotary_cos": torch.ones(9, 4)},
     "cache_batch_idx: got a tensor, expected None, as block_table says where keys are": {
         "cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]
@@ -181,3 +182,8 @@ def test_arguments_that_contradict_each_other_are_refused(message):
     with pytest.raises(InvalidInputError) as error:
         flash_attn_with_kvcache(torch.randn(BATCH, 1, HEADS, DIM), *cache(), **WRONG[message])
     assert str(error.value) == message
+
+
+def test_a_cache_that_is_no_tensor_is_refused():
+    with pytest.raises(InvalidInputError, match=r"^v_cache: got None, expected a tensor"):
+        flash_attn_with_kvcache(torch.randn(BATCH, 1, HEADS, DIM), cache()[0], None)

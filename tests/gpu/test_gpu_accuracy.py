@@ -97,7 +97,7 @@ def test_packed_calls_of_many_lengths_are_right(named, window):
 
 def test_empty_sequences_and_rows_without_a_key_are_right(named):
     hold(
-        named, from_matrix("varlen empty", "varlen all empty", "varlen no ", "varlen at most", "varlen tail")
+        named, from_matrix("packed empty", "packed all empty", "packed no ", "packed at most", "packed tail")
     )
     hold(named, from_matrix("no queries", "no keys", "no batch"))
 
@@ -118,7 +118,7 @@ def test_large_values_and_float16_are_right(named):
 
 
 def test_seqused_k_with_offsets_is_right(named):
-    hold(named, from_matrix("varlen seqused_k"), {"FA2": 1})
+    hold(named, from_matrix("packed seqused_k"), {"FA2": 1})
 
 
 @pytest.mark.slow_for("FA4")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 GRADIENTS = {"dq", "dk", "dv"}
 MIXED, DENSE = (
     next(case for case in CASES if case.name == name and case.dtype == "bfloat16")
-    for name in ("varlen batch-invariant", "batch-invariant")
+    for name in ("packed batch-invariant", "batch-invariant")
 )
 # Lengths at which kernels split the keys where they may, and rows of few tasks.
 LENGTHS = {"lens_q": (2048, 1, 64, 7, 1, 2048, 130), "lens_k": (2048, 8192, 64, 3000, 1, 2048, 4100)}

@@ -34,7 +34,7 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
         "elsewhere": r"InvalidInputError: group: got one that this process isn't in",
         "no group": r"InvalidInputError: group: got 'world', expected a process group .* or a mesh",
         "method": r"InvalidInputError: method: got 'rin', expected one of .*did you mean 'ring'",
-        "rates": r"InvalidInputError: rates: got 5, expected an attnreg.parallel.estimates.Rates",
+        "rates": r"InvalidInputError: rates: got 5, expected attnreg.parallel.estimates.Rates",
         "memory": r"InvalidInputError: memory: got '8GB', expected a number of bytes",
         "layout and how": r"InvalidInputError: how: got 'zigzag' with a Layout, expected none",
         "layout and mask": r"InvalidInputError: is_causal: got False with a Layout, expected none",

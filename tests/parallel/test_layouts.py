@@ -110,7 +110,9 @@ def test_a_layout_whose_offsets_decrease_is_refused():
         Layout((0, 5, 3, 8), ((Piece(0, 0, 5),), (Piece(2, 5, 8),)))
 
 
-@pytest.mark.parametrize("pieces", [None, 5, [[5]], [[(0, 0.0, 8)]], [[(0, 0)]], [[(0, "0", 8)]]], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [None, 5, [(0, 0, 8)], [[5]], [[(0, 0.0, 8)]], [[(0, 0)]], [[(0, "0", 8)]]], ids=str
+)
 def test_pieces_that_are_none_are_refused_with_what_was_expected(pieces):
     with pytest.raises(InvalidInputError, match=r"pieces: got .*, expected for each rank some attnreg.Piece"):
         Layout((0, 8), pieces)
@@ -137,10 +139,12 @@ def test_a_window_that_is_none_is_refused(bound):
             call(bound)
 
 
-@pytest.mark.parametrize("width", [-1, "a", None, float("nan"), True])
+@pytest.mark.parametrize("width", [-1, "a", None, float("nan")])
 def test_a_width_that_is_none_is_refused(width):
     for how in ("balanced", "zigzag"):
-        with pytest.raises(InvalidInputError, match=f"width: got {width!r}, expected an integer from 0 on"):
+        with pytest.raises(
+            InvalidInputError, match=f"width: got {width!r}, expected the width of a model, or 0"
+        ):
             spread_documents([0, 8], 2, how, width=width)
 
 
@@ -154,3 +158,18 @@ def test_offsets_that_are_none_are_refused_with_what_was_expected(cu_seq):
 def test_a_number_of_ranks_that_is_none_is_refused(ranks):
     with pytest.raises(InvalidInputError, match="ranks: got"):
         zigzag([0, 4], ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"how": ["zigzag"]}, r"how: got \['zigzag'\], expected one of .*; did you mean 'zigzag'"),
+        ({"how": None}, "how: got None, expected one of "),
+        ({"width": "64"}, "width: got '64', expected the width of a model, or 0"),
+        ({"width": -1}, "width: got -1, expected"),
+        ({"width": float("nan")}, "width: got nan, expected"),
+    ],
+)
+def test_arguments_of_spread_documents_that_are_wrong_are_refused(given, said):
+    with pytest.raises(InvalidInputError, match=f"^{said}"):
+        spread_documents([0, 4], 2, **given)

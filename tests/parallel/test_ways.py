@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import re
 import runpy
 from pathlib import Path
 
@@ -94,10 +96,14 @@ def test_an_unknown_way_is_refused_with_the_known_ones():
         explained(contiguous([0, 8], 2).cu_seq, method="rin")
 
 
-MEASURED = json.loads((ROOT / "docs/results/context_parallel_h100.json").read_text())["cases"]
+MEASURED = [
+    pytest.param(case, id=f"{gpu}: {case['name']}")
+    for gpu in ("h100", "h200")
+    for case in json.loads((ROOT / f"docs/results/context_parallel_{gpu}.json").read_text())["cases"]
+]
 
 
-@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", MEASURED)
 def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
     """By the batches of the benchmark, as it spread them."""
     benchmark = runpy.run_path(str(ROOT / "benchmarks/_spread.py"))
@@ -116,23 +122,38 @@ def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
     ("given", "said"),
     [
         ({"heads": 15, "heads_k": 4}, "heads: got 15 and heads_k 4, expected a multiple of heads_k"),
-        ({"heads": 0}, "heads: got 0, expected an integer from 1 on"),
-        ({"heads": 4.0}, "heads: got 4.0, expected an integer from 1 on"),
-        ({"heads_k": 0}, "heads_k: got 0, expected an integer from 1 on"),
-        ({"head_dim": "a"}, "head_dim: got 'a', expected an integer from 1 on"),
-        ({"head_dim_v": 0}, "head_dim_v: got 0, expected an integer from 1 on"),
-        ({"dtype": "bf17"}, "dtype: got 'bf17', expected one of torch's"),
+        ({"heads": 0}, "heads: got 0, expected a number from 1 on"),
+        ({"heads": 4.0}, "heads: got 4.0, expected a number from 1 on"),
+        ({"heads_k": 0}, "heads_k: got 0, expected a number from 1 on"),
+        ({"head_dim": "64"}, "head_dim: got '64', expected a number from 1 on"),
+        ({"head_dim_v": -1}, "head_dim_v: got -1, expected a number from 1 on"),
+        ({"layout": [0, 5]}, "layout: got [0, 5], expected a Layout, as of spread_documents"),
+        ({"rates": {"link": 1}}, "rates: got {'link': 1}, expected attnreg.parallel.estimates.Rates"),
+        ({"dtype": "bf17"}, "dtype: got 'bf17', expected one of torch's for floating-point numbers"),
         ({"dtype": "int32"}, "dtype: got 'int32', expected one of torch's for floating-point numbers"),
-        ({"rates": 5}, "rates: got 5, expected an attnreg.parallel.estimates.Rates"),
+        ({"memory": "1 GB"}, "memory: got '1 GB', expected a number of bytes"),
         ({"memory": -1}, "memory: got -1, expected a number of bytes"),
+        ({"method": ["ring"]}, "method: got ['ring'], expected one of "),
     ],
-    ids=str,
 )
-def test_arguments_that_are_none_are_an_error(given, said):
-    with pytest.raises(InvalidInputError, match=said):
-        explained(WHOLE, **given)
+def test_arguments_that_are_wrong_are_an_error_with_what_was_expected(given, said):
+    layout = attnreg.spread_documents([0, 100], 2, "contiguous")
+    with pytest.raises(InvalidInputError, match=f"^{re.escape(said)}"):
+        attnreg.explain_context_parallel(**{"layout": layout, "heads": 4, "head_dim": 64, **given})
 
 
-def test_offsets_in_place_of_a_layout_are_an_error():
-    with pytest.raises(InvalidInputError, match=r"layout: got \[0, 65536\], expected what attnreg.spread_d"):
-        attnreg.explain_context_parallel(WHOLE, heads=4, head_dim=64)
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ({"link": 0}, "Rates: link: got 0, expected a number above 0"),
+        ({"flops": math.nan}, "Rates: flops: got nan, expected a number above 0"),
+        ({"memory": "fast"}, "Rates: memory: got 'fast', expected a number above 0"),
+        ({"cut": 1.5}, "Rates: cut: got 1.5, expected a number above 0, at most 1"),
+        ({"latency": -1e-6}, "Rates: latency: got -1e-06, expected a number of 0 or more"),
+    ],
+)
+def test_a_rate_that_a_machine_cannot_have_is_an_error(rate, said):
+    with pytest.raises(InvalidInputError) as error:
+        Rates(**rate)
+    assert str(error.value) == said
+    assert Rates(latency=0, launch=0.0, cut=1).moving(0) == 0.0

@@ -97,6 +97,28 @@ def test_a_scope_holds_in_its_own_task_only():
     assert asyncio.run(both()) == [None, None]
 
 
+def test_a_scope_decorates_only_what_runs_while_it_is_open():
+    @attnreg.use_backend("math")
+    def inside():
+        return scope.current().preference.names
+
+    async def later():
+        pytest.fail("it runs when it is awaited, after the scope")
+
+    def generator():
+        yield scope.current()
+
+    async def generator_of_tasks():
+        yield scope.current()
+
+    assert (inside(), scope.current()) == (("math",), None)
+    for function in (later, generator, generator_of_tasks):
+        with pytest.raises(
+            errors.InvalidInputError, match=rf"got .*{function.__name__}, whose body runs after the call"
+        ):
+            attnreg.use_backend("math")(function)
+
+
 # Forks
 
 FORK = """

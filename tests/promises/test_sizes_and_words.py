@@ -70,22 +70,34 @@ def test_the_names_of_former_mechanisms_do_not_come_back():
     assert found == {}
 
 
+def texts(source):
+    """Return the texts of a module without its docstrings; of an f-string those between its values."""
+    tree = ast.parse(source)
+    documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation
+    }
+
+
+def test_messages_call_sequences_packed_and_only_names_say_varlen():
+    def amiss(source):  # an option and a subcommand have that name
+        return {text for text in texts(source) if re.search(r"(?<![\w`'-])(?<!bench )varlen(?=[ ,])", text)}
+
+    source = '"varlen calls"\nf("got varlen, not x", "--varlen x", "bench varlen", "varlen", f"varlen {x}")'
+    assert amiss(source) == {"got varlen, not x", "varlen "}
+    found = set().union(*(amiss(file.read_text("utf-8")) for file in (ROOT / "attnreg").rglob("*.py")))
+    assert found == set()
+
+
 # Texts that another library fills in.
 TEMPLATES = {"{task.description}", "{x:,.0f}", "Expected {expected}"}
 
 
 def unfilled(source):
     """Return the texts, also those within an f-string, that have a name in braces as it stands."""
-    tree = ast.parse(source)
-    documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node not in documentation
-        and re.search(r"\{[a-z_][^{}]*\}", node.value)
-    }
+    return {text for text in texts(source) if re.search(r"\{[a-z_][^{}]*\}", text)}
 
 
 def test_no_message_shows_a_name_in_braces_instead_of_its_value():

@@ -27,7 +27,11 @@ NEAREST = {"FA5": "did you mean 'FA4'? ", "mth": "did you mean 'math'? ", "cudn"
     [
         *(
             (name, {}, UnknownBackendError, f"no backend is named {name!r}; {NEAREST.get(name, '')}{KNOWN}")
-            for name in (*NEAREST, "zzz", "", None)
+            for name in (*NEAREST, "zzz", "")
+        ),
+        *(
+            (name, {}, UnknownBackendError, f"got {name!r}, expected the name of a backend: math, FA4, cuDNN")
+            for name in (None, ["math", "FA4"])
         ),
         (
             "fa4",
@@ -55,6 +59,14 @@ def test_what_cannot_be_registered_says_why_and_leaves_what_was_active_active(
     assert isinstance(error.value.__cause__, ImportError if "ImportError" in message else type(None))
     assert everything() == before
     assert sdpa() == "cuDNN"
+
+
+def test_what_is_no_name_is_refused_in_one_line_where_a_name_is_expected(fake, known):
+    known(fake("FA4").backend)
+    for given, got in ((fake("mine").backend, "a Backend named 'mine'"), (["FA4"], "['FA4']")):
+        with pytest.raises(UnknownBackendError) as error:
+            attnreg.use_backend(given)
+        assert str(error.value) == f"got {got}, expected the name of a backend: math, FA4"
 
 
 def test_a_backend_object_that_cannot_load_is_not_kept_and_installs_no_router(fake, everything):

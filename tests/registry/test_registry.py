@@ -77,6 +77,7 @@ SOME = "expected some of those that mine supports: cpu, xpu"
             RegistrationError,
             "devices: got xpu:1, expected a kind of device ('cuda', 'sm_90'), not a single one",
         ),
+        (3, RegistrationError, "devices: got 3, expected kinds of devices ('cuda', 'sm_90')"),
         ("gpu 0", InvalidInputError, "device: got 'gpu 0', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from support.refusals import refusal
 
 import attnreg
+from attnreg.errors import ConfigError
 from attnreg.settings.config import (
     DEVICE_KEY,
     DEVICE_TYPES,
@@ -188,10 +189,35 @@ def test_settings_that_went_round_the_checks_are_checked_when_given():
     assert refusal(settings_from, built) == expected
 
 
-def test_settings_built_in_python_are_refused_at_once_with_the_whole_key():
-    with pytest.raises(pydantic.ValidationError, match="Expected each name once") as caught:
-        Settings(devices={"cpu": {"order": ["cpu", "CPU"]}})
-    assert caught.value.errors()[0]["loc"] == ("devices", "cpu", "order", 1)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Settings(polcy="order"),
+            f"Settings(...): polcy: {KEYS}; did you mean 'policy'?",
+        ),
+        (
+            lambda: Settings(policy="ordr", strict=1),
+            "Settings(...): strict: got 1, expected true or false\nSettings(...): policy: got 'ordr', "
+            "expected 'measured', 'order', 'adaptive' or 'batch_invariant'; did you mean 'order'?",
+        ),
+        (
+            lambda: Settings(devices={"cpu": {"order": ["cpu", "CPU"]}}),
+            "Settings(...): devices.cpu.order[1]: got 'CPU', expected each name once: [0] is the same name, "
+            "as case doesn't matter",
+        ),
+        (
+            lambda: DeviceSettings(oder=["cpu"]),
+            "DeviceSettings(...): order: missing, expected a list of at least one name\n"
+            "DeviceSettings(...): oder: unknown key, expected order; did you mean 'order'?",
+        ),
+    ],
+)
+def test_settings_built_in_python_are_refused_at_once_in_the_words_of_a_file(make, message):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value) == message
+    assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
 def test_settings_from_returns_what_it_was_given_and_which_fields_were_set():

@@ -28,7 +28,7 @@ def test_one_line_holds_a_backend_and_returns_a_report(fake):
     assert report.passed
     assert [str(outcome.check) for outcome in report.outcomes] == [
         *("heads 4:2 bfloat16", "heads 4:1 bfloat16"),
-        *("varlen heads 4:2 bfloat16", "varlen heads 4:1 bfloat16"),
+        *("packed heads 4:2 bfloat16", "packed heads 4:1 bfloat16"),
         *[text for text in map(str, Conformance("math", "cpu").checks) if text.startswith("drawn 1 ")],
         *[str(check) for check in Conformance("math", "cpu").checks if check.front],
     ]
@@ -140,7 +140,7 @@ def test_what_a_backend_refuses_is_not_run(fake):
     case = dataclasses.replace(SMALL, varlen=True)
     outcome = Conformance(narrow.backend, "cpu").run(case)
     assert outcome.refused
-    assert outcome.reasons == ("dtype must be float16, got float32", "input must be dense, got varlen")
+    assert outcome.reasons == ("dtype must be float16, got float32", "input must be dense, got packed")
     assert narrow.forwards == []
 
 
@@ -182,6 +182,20 @@ def test_arguments_that_mean_nothing_are_errors(fake):
         check_backend("mien")
     with pytest.raises(InvalidInputError, match=r"cases: got .'no such'., expected parts of names"):
         check_backend("math", cases=["no such"])
+    for given, said in {
+        "cases": ("dim 8", "cases: got 'dim 8', expected a list of parts of names"),
+        "dtypes": ("float32", "dtypes: got 'float32', expected a list of names of dtypes"),
+        "seed": ("1", "seed: got '1', expected an integer"),
+        "device": ("gpu", "device: got 'gpu', expected 'cpu', 'cuda' or 'cuda:N'"),
+    }.items():
+        with pytest.raises(InvalidInputError) as error:
+            check_backend("math", **{given: said[0]})
+        assert str(error.value) == said[1]
+    for name, near in (("bf17", "; did you mean 'bfloat16'?"), ("int32", "; did you mean 'float32'?")):
+        with pytest.raises(InvalidInputError) as error:
+            check_backend("math", dtypes=[name])
+        assert str(error.value) == f"dtypes: got {name!r}, expected floating-point dtypes{near}"
+    assert check_backend("math", dtypes=["bf16"], cases=["dim 8 "]).passed
 
 
 class Specializing:

@@ -177,10 +177,10 @@ class KeepingOffsets:
 FIELDS = {
     "scale": ("scale", ignoring_scale(), "scale 0.3"),
     "scale of the backward": ("scale", only("backward", ignoring_scale()), "scale 0.3"),
-    "scale of packed tensors": ("scale", only("forward", ignoring_scale()), "varlen scale 0.3"),
+    "scale of packed tensors": ("scale", only("forward", ignoring_scale()), "packed scale 0.3"),
     "sign of the scale": ("scale", called_with(scale=lambda call: abs(call.scale)), "scale below 0"),
-    "longest query": ("max_q", {"forward": first_queries}, "varlen window (-1, -1)"),
-    "longest key": ("max_k", first_keys(lambda call: 64), "varlen window (-1, -1)"),
+    "longest query": ("max_q", {"forward": first_queries}, "packed window (-1, -1)"),
+    "longest key": ("max_k", first_keys(lambda call: 64), "packed window (-1, -1)"),
     "no mask": ("window", called_with(window=lambda call: (-1, -1)), "length 15 "),
     "top-left mask": (
         "window",
@@ -193,14 +193,14 @@ FIELDS = {
     "offsets of the query": (
         "cu_seqlens_q",
         called_with(cu_seqlens_q=lambda call: call.cu_seqlens_k),
-        "varlen window (-1, 0)",
+        "packed window (-1, 0)",
     ),
     "offsets of the key": (
         "cu_seqlens_k",
         called_with(cu_seqlens_k=lambda call: call.cu_seqlens_q),
-        "varlen window (-1, 0)",
+        "packed window (-1, 0)",
     ),
-    "keys used": ("seqused_k", without("seqused_k"), "varlen seqused_k"),
+    "keys used": ("seqused_k", without("seqused_k"), "packed seqused_k"),
     "keys used, dense": ("seqused_k", without("seqused_k"), "seqused_k"),
     "order of pages": (
         "block_table",
@@ -213,10 +213,10 @@ FIELDS = {
     "slopes of one sequence": (
         "alibi_slopes",
         called_with(alibi_slopes=lambda call: call.alibi_slopes[0].expand_as(call.alibi_slopes)),
-        "varlen alibi",
+        "packed alibi",
     ),
     "softcap": ("softcap", called_with(softcap=lambda call: 0.0), "softcap 2"),
-    "half the softcap": ("softcap", called_with(softcap=lambda call: call.softcap / 2), "varlen softcap 1.5"),
+    "half the softcap": ("softcap", called_with(softcap=lambda call: call.softcap / 2), "packed softcap 1.5"),
     "softcap of the backward": (
         "softcap",
         only("backward", called_with(softcap=lambda call: 0.0)),
@@ -225,7 +225,7 @@ FIELDS = {
     "gradient of the LSE": (
         "grad_lse",
         called_with(grad_lse=lambda call: None),
-        "varlen gradient of the LSE",
+        "packed gradient of the LSE",
     ),
     "sign of the gradient of the LSE": (
         "grad_lse",
@@ -238,7 +238,7 @@ FIELDS = {
     "random state": (
         "rng_state",
         called_with(rng_state=lambda call: torch.ones_like(call.rng_state)),
-        "varlen dropout",
+        "packed dropout",
     ),
     "random state of the backward": (
         "rng_state",
@@ -248,7 +248,7 @@ FIELDS = {
     "pieces that aren't merged": (
         "num_splits",
         first_keys(lambda call: call.max_k // call.num_splits),
-        "varlen num_splits",
+        "packed num_splits",
     ),
     "other bits beside others": (
         "batch_invariant",
@@ -258,9 +258,9 @@ FIELDS = {
     "other bits by the longest length": (
         "batch_invariant",
         {"backward": off_by_a_bit_if(lambda call: call.max_k > 500)},
-        "varlen batch-invariant",
+        "packed batch-invariant",
     ),
-    "other bits in the first place": ("batch_invariant", {"forward": other_bits_first}, "varlen batch-inv"),
+    "other bits in the first place": ("batch_invariant", {"forward": other_bits_first}, "packed batch-inv"),
     "other bits in a repeated call": (
         "batch_invariant",
         {"specialize": off_by_a_bit_again},
@@ -288,13 +288,13 @@ RESULTS = {
     "strides": (inputs("forward", lambda *qkv: map(as_if_contiguous, qkv)), "layout bhsd"),
     "gaps between rows": (inputs("forward", lambda *qkv: map(as_if_contiguous, qkv)), "layout odd rows"),
     "rows without a key": ({"forward": nan_for_unseeing_rows}, "causal lengths 256 and 8"),
-    "rows of no sequence": ({"forward": unwritten_tail}, "varlen tail"),
+    "rows of no sequence": ({"forward": unwritten_tail}, "packed tail"),
     "reading past the end": (inputs("forward", reading_past), "length 15 "),
     "writing before the start": ({"forward": write_around}, "length 15 "),
     "the output in the query": ({"forward": into_the_query}, "length 15 "),
     "the gradient overwritten": ({"backward": into_the_gradient}, "length 15 "),
     "a launcher that keeps results": ({"specialize": KeepingResults()}, "length 15 "),
-    "a launcher that keeps offsets": ({"specialize": KeepingOffsets()}, "varlen heads 6:3"),
+    "a launcher that keeps offsets": ({"specialize": KeepingOffsets()}, "packed heads 6:3"),
 }
 
 

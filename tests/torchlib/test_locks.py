@@ -40,6 +40,16 @@ def kept(lock):
         locks.release(held)
 
 
+def test_a_holder_that_has_not_written_who_it_is_is_another_process(tmp_path, clock):
+    with (
+        kept(tmp_path / ".file.lock") as held,
+        pytest.raises(TimeoutError, match=r"^another process has kept .*/\.file\.lock locked for 0.05 s$"),
+    ):
+        os.ftruncate(held, 0)
+        with locks.rewriting(tmp_path / "file", seconds=0.05):
+            pytest.fail("the lock is held")
+
+
 def test_waiting_for_a_lock_has_no_limit_on_how_many_hold_it_first_but_on_how_long_each_does(tmp_path, clock):
     file, lock = tmp_path / "file", tmp_path / ".file.lock"
     processes = iter(range(100, 130))

@@ -227,7 +227,7 @@ def test_offsets_that_fitted_a_call_are_checked_for_another(front, other, messag
 
 NO_GRADIENT = "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)"
 OUT_ERRORS = [
-    (Q.new_empty(8, 4, 16), "out: got shape torch.Size([8, 4, 16]), expected torch.Size([7, 4, 16])"),
+    (Q.new_empty(8, 4, 16), "out: got shape (8, 4, 16), expected (7, 4, 16)"),
     (Q.double(), "out: got dtype torch.float64, expected torch.float32"),
     (meta(Q), "out: got device meta, expected cpu"),
     (Q.clone().requires_grad_(), NO_GRADIENT),
