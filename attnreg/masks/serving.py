@@ -31,9 +31,8 @@ from attnreg.masks.rows import chosen, joined
 from attnreg.masks.structure import Part, Structure
 from attnreg.selection.sources import REFERENCE
 from attnreg.torchlib.layout import needs_graph_memory
-from attnreg.torchlib.modes import is_plain
+from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen.front import varlen_attn
-from attnreg.varlen.plans import autocast
 
 LEFT = "left to torch: "
 

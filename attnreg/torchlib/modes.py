@@ -1,10 +1,15 @@
-"""Whether a call is one of plain tensors, or torch has to see it as an op."""
+"""Whether a call is one of plain tensors, or torch has to see it as an op; and what autocast makes of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+# Asked here, once: the torch.compile of torch 2.11 can't trace the question.
+_AUTOCASTS = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
+)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -20,3 +25,17 @@ def is_plain(*tensors: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Whether a function transform or forward-mode AD is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own op has no such rule."""
+    device = query.device.type
+    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x.to(dtype) if _is_cast(x) else x for x in (query, key, value))
+    return query, key, value
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64  # which autocast leaves as it is

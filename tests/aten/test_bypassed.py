@@ -48,6 +48,12 @@ def with_flash_disabled():
         F.scaled_dot_product_attention(*tensors())
 
 
+def under_autocast():
+    query, key, value = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.scaled_dot_product_attention(query, key, value.bfloat16())
+
+
 CALLS = {
     "dropout": (
         lambda: F.scaled_dot_product_attention(*tensors(), dropout_p=0.1),
@@ -64,6 +70,28 @@ CALLS = {
     "a strided last dim": (
         lambda: F.scaled_dot_product_attention(*(x.mT for x in tensors(2, 4, 16, 8))),
         (MATH, "; ".join(f"the last stride of {one} must be 1, got 8" for one in ("query", "key", "value"))),
+    ),
+    "a mask of three dimensions": (
+        lambda: F.scaled_dot_product_attention(*tensors(), attn_mask=torch.ones(4, 8, 8).bool()),
+        (MATH, "attn_mask must have 2 or 4 dimensions, got 3"),
+    ),
+    "heads that are expanded": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 8, 16, count=1), *tensors(2, 1, 8, 16, count=2)
+        ),
+        (MATH, "without enable_gqa query, key and value must have as many heads, got [4, 1, 1]"),
+    ),
+    "batches that are expanded": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 8, 16, count=1), *tensors(1, 4, 8, 16, count=2)
+        ),
+        (MATH, "query, key and value must have one batch size, got [2, 1, 1]"),
+    ),
+    "no queries": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 0, 16, count=1), *tensors(2, 4, 8, 16, count=2)
+        ),
+        (MATH, "there must be queries and keys"),
     ),
     "a mask that needs a gradient": (with_mask_gradient, (MATH, "attn_mask must need no gradient")),
     "flash disabled": (
@@ -82,6 +110,7 @@ CALLS = {
     ),
 }  # fmt: skip
 SERVED = {
+    "two dtypes under autocast": under_autocast,
     "plain": lambda: F.scaled_dot_product_attention(*tensors()),
     "a mask": lambda: F.scaled_dot_product_attention(*tensors(), attn_mask=torch.ones(8, 8).bool()),
     "causal, shared heads": lambda: F.scaled_dot_product_attention(
@@ -199,8 +228,9 @@ def test_explain_says_the_same_of_tensors_and_of_a_description(monkeypatch):
     for options, description in (
         ({"dropout_p": 0.1}, ("--dropout", "0.1")),
         ({"value": value[..., :8]}, ("--head-dim-v", "8")),
+        ({"query": query[:, :, :0]}, ("--q", "2,0,4,16", "--kv", "2,8,4,16")),
     ):
-        found = attnreg.explain(query, key, **({"value": value} | options))
+        found = attnreg.explain(**({"query": query, "key": key, "value": value} | options))
         shown = ["explain", "--q", "2,8,4,16", "--dtype", "float32", "--device", "cpu", "--json"]
         described = json.loads(invoke(*shown, *description).stdout)
         assert (found.backend, found.source) == (MATH, "torch's own selector")
