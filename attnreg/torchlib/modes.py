@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
 
 # Asked here, once: the torch.compile of torch 2.11 can't trace the question.
 _AUTOCASTS = frozenset(
@@ -16,10 +17,18 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
-    if torch._C._is_torch_function_mode_enabled() or torch._C._is_tracing():
+    if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
         return False
     given = [x for x in tensors if x is not None]
     return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) for x in given)
+
+
+def _is_default_device() -> bool:
+    """Whether all function modes are of `torch.set_default_device`, which changes no call of attention."""
+    from torch.utils._device import DeviceContext  # torch imports it with the first such mode
+
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return all(isinstance(one, DeviceContext) for one in modes)
 
 
 def is_transformed() -> bool:

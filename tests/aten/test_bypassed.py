@@ -48,6 +48,11 @@ def with_flash_disabled():
         F.scaled_dot_product_attention(*tensors())
 
 
+def with_default_device():
+    with torch.device("cpu"):
+        F.scaled_dot_product_attention(*tensors(), dropout_p=0.1)
+
+
 def under_autocast():
     query, key, value = tensors()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -57,6 +62,10 @@ def under_autocast():
 CALLS = {
     "dropout": (
         lambda: F.scaled_dot_product_attention(*tensors(), dropout_p=0.1),
+        (MATH, "dropout_p must be 0 on a CPU, got 0.1"),
+    ),
+    "dropout, with a default device": (
+        with_default_device,
         (MATH, "dropout_p must be 0 on a CPU, got 0.1"),
     ),
     "two dimensions": (
