@@ -75,6 +75,12 @@ def dense(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
+    found = None
+    if query.dim() == key.dim() == value.dim() and query.dim() in (2, 3):
+        # Of these the selector has to see the dims; all else is as with a batch, and heads, of one.
+        query, key, value = autocast(query, key, value)
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        query, key, value = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -87,7 +93,8 @@ def dense(
     inputs = *to_bshd(query, key, value, call), call
     check(*inputs)
     check_scale(call.scale)
-    found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if found is None:
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)

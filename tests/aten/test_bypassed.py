@@ -247,6 +247,18 @@ def test_explain_says_the_same_of_tensors_and_of_a_description(monkeypatch):
         assert described["forward"]["rejected"]["math"] == list(found.rejected["math"])
 
 
+@pytest.mark.parametrize("shape", [(8, 16), (4, 8, 16)], ids=["two dimensions", "three dimensions"])
+def test_explain_says_what_runs_tensors_of_fewer_dimensions(shape, tmp_path):
+    attnreg.register_backend("math")
+    found = attnreg.explain(*tensors(*shape))
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        F.scaled_dot_product_attention(*tensors(*shape))
+    (bypassed, *_) = *attnreg.stats().bypassed, None
+    assert found.backend == (bypassed.kernel if bypassed else "math")
+    assert bypassed is None or found.rejected["cpu"][0].endswith(bypassed.reason)
+    assert (found.spec.max_q, found.spec.head_dim) == (8, 16)
+
+
 def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_runs():
     query, key, value = tensors()
     assert str(attnreg.explain(query, key, value)).startswith(
