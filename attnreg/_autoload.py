@@ -66,15 +66,22 @@ def activate() -> None:
 
             serving.follow()
         if policy.sources().environment.as_flash_attn:
-            from attnreg.flash_attn import activation
-
-            activation.activate()
+            _stand_in_for_flash_attn()
         if os.environ.get(_TRANSFORMERS, "").strip():
             _install_behind_transformers()
     except ConfigError as error:
         _warn(f"attnreg: {error}\nAttention calls to which this applies will raise it as an error.")
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _stand_in_for_flash_attn() -> None:
+    try:
+        from attnreg.flash_attn import activation
+
+        activation.activate()
+    except Exception as error:  # noqa: BLE001 - the other variables hold all the same
+        _warn(f"attnreg doesn't stand in for flash-attn: {type(error).__name__}: {error}")
 
 
 def _install_behind_transformers() -> None:

@@ -31,7 +31,7 @@ from attnreg.selection.decision import Preference
 from attnreg.selection.sources import masks, strict
 from attnreg.settings.environment import RECOGNISE
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.torchlib.modes import is_plain
+from attnreg.torchlib.modes import autocast, is_plain
 
 # The kernels that torch's selector sends a call to and that are routed.
 ROUTED = {
@@ -42,6 +42,7 @@ ROUTED = {
 }
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = f"F.{SDPA_NAME}"
+NOTHING_TO_DO = "there must be queries and keys"
 
 
 class Bypassed(NamedTuple):
@@ -82,7 +83,7 @@ def selected(
         return native
     kernel = f"torch's {choice.name.lower()} kernel"
     if query.is_cpu:
-        reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p))
+        reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p, enable_gqa))
         return Bypassed(kernel, reasons or "torch's selector chose it")
     return Bypassed(kernel, "torch's selector chose it")
 
@@ -98,6 +99,7 @@ def selected_for(spec: AttentionSpec) -> Bypassed | None:
     if spec.varlen or spec.device.type != "cpu":
         return None
     reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
+    reasons += [NOTHING_TO_DO] if 0 in (spec.max_q, spec.max_k) else []
     return Bypassed("torch's math kernel", "; ".join(reasons)) if reasons else None
 
 
@@ -109,7 +111,12 @@ def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
 
 
 def _against_flash_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
 ) -> Iterator[str]:
     """Yield why it isn't the flash kernel: what torch's `use_flash_attention_cpp` asks for."""
     named = {"query": query, "key": key, "value": value}
@@ -117,14 +124,22 @@ def _against_flash_on_cpu(
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
     if dims := [x.dim() for x in named.values() if x.dim() != 4]:
         yield f"tensors must have 4 dimensions, got {dims[0]}"
+    else:
+        batches, heads = ([x.shape[dim] for x in named.values()] for dim in (0, 1))
+        if len(set(batches)) > 1:
+            yield f"query, key and value must have one batch size, got {batches}"
+        if len(set(heads)) > 1 and not enable_gqa:
+            yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
+    if attn_mask is not None and attn_mask.dim() not in (2, 4):
+        yield f"attn_mask must have 2 or 4 dimensions, got {attn_mask.dim()}"
     yield from _by_sizes(dropout_p, query.shape[-1], value.shape[-1])
     for name, x in named.items():
         if x.stride(-1) != 1:
             yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
     if attn_mask is not None and attn_mask.requires_grad:
         yield "attn_mask must need no gradient"
-    if not all(x.numel() for x in named.values()):
-        yield "there must be queries and keys"
+    if 0 in (query.shape[-2], key.shape[-2]):
+        yield NOTHING_TO_DO
 
 
 _lock = open_after_fork(threading.Lock())
@@ -201,7 +216,9 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
         return None if found is None else (call.query, found)
     if not is_plain(*call[:4]):
         return None
-    native = selected(*call)
+    # Torch casts before it selects: tensors of two dtypes are of one then.
+    query, key, value = autocast(*call[:3])
+    native = selected(*call._replace(query=query, key=key, value=value))
     return (call.query, native) if isinstance(native, Bypassed) else None
 
 

@@ -162,7 +162,7 @@ class _Torch:
         # To the kernel a row without a key is one more behind the last, where the LSE is +inf.
         lse = torch.where(lse == -torch.inf, torch.inf, lse)
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_STEP), value=torch.inf)
-        state = torch.zeros(2, dtype=torch.int64)
+        state = torch.zeros(2, dtype=torch.int64, device="cpu")  # whatever the default device is
         if call.rng_state is not None:
             state = call.rng_state.view(torch.int64).cpu()  # where the kernel reads it
         parts = []

@@ -41,7 +41,7 @@ Keys = Annotated[
     list[str], valued("--kv", "B,S,H,D", "Shape of key and value, one for each --q. Default: as --q.")
 ]
 ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the value, if it differs.", min=1)]
-Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask: the last query sees all keys.")]
 Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
 Deterministic = Annotated[

@@ -24,7 +24,8 @@ from attnreg.selection import policy
 from attnreg.selection.decision import Preference
 from attnreg.selection.sources import masks
 from attnreg.settings.environment import RECOGNISE
-from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, window
+from attnreg.torchlib.modes import autocast
+from attnreg.varlen.plans import Lengths, call_of, check_heads, window
 
 NOT_ASKED = (
     "sdpa_kernel has no effect on attnreg.varlen_attn (torch's own obeys it from torch 2.15 on): choose by "
@@ -46,12 +47,21 @@ NO_MASK_TO_READ = (
     "a boolean mask with structure is recognised, and the call then runs without it: attnreg.explain, given "
     "the call's own tensors, says on which backend"
 )
+BOTTOM_RIGHT = (
+    "the causal mask is aligned bottom-right here: the last query sees all keys. is_causal of "
+    "F.scaled_dot_product_attention is aligned top-left, which is another mask unless there are as many keys "
+    "as queries: attnreg.explain, given the call's own tensors, explains that"
+)
 
 
 def described(spec: AttentionSpec) -> CallSpec:
     """Return what selection sees of a call without its tensors."""
-    is_masked = spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE
-    return CallSpec(spec, elsewhere=selected_for(spec), notes=(NO_MASK_TO_READ,) if is_masked else ())
+    notes = []
+    if spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE:
+        notes.append(NO_MASK_TO_READ)
+    if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
+        notes.append(BOTTOM_RIGHT)
+    return CallSpec(spec, elsewhere=selected_for(spec), notes=tuple(notes))
 
 
 def dense(
@@ -65,6 +75,12 @@ def dense(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
+    found = None
+    if query.dim() == key.dim() == value.dim() and query.dim() in (2, 3):
+        # Of these the selector has to see the dims; all else is as with a batch, and heads, of one.
+        query, key, value = autocast(query, key, value)
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        query, key, value = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -77,7 +93,8 @@ def dense(
     inputs = *to_bshd(query, key, value, call), call
     check(*inputs)
     check_scale(call.scale)
-    found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if found is None:
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)

@@ -18,10 +18,10 @@ from attnreg.contract.validation import checked_dropout
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import wants_deterministic
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.modes import is_plain
+from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd
 from attnreg.varlen.front import AuxRequest, varlen_attn
-from attnreg.varlen.plans import autocast, call_of, check_tensors, window
+from attnreg.varlen.plans import call_of, check_tensors, window
 
 # Output and LSE.
 Results = tuple[Tensor, Tensor]

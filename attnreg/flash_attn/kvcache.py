@@ -60,7 +60,7 @@ def flash_attn_with_kvcache(
         The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
     """
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check(q, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     batch, length_q = q.shape[:2]
     used = _lengths(cache_seqlens, batch, k_cache, block_table, 0 if k is None else k.shape[1])
@@ -92,6 +92,8 @@ def flash_attn_with_kvcache(
 
 def _check(
     q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     rotary_cos: Tensor | None,
@@ -106,14 +108,37 @@ def _check(
         )
     if (k is None) != (v is None):
         raise InvalidInputError("k and v: got one of the two, expected both or none")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        # What has another shape, PyTorch would expand.
+        expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
+        if new is not None and tuple(new.shape) != expected:
+            raise InvalidInputError(
+                f"{name}: got shape {tuple(new.shape)}, expected {expected}, as of the cache"
+            )
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidInputError("rotary_cos and rotary_sin: got one of the two, expected both or none")
+    if rotary_cos is not None and rotary_sin is not None:
+        _check_rotary(rotary_cos, rotary_sin, q.shape[-1], _room(k_cache, block_table))
     if cache_seqlens is None and (k is not None or rotary_cos is not None):
         raise InvalidInputError("cache_seqlens: got None, expected the lengths before k and v are appended")
     if cache_batch_idx is not None and block_table is not None:
         raise InvalidInputError(
             "cache_batch_idx: got a tensor, expected None, as block_table says where keys are"
         )
+
+
+def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int, room: int) -> None:
+    shapes = tuple(cos.shape), tuple(sin.shape)
+    if shapes[0] != shapes[1] or cos.dim() != 2 or cos.shape[0] < room or 2 * cos.shape[1] > head_dim:
+        raise InvalidInputError(
+            f"rotary_cos and rotary_sin: got shapes {shapes[0]} and {shapes[1]}, expected equal ones: "
+            f"(positions, rotary dim / 2), at least {room} positions and at most {head_dim} rotary dims"
+        )
+
+
+def _room(k_cache: Tensor, block_table: Tensor | None) -> int:
+    """Return how many tokens of one sequence a cache can hold."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def _lengths(
@@ -123,7 +148,7 @@ def _lengths(
 
     Whether it has isn't known of lengths on a GPU: to read them would wait for it.
     """
-    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    room = _room(k_cache, block_table)
     if not (given is None or isinstance(given, int | Tensor)):
         raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
     if isinstance(given, Tensor):

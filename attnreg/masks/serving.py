@@ -31,9 +31,8 @@ from attnreg.masks.rows import chosen, joined
 from attnreg.masks.structure import Part, Structure
 from attnreg.selection.sources import REFERENCE
 from attnreg.torchlib.layout import needs_graph_memory
-from attnreg.torchlib.modes import is_plain
+from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen.front import varlen_attn
-from attnreg.varlen.plans import autocast
 
 LEFT = "left to torch: "
 
@@ -84,7 +83,8 @@ def recognised(call: SdpaCall) -> Structure | str | None:
         return "it is in a CUDA graph, or may be"
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "sdpa_kernel forbids the flash kernels"
-    found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
+    with torch._C.DisableTorchFunction():  # a default device isn't for tensors that are made on the host
+        found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
     if isinstance(found, str) or found.is_causal is not None:
         return found
     query, key, value = autocast(query, key, value)

@@ -19,14 +19,14 @@ from torch._compile import _disable_dynamo
 
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import call_cache, scope
-from attnreg.dispatch.calls import wants_gradient
+from attnreg.dispatch.calls import wants_batch_invariant, wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
-from attnreg.torchlib.modes import is_plain, is_transformed
+from attnreg.torchlib.modes import autocast, is_plain, is_transformed
 from attnreg.varlen import custom_op
 from attnreg.varlen.autograd import attend
-from attnreg.varlen.plans import Lengths, autocast, call_of, check_heads, check_sinks, check_tensors, window
+from attnreg.varlen.plans import Lengths, call_of, check_heads, check_sinks, check_tensors, window
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -264,7 +264,12 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     unseen = lse == -torch.inf
     # Masked before, too: a gradient of a row that gives none may be NaN, and so is one of -inf.
     sinks, lse = sinks.to(lse.dtype)[:, None], lse.masked_fill(unseen, 0.0)
-    share = (lse - sinks).sigmoid().masked_fill(unseen, 0.0)
+    above = lse - sinks
+    if lse.is_cpu and not torch.compiler.is_compiling() and wants_batch_invariant():
+        # Torch computes contiguous numbers as vectors and those that are left over one by one, which rounds
+        # differently, by their place in the batch. Numbers with gaps between them it computes one by one.
+        lse, above = (torch.stack((x, x), dim=-1)[..., 0] for x in (lse, above))
+    share = above.sigmoid().masked_fill(unseen, 0.0)
     out = (out * share.mT[..., None]).to(out.dtype)
     return out, torch.logaddexp(lse, sinks).masked_fill(unseen, -torch.inf)
 

@@ -7,7 +7,6 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
@@ -28,14 +27,10 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.torchlib.modes import autocast as autocast
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
-
-# Asked here, once: the torch.compile of torch 2.11 can't trace the question.
-_AUTOCASTS = frozenset(
-    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
-)
 
 
 def check_tensors(**given: object) -> None:
@@ -67,20 +62,6 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
     if sinks.shape != query.shape[1:2] or not sinks.is_floating_point() or sinks.device != query.device:
         expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
         raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
-
-
-def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own op has no such rule."""
-    device = query.device.type
-    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    query, key, value = (x.to(dtype) if _is_cast(x) else x for x in (query, key, value))
-    return query, key, value
-
-
-def _is_cast(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64  # which autocast leaves as it is
 
 
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:

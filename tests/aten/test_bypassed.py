@@ -48,9 +48,24 @@ def with_flash_disabled():
         F.scaled_dot_product_attention(*tensors())
 
 
+def with_default_device():
+    with torch.device("cpu"):
+        F.scaled_dot_product_attention(*tensors(), dropout_p=0.1)
+
+
+def under_autocast():
+    query, key, value = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.scaled_dot_product_attention(query, key, value.bfloat16())
+
+
 CALLS = {
     "dropout": (
         lambda: F.scaled_dot_product_attention(*tensors(), dropout_p=0.1),
+        (MATH, "dropout_p must be 0 on a CPU, got 0.1"),
+    ),
+    "dropout, with a default device": (
+        with_default_device,
         (MATH, "dropout_p must be 0 on a CPU, got 0.1"),
     ),
     "two dimensions": (
@@ -64,6 +79,28 @@ CALLS = {
     "a strided last dim": (
         lambda: F.scaled_dot_product_attention(*(x.mT for x in tensors(2, 4, 16, 8))),
         (MATH, "; ".join(f"the last stride of {one} must be 1, got 8" for one in ("query", "key", "value"))),
+    ),
+    "a mask of three dimensions": (
+        lambda: F.scaled_dot_product_attention(*tensors(), attn_mask=torch.ones(4, 8, 8).bool()),
+        (MATH, "attn_mask must have 2 or 4 dimensions, got 3"),
+    ),
+    "heads that are expanded": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 8, 16, count=1), *tensors(2, 1, 8, 16, count=2)
+        ),
+        (MATH, "without enable_gqa query, key and value must have as many heads, got [4, 1, 1]"),
+    ),
+    "batches that are expanded": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 8, 16, count=1), *tensors(1, 4, 8, 16, count=2)
+        ),
+        (MATH, "query, key and value must have one batch size, got [2, 1, 1]"),
+    ),
+    "no queries": (
+        lambda: F.scaled_dot_product_attention(
+            *tensors(2, 4, 0, 16, count=1), *tensors(2, 4, 8, 16, count=2)
+        ),
+        (MATH, "there must be queries and keys"),
     ),
     "a mask that needs a gradient": (with_mask_gradient, (MATH, "attn_mask must need no gradient")),
     "flash disabled": (
@@ -82,6 +119,7 @@ CALLS = {
     ),
 }  # fmt: skip
 SERVED = {
+    "two dtypes under autocast": under_autocast,
     "plain": lambda: F.scaled_dot_product_attention(*tensors()),
     "a mask": lambda: F.scaled_dot_product_attention(*tensors(), attn_mask=torch.ones(8, 8).bool()),
     "causal, shared heads": lambda: F.scaled_dot_product_attention(
@@ -199,13 +237,26 @@ def test_explain_says_the_same_of_tensors_and_of_a_description(monkeypatch):
     for options, description in (
         ({"dropout_p": 0.1}, ("--dropout", "0.1")),
         ({"value": value[..., :8]}, ("--head-dim-v", "8")),
+        ({"query": query[:, :, :0]}, ("--q", "2,0,4,16", "--kv", "2,8,4,16")),
     ):
-        found = attnreg.explain(query, key, **({"value": value} | options))
+        found = attnreg.explain(**({"query": query, "key": key, "value": value} | options))
         shown = ["explain", "--q", "2,8,4,16", "--dtype", "float32", "--device", "cpu", "--json"]
         described = json.loads(invoke(*shown, *description).stdout)
         assert (found.backend, found.source) == (MATH, "torch's own selector")
         assert (described["backend"], described["source"]) == (found.backend, found.source)
         assert described["forward"]["rejected"]["math"] == list(found.rejected["math"])
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (4, 8, 16)], ids=["two dimensions", "three dimensions"])
+def test_explain_says_what_runs_tensors_of_fewer_dimensions(shape, tmp_path):
+    attnreg.register_backend("math")
+    found = attnreg.explain(*tensors(*shape))
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        F.scaled_dot_product_attention(*tensors(*shape))
+    (bypassed, *_) = *attnreg.stats().bypassed, None
+    assert found.backend == (bypassed.kernel if bypassed else "math")
+    assert bypassed is None or found.rejected["cpu"][0].endswith(bypassed.reason)
+    assert (found.spec.max_q, found.spec.head_dim) == (8, 16)
 
 
 def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_runs():

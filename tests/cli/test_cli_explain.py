@@ -39,6 +39,14 @@ def test_explain_prints_what_attnreg_explain_returns(call):
     assert found["backward"]["rejected"].keys() == expected.backward.rejected.keys()
 
 
+def test_a_causal_mask_that_is_not_that_of_is_causal_has_a_note(call):
+    described = "note: the causal mask is aligned bottom-right here: the last query sees all keys."
+    as_many_keys = ("explain", "--q", "2,64,4,32", "--device", "cpu", "--causal")
+    assert described in call("explain", *CALL, "--causal").output
+    for same in (as_many_keys, ("explain", *CALL), ("explain", *CALL, "--causal", "--varlen")):
+        assert described not in call(*same).output
+
+
 @pytest.mark.parametrize("scale", ["nan", "inf"])
 def test_a_scale_that_is_no_number_is_refused(call, scale):
     result = call("explain", *CALL, "--scale", scale)

@@ -161,7 +161,25 @@ def test_a_variable_that_finds_flash_attn_installed_says_so_and_torch_is_importe
     )
     run = forked(program, ATTNREG_AS_FLASH_ATTN="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.stdout == "2.8.3\n"
-    assert "attnreg is not active: RegistrationError: flash_attn: got flash-attn 2.8.3" in run.stderr
+    said = "attnreg doesn't stand in for flash-attn: RegistrationError: flash_attn: got flash-attn 2.8.3"
+    assert said in run.stderr
+
+
+def test_where_flash_attn_is_installed_the_other_variables_hold(installed, tmp_path):
+    installed("flash-attn", "2.8.3", REAL)
+    program = (
+        f"import sys, torch; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "torch._import_device_backends()\n"
+        "import attnreg; x = torch.randn(1, 1, 4, 8)\n"
+        "torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
+        "print(attnreg.stats().calls, type(sys.meta_path[0]).__name__)"
+    )
+    run = forked(
+        program, ATTNREG_AS_FLASH_ATTN="1", ATTNREG_BACKEND="math", ATTNREG_TRANSFORMERS="1",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )  # fmt: skip
+    assert run.stdout == "{'math': {'forward': 1, 'backward': 0}} _AfterImport\n"
+    assert "attnreg is not active" not in run.stderr
 
 
 def test_importing_attnreg_leaves_the_room_alone():

@@ -166,11 +166,34 @@ def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_writ
 
 
 TENSOR = torch.zeros(3, 1, KEY_HEADS, DIM)
+TABLES = "rotary_cos and rotary_sin: got shapes"
+OF_ROTARY = (
+    "expected equal ones: (positions, rotary dim / 2), at least 12 positions and at most 16 rotary dims"
+)
+
+
+def rotary(*shape):
+    """Return the arguments of a call with tables of a shape."""
+    tables = {"rotary_cos": torch.ones(shape), "rotary_sin": torch.ones(shape)}
+    return {"k": TENSOR, "v": TENSOR, "cache_seqlens": 3, **tables}
+
+
 WRONG = {
     "k and v: got one of the two, expected both or none": {"k": TENSOR},
     "cache_seqlens: got None, expected the lengths before k and v are appended": {"k": TENSOR, "v": TENSOR},
     "cache_seqlens: got [3, 4], expected a tensor or one number": {"cache_seqlens": [3, 4]},
     "rotary_cos and rotary_sin: got one of the two, expected both or none": {"rotary_cos": torch.ones(9, 4)},
+    "k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16), as of the cache": {
+        "k": TENSOR[:, :, :1], "v": TENSOR, "cache_seqlens": 3
+    },
+    "k: got shape (1, 1, 2, 16), expected (3, 1, 2, 16), as of the cache": {
+        "k": TENSOR[:1], "v": TENSOR, "cache_seqlens": 3
+    },
+    "v: got shape (3, 1, 2, 16), expected (3, 2, 2, 16), as of the cache": {
+        "k": torch.zeros(3, 2, KEY_HEADS, DIM), "v": TENSOR, "cache_seqlens": 3
+    },
+    f"{TABLES} (9, 4) and (9, 4), {OF_ROTARY}": rotary(9, 4),
+    f"{TABLES} (12, 9) and (12, 9), {OF_ROTARY}": rotary(12, 9),
     "cache_batch_idx: got a tensor, expected None, as block_table says where keys are": {
         "cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]
     },

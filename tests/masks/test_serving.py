@@ -276,3 +276,19 @@ def test_under_autocast_calls_run_in_its_dtype():
     dense.assert_near(
         results, inputs, truth.dense(*inputs, bias=added(PADDED.expand(2, 1, 6, 6)))[0], torch.bfloat16
     )
+
+
+@pytest.mark.usefixtures("recognise", "in_place")
+@pytest.mark.parametrize(
+    "mask", [CAUSAL & PADDED, PADDED, CAUSAL[None]], ids=["causal, padded", "padded", "causal"]
+)
+def test_a_default_device_hides_no_mask(mask, seen):
+    inputs = dense.qkv()
+    mask = mask.clone()
+    with torch.device("meta"):  # where no mask can be read
+        results = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    ((what, count),) = seen().items()
+    assert (what.startswith(LEFT), count) == (False, 1)
+    with torch.no_grad():
+        expected = F.scaled_dot_product_attention(*inputs, attn_mask=added(mask).float())
+    torch.testing.assert_close(results.detach(), expected)

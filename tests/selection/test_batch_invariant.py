@@ -280,3 +280,22 @@ def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, dt
         assert same_bits(together, bits_of_last(attend_packed(300), [x[-300:] for x in tokens], 300))
         assert same_bits(together, bits_of_last(attend_packed(5, 300), [x[-305:] for x in tokens], 300))
     assert ran() == {backend: (9, 9)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.usefixtures("in_force")
+def test_with_sinks_a_sequence_has_the_same_bits_alone_and_beside_others(dtype):
+    length, count, dim = 4, 250, 8
+    tokens, sinks = torch.randn(3, count * length, 1, dim, dtype=dtype), torch.randn(1)
+
+    def results(qkv):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        offsets = torch.arange(0, len(qkv[0]) + 1, length, dtype=torch.int32)
+        aux = attnreg.AuxRequest(lse=True)
+        out, lse = attnreg.varlen_attn(*leaves, offsets, offsets, length, length, True, aux, sinks=sinks)
+        grads = torch.autograd.grad((out.sum(), lse.sum()), leaves)
+        return torch.cat([*(x.flatten(1) for x in (out, *grads)), lse.mT], dim=1)
+
+    together = results(tokens)
+    alone = torch.cat([results(tokens[:, i : i + length]) for i in range(0, count * length, length)])
+    assert (together != alone).sum(0).tolist() == [0] * (4 * dim + 1)

@@ -40,6 +40,23 @@ def kept(query, key, seed=1):
 
 
 @pytest.mark.parametrize("way", ["compiled_routers", "python_routers"])
+@pytest.mark.parametrize("dropout_p", [0.0, P])
+def test_a_default_device_changes_no_call(way, dropout_p, request, ran):
+    request.getfixturevalue(way)
+
+    tensors = packed()
+
+    def results():
+        out = attend(*tensors, dropout_p=dropout_p)
+        return out, *torch.autograd.grad(out.sum(), tensors)
+
+    expected, calls = results(), ran()
+    with torch.device("meta"):  # where no attention can run
+        assert all(map(torch.equal, results(), expected))
+    assert ran() == calls
+
+
+@pytest.mark.parametrize("way", ["compiled_routers", "python_routers"])
 @pytest.mark.parametrize("heads_k", [HEADS, 1])
 def test_output_and_gradients_are_those_of_the_weights_that_a_seed_keeps(way, heads_k, request, ran):
     request.getfixturevalue(way)
