@@ -114,8 +114,8 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     assert len(working.runs()) == 2
 
 
-# Each waits for its thread: one that ends while it has the lock, and before it has started the process, leaves
-# the work to programs that start later, and here there are none.
+# Each waits for its thread: a program that ends while it has the lock, and before it has started the process,
+# leaves the work to programs that start later, and here there are none.
 SEVERAL = """
 import os, threading, torch
 from attnreg.torchlib import background, building
