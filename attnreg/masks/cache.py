@@ -49,7 +49,8 @@ def find(mask: Tensor, sizes: Sizes) -> Structure | str:
     kept = _kept.get(key)
     if kept is not None and kept.owner() is owner:
         return kept.found
-    with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+    # What is kept has to serve later calls with gradients, too; no default device is for what is made here.
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
         found = _look(mask, sizes)
     with _lock:
         for oldest in [*_kept][: max(len(_kept) + 1 - _MOST_KEPT, 0)]:

@@ -83,8 +83,7 @@ def recognised(call: SdpaCall) -> Structure | str | None:
         return "it is in a CUDA graph, or may be"
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "sdpa_kernel forbids the flash kernels"
-    with torch._C.DisableTorchFunction():  # a default device isn't for tensors that are made on the host
-        found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
+    found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
     if isinstance(found, str) or found.is_causal is not None:
         return found
     query, key, value = autocast(query, key, value)

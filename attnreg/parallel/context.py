@@ -37,7 +37,7 @@ from attnreg.parallel.parts import on_device, prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.parallel.ways import check_asked, choose
-from attnreg.torchlib.modes import is_transformed
+from attnreg.torchlib.modes import autocast, is_transformed
 from attnreg.varlen import front, plans
 
 __all__ = ["ContextParallel", "context_parallel"]
@@ -231,7 +231,7 @@ class ContextParallel:
         kind, given = None, Arguments(**arguments)
         try:
             check_tensors(query, key, value, given, self.layout.rows[self.rank])
-            query, key, value = plans.autocast(query, key, value)
+            query, key, value = autocast(query, key, value)
             kind = kind_of(query, key, value, given, self.longest)
             check_refused(refused)
             check_longest(lengths, self.longest)

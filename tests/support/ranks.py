@@ -161,6 +161,15 @@ def _with_sinks(out, lse, sinks):
     return out * share.mT[..., None], torch.logaddexp(lse, sinks[:, None])
 
 
+def said_by(call, **given):
+    """Make a call; return the error that this rank gets."""
+    try:
+        call(**given)
+    except attnreg.AttnregError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def disagree(**different):
     """Make a call of which some options are others on some ranks; return the error that this rank gets."""
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -180,12 +189,7 @@ def disagree(**different):
                 *inputs, ends, ends, spread.longest, spread.longest, True, softcap=softcap, group=spread
             )
 
-    try:
-        call(**given)
-    except attnreg.AttnregError as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        said = "no error"
+    said = said_by(call, **given)
     assert call(**usual).shape[1] == count
     return said
 
@@ -204,10 +208,7 @@ def wrong_later():
             lambda: _attend(spread, inputs, group=spread, dropout_p=0.5),
             lambda: spread.gather(inputs[0][1:]),
         ):
-            try:
-                call()
-            except attnreg.AttnregError as error:
-                said.append(f"{type(error).__name__}: {error}")
+            said.append(said_by(call))
     return said
 
 
@@ -221,12 +222,7 @@ def gather_what_differs(**different):
         spread = attnreg.context_parallel(dist.group.WORLD, [0, 5, 12 * count], how)
         return spread.gather(torch.ones(spread.layout.rows[rank] + more, width, dtype=dtype))
 
-    try:
-        call(**given)
-    except attnreg.AttnregError as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        said = "no error"
+    said = said_by(call, **given)
     assert call(**usual).sum() == 2 * 12 * count
     return said
 
