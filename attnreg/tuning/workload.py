@@ -30,8 +30,8 @@ BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 # an H200's 904 points that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well
 # as all points. On an H100 they lacked 2 x 900 (with few blocks FA4 takes a third less than larger calls let
 # expect), four queries over 300 keys (which take each backend 1.4 times as long as they do), and one query of
-# as many key heads (FA2 took twice as long as with shared ones; with it 287 random forwards take 1.012 of the
-# best backend's time instead of 1.017).
+# as many key heads (of which FA2 took three times what points of shared ones let expect; with it 287 random
+# forwards take 1.012 of the best backend's time instead of 1.017).
 QUICK = (
     (4, False, CAUSAL, ((8, 1000, 1000),)),
     (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
