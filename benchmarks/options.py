@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +113,7 @@ def measure(
             rows.append(row | {"refused": str(problem).splitlines()[0]})
     if PLAIN not in able:
         return rows
-    often = calls_for(0.05, per_call(able[PLAIN], 2))
+    often = calls_for(0.01, per_call(able[PLAIN], 2), most=20)
     taken = interleaved(
         {name: lambda run=run: timer.device_and_host(run, often).device for name, run in able.items()}, rounds
     )
@@ -140,14 +141,10 @@ def main() -> None:
     device = torch.device(options.device)
     names = (options.backends or ("FA2,FA4,cuDNN" if device.type == "cuda" else "cpu")).split(",")
     show_machine()
-    rows = [
-        row
-        for sizes in SIZES[options.device]
-        for backend in names
-        for backward in (False, True)
-        for row in measure(sizes, backend, device, backward, options.rounds)
-    ]
-    save(options.out, rows)
+    rows: list[dict[str, Any]] = []
+    for sizes, backend, backward in product(SIZES[options.device], names, (False, True)):
+        rows += measure(sizes, backend, device, backward, options.rounds)
+        save(options.out, rows)  # FA4 compiles a kernel for each option, which takes minutes in all
     cells = [
         (
             row["backend"], str(row["longest"]), row["step"], row["option"],

@@ -59,7 +59,11 @@ def _forward(given: EfficientForward, routed: RoutedCall) -> Served:
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         out, lse = plan.run(*tensors, call)
-        seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+        # On the device where torch's kernel has them: checkpointing compares devices, and what it computes
+        # again may run another kernel.
+        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        device = query.device if capturing else torch.device("cpu")
+        seed, offset = (torch.empty((), dtype=torch.int64, device=device) for _ in range(2))
     out = out.contiguous().view(*query.shape[:-1], out.shape[-1])
     lse = _to_op(lse, call) if given.compute_log_sumexp else _no_lse(lse, call)
     max_k = given.key.shape[1] if given.cu_seqlens_q is None else call.max_k

@@ -46,7 +46,7 @@ def test_every_case_that_the_kernels_take_is_right(kernels, dtype):
 
 
 @pytest.mark.parametrize("bias", ["key padding", "additive"])
-@pytest.mark.parametrize("len_k", [33, 40, 1])
+@pytest.mark.parametrize("len_k", [33, 40, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bias_that_the_kernels_cannot_read_is_copied_to_where_they_can(kernels, bias, len_k, dtype):
     case = dense(bias=bias, lens_k=(len_k,) * 3, dtype=dtype)
@@ -123,6 +123,7 @@ REFUSED = {
     "window_size must be (-1, -1) or causal, got (3, 0)": {"window": (3, 0)},
     "a causal call must have no more queries than keys, got 65 and 64": {"window": (-1, 0), "max_q": 65},
     "attn_bias must be None with a causal mask, got a tensor": {"window": (-1, 0), "bias": True},
+    "max_k must be above 1 in float32, got 1: gradients that are 0 would be rounding errors": {"max_k": 1},
     "dropout_p must be below 1, got 1.0": {"dropout": 1.0},
     "batch must be at most 65535 with dropout, got 70000": {"dropout": 0.1, "batch": 70000},
     "compute capability must be 8.0 or above for bfloat16, got 7.5": {

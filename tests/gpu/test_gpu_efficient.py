@@ -1,10 +1,13 @@
 """On a GPU: calls that torch's selector sends to its efficient op are served, counted and right."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support import gpu, truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import attnreg
 from attnreg.backends import efficient
@@ -123,6 +126,20 @@ def test_float32_runs_on_efficient_where_a_16_bit_backend_is_asked_for(routers, 
     assert refusals == {"dtype must be float16 or bfloat16, got float32"}
     assert ran() == {"efficient": (1, 1)}
     assert_right(got, inputs)
+
+
+@pytest.mark.parametrize(("asked", "runs"), [("FA2", "efficient"), ("math", "math")])
+def test_a_checkpoint_computes_again_outside_of_the_scope_and_inside(routers, ran, asked, runs):
+    """Torch compares what is saved then, devices too, with what the first forward saved."""
+    inputs = gpu.bhsd(dtype=torch.float32)
+    for outside in (True, False, False):
+        with attnreg.use_backend(asked):
+            out = checkpoint(F.scaled_dot_product_attention, *inputs, use_reentrant=False)
+        with contextlib.nullcontext() if outside else attnreg.use_backend(asked):
+            grads = torch.autograd.grad(out, inputs, gpu.incoming(out))
+        assert_right((out, *grads), inputs)
+    # Outside, where nothing is asked for, torch's kernels aren't counted.
+    assert ran() == {runs: (5, 2)}
 
 
 SHAPES = {

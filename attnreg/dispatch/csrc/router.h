@@ -46,9 +46,10 @@ class Router final : public c10::OperatorKernel {
     if (entry.is_native()) {
       native_->callBoxed(op, keys, stack);
       if (token >= 0) {
-        // The LSE of the CPU's op is read; a random state isn't where nothing is dropped.
+        // The LSE of the CPU's op is read; a random state isn't where nothing is dropped. It may be on another device
+        // than the query, as the efficient op's is, and a checkpoint compares the devices of what is saved.
         c10::IValue& value = (*stack)[stack->size() - op.schema().returns().size() + token];
-        value = with_choice(value.toTensor(), device, choice, token == 1);
+        value = with_choice(value.toTensor(), value.toTensor().device(), choice, token == 1);
       }
       return true;
     }
