@@ -10,6 +10,7 @@ same model on the whole batch by itself and prints by how much the losses differ
 
 import argparse
 import contextlib
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -86,7 +87,7 @@ def train(spread: attnreg.ContextParallel, is_whole: bool, options: argparse.Nam
         with contextlib.nullcontext() if is_whole else spread:
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 logits = model(tokens, positions, offsets, longest)
-            loss = F.cross_entropy(logits, targets, reduction="sum") / options.tokens
+            loss = F.cross_entropy(logits.float(), targets, reduction="sum") / options.tokens
             loss.backward()
         if not is_whole:  # as DDP and FSDP do, but they take the mean
             for x in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--method", default="auto", help="auto, all_to_all, all_gather or ring")
     options = parser.parse_args()
+    # GPUs begin kernels as they are enqueued: no exchange waits for attention that was enqueued after it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (str(Path(folder, "store")), options), options.ranks)
 

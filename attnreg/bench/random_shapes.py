@@ -41,9 +41,8 @@ from attnreg.tuning.kinds import kind_of
 # rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
 # of a GPU, in which case the host would wait for it.
 SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
-# A measurement is the least of so many, one after the other, as `timeit` takes it: another program that gets
-# the host's core for some milliseconds lengthens one of them, and no kernel is slower for that. With one, the
-# same backend, measured twice, differed by up to 1.5 in the median of five rounds, on calls of 30 us.
+# A measurement is the least of so many in a row, as `timeit` takes it: one that another program interrupts
+# says nothing of a kernel. With one alone the same backend, measured twice, differed by up to 1.5 at 30 us.
 BURSTS = 3
 # A loss of more than this is counted, and a host that takes so much of the time is what bounds a call.
 MUCH, HOST_BOUND = 1.15, 0.9
@@ -285,12 +284,7 @@ def _tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[T
         bounds = list(dict.fromkeys(one["bound"] for one in here))
         for bound in bounds if len(bounds) > 2 else bounds[:1]:
             rows = [
-                (
-                    one["way"],
-                    *(f"{one[name]:.3f}" for name in numbers),
-                    f"{one['above']:.1%}",
-                    str(one["shapes"]),
-                )
+                (one["way"], *(f"{one[x]:.3f}" for x in numbers), f"{one['above']:.1%}", str(one["shapes"]))
                 for one in here
                 if one["bound"] == bound
             ]
