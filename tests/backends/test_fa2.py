@@ -344,6 +344,12 @@ SMALL = (
     "8.6 to 8.9 and 12, got {}"
 )
 LARGE = "packed tensors must have fewer than 2**31 elements, got 2147483648"
+SUMS = (
+    "(tokens + 128 * sequences) * heads * head dim rounded up to 32 must be below 2**31 for a packed backward, "
+    "got {}"
+)
+# With the tokens 2**31 sums of 32 heads of 104, which are 128.
+MANY_SHORT = {"batch": 4064, "tokens_q": 4096, "tokens_k": 4096, "heads_q": 32, "heads_k": 32, "head_dim": 104}
 KNOWN_ISSUE = (
     "a window that is open to the right hides keys where there are more queries than keys; see "
     "https://github.com/Dao-AILab/flash-attention/issues/895"
@@ -372,6 +378,10 @@ KNOWN_ISSUE = (
         ("backward", {"device": "sm_86", "head_dim": 224}, SMALL.format(224)),
         ("backward", {"device": "sm_120", "head_dim": 256, "dropout": 0.5}, SMALL.format(256)),
         ("forward", {"varlen": True, "tokens_q": 2**21, "tokens_k": 64}, LARGE),
+        ("forward", {"varlen": True, **MANY_SHORT}, ""),
+        ("backward", {"varlen": True, **MANY_SHORT}, SUMS.format(2**31)),
+        ("backward", {"varlen": True, **MANY_SHORT, "batch": 4063}, ""),
+        ("backward", {**MANY_SHORT}, ""),
         ("forward", {"window": (4, -1), "max_q": 99}, KNOWN_ISSUE),
     ],
 )
