@@ -345,11 +345,12 @@ SMALL = (
 )
 LARGE = "packed tensors must have fewer than 2**31 elements, got 2147483648"
 SUMS = (
-    "(tokens + 128 * sequences) * heads * head dim rounded up to 32 must be below 2**31 for a packed backward, "
-    "got {}"
+    "(tokens + 128 * sequences) * heads * head dim rounded up to 32 must be below 2**31 for a packed "
+    "backward, got {}"
 )
 # With the tokens 2**31 sums of 32 heads of 104, which are 128.
-MANY_SHORT = {"batch": 4064, "tokens_q": 4096, "tokens_k": 4096, "heads_q": 32, "heads_k": 32, "head_dim": 104}
+MANY_SHORT = {"batch": 4064, "tokens_q": 4096, "tokens_k": 4096} | dict.fromkeys(("heads_q", "heads_k"), 32)
+MANY_SHORT["head_dim"] = 104
 KNOWN_ISSUE = (
     "a window that is open to the right hides keys where there are more queries than keys; see "
     "https://github.com/Dao-AILab/flash-attention/issues/895"

@@ -210,7 +210,7 @@ def test_tensors_of_more_than_2_to_31_elements_are_right_at_both_ends_or_refused
 
 @pytest.mark.slow_for("FA4", "cuDNN", "math")
 def test_many_short_sequences_of_many_heads_are_right_or_refused(named, ran):
-    """FA2's backward computes in 32 bits where a sequence's sums begin: with these it would write anywhere."""
+    """FA2's backward computes in 32 bits where a sequence's sums begin, and would write anywhere."""
     lengths = (3, 1, 2, 2) * 1100
     given = gpu.packed(lengths, heads=(32, 32), dim=128)
     tensors = (*given.qkv, given.offsets_q, given.offsets_q, 3, 3)
