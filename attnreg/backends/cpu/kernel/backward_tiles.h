@@ -18,9 +18,9 @@ class TileBackward : public Backward<BFloat16, 256> {
   using Backward::Backward;
 
  private:
-  static constexpr int64_t kFew = kPair;
+  static constexpr int64_t kFew = kPair, kKeys = 128;
   // Rows whose weights are kept at a time, so that sums of keys are loaded and stored once for all of them.
-  static constexpr int64_t kGroup = 128;
+  static constexpr int64_t kGroup = 256;
 
   // A chunk's rows in every form that a product needs, and one block of keys; `weights` and so on for rows of a group.
   struct Tiles {
@@ -126,8 +126,13 @@ class TileBackward : public Backward<BFloat16, 256> {
       }
       first = first < 0 ? step : first;
       last = step + 1;
-      const bool masked = own.masked || own.from > all.from || own.to < all.to;
-      add_pair(here, step, key, count, {all.from, all.to, masked});
+      add_pair(here, step, key, count, own);
+      for (int64_t tile = all.from / kTile; tile < all.to / kTile; tile++) {
+        if (tile < own.from / kTile || tile >= own.to / kTile) {
+          std::fill_n(t_.weights.at(tile, step), kTileNumbers, 0);
+          std::fill_n(t_.grad_scores.at(tile, step), kTileNumbers, 0);
+        }
+      }
     }
     if (first < 0) {
       return;

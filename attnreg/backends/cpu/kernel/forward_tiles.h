@@ -14,7 +14,7 @@ namespace attnreg {
 class TileForward : public Forward<BFloat16> {
  public:
   // Rows of a task, in whole pairs of tiles.
-  static constexpr int64_t kRows = 512, kStep = kPair;
+  static constexpr int64_t kRows = 1024, kStep = kPair;
 
   using Forward::Forward;
 

@@ -230,17 +230,24 @@ void pack_pairs(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_
     return row < count ? __builtin_convertvector(load<Halves>(rows[first + row] + column), Words) : Words{};
   };
   for (int64_t row = 0; row < count; row += kTileSteps) {
-    for (int64_t column = 0; column < size; column += kTile) {
-      Floats block[kTile];
+    for (int64_t column = 0; column < size; column += 2 * kTile) {
+      Floats blocks[2][kTile];  // what comes in one cache line is read together
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kTile; i++) {
         const int64_t here = row + (kApart == 1 ? 2 * i : i);
-        block[i] = bits_of<Floats>(numbers(here, column) | numbers(here + kApart, column) << 16);
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < 2; n++) {
+          const Words low = numbers(here, column + n * kTile), high = numbers(here + kApart, column + n * kTile);
+          blocks[n][i] = bits_of<Floats>(low | high << 16);
+        }
       }
-      if constexpr (kAsColumns) {
-        transpose(block);
+#pragma GCC unroll 2
+      for (int64_t n = 0; n < 2; n++) {
+        if constexpr (kAsColumns) {
+          transpose(blocks[n]);
+        }
+        std::memcpy(to.at(column / kTile + n, row / kTileSteps), blocks[n], sizeof blocks[n]);
       }
-      std::memcpy(to.at(column / kTile, row / kTileSteps), block, sizeof block);
     }
   }
 }
