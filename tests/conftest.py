@@ -228,24 +228,34 @@ if os.environ.get("CXX"):
 
 
 @pytest.fixture(scope="session")
-def built_files():
-    """Compile what attnreg compiles, all at once on as many cores, unless it lies with the tests already."""
+def compiled_libraries():
+    """Return a function that compiles libraries, all at once on as many cores, unless they lie there."""
     try:
         libraries.find()
     except BuildError as error:
         pytest.skip(f"nothing can be compiled: {error}")
-    BUILT.mkdir(parents=True, exist_ok=True)
-    BUILT.chmod(0o700)
-    with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        patch.setattr(caches, "folder", lambda purpose: BUILT)
-        building.target.cache_clear()
-        files = {library: building.target(library) for library in building.LIBRARIES}
-        missing = [library for library, file in files.items() if not file.is_file()]
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(libraries.compile_library, missing))  # raises what one of them does
-        building.target.cache_clear()
-        return files
+
+    def files_of(wanted):
+        BUILT.mkdir(parents=True, exist_ok=True)
+        BUILT.chmod(0o700)
+        with (BUILT / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            patch.setattr(caches, "folder", lambda purpose: BUILT)
+            building.target.cache_clear()
+            files = {library: building.target(library) for library in wanted}
+            missing = [library for library, file in files.items() if not file.is_file()]
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(libraries.compile_library, missing))  # raises what one of them does
+            building.target.cache_clear()
+            return files
+
+    return files_of
+
+
+@pytest.fixture(scope="session")
+def built_files(compiled_libraries):
+    """Compile what attnreg compiles."""
+    return compiled_libraries(building.LIBRARIES)
 
 
 @pytest.fixture(scope="session")

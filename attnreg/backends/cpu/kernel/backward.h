@@ -2,67 +2,19 @@
 
 #pragma once
 
-#include <atomic>
-#include <thread>
-
+#include "key_sums.h"
 #include "softmax.h"
 
 namespace attnreg {
 
-// The sums of the gradients of key and value of one head of a sequence.
-struct KeySums {
-  Panels k, v;
-
-  static int64_t size(const Problem& problem, const Sequence& sequence) {
-    const int64_t height = padded(sequence.keys, kTileRows) + kTileRows;
-    return Panels::size(problem.size, height) + Panels::size(problem.value_size, height);
-  }
-
-  // Blocks of keys begin at any key, so their last tile may reach beyond the last one.
-  static KeySums in(float* memory, const Problem& problem, const Sequence& sequence) {
-    const int64_t height = padded(sequence.keys, kTileRows) + kTileRows;
-    return {{memory, height}, {memory + Panels::size(problem.size, height), height}};
-  }
-};
-
-// A head of a sequence whose chunks of rows are tasks of several threads. All add to the same sums, to each key in
-// the order of the chunks: sums of each thread would take memory, and the results would depend on the threads.
-class SharedHead {
- public:
-  static constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();
-
-  SharedHead(const Task& head, int64_t chunks, int64_t floats)
-      : head(head), chunks(chunks), sums_(allocated(std::calloc(floats, sizeof(float)))),
-        added_(new std::atomic<int64_t>[chunks]()) {}
-
-  float* sums() const { return sums_.get(); }
-  void free_sums() { sums_.reset(); }
-
-  // Waits until the chunks before this one have added all that they add to keys before `end`. Tasks are taken in
-  // the order of the chunks, so these are done, or other threads are at them.
-  void wait(int64_t chunk, int64_t end) const {
-    while (chunk > 0 && added_[chunk - 1].load(std::memory_order_acquire) < end) {
-      std::this_thread::yield();
-    }
-  }
-  void set_added(int64_t chunk, int64_t end) { added_[chunk].store(end, std::memory_order_release); }
-
-  const Task head;
-  const int64_t chunks;
-
- private:
-  Memory sums_;
-  std::unique_ptr<std::atomic<int64_t>[]> added_;
-};
-
-template <class Number>
+// `kRows` are those of a chunk: they are packed at a time, in every form that a product needs.
+template <class Number, int64_t kRows = 5 * kMaxPanels * kLanes>
 class Backward {
  public:
   static constexpr int64_t kKeys = 64;
-  // Rows of a chunk: they are packed at a time, in every form that a product needs.
-  static constexpr int64_t kRows = 5 * kMaxPanels * kLanes;
 
   explicit Backward(const Problem& problem) : problem_(problem), scale_(problem) {}
+  virtual ~Backward() = default;
   static int64_t chunks(const Task& head) { return (head.rows + kRows - 1) / kRows; }
 
   // Computes all chunks of a head.
@@ -72,7 +24,7 @@ class Backward {
     std::fill_n(memory, count, 0.0f);
     const KeySums sums = KeySums::in(memory, problem_, *head.sequence);
     for (int64_t chunk = 0; chunk < chunks(head); chunk++) {
-      add_chunk(head, chunk, sums, [](int64_t) {}, [](int64_t) {});
+      add_chunk(head, chunk, sums, Turn());
     }
     write(head, sums);
   }
@@ -85,9 +37,7 @@ class Backward {
       ~AtEnd() { shared.set_added(chunk, SharedHead::kEnd); }  // also without memory: others wait for this chunk
     } at_end{shared, chunk};
     const KeySums sums = KeySums::in(shared.sums(), problem_, *shared.head.sequence);
-    add_chunk(
-        shared.head, chunk, sums, [&](int64_t end) { shared.wait(chunk, end); },
-        [&](int64_t end) { shared.set_added(chunk, end); });
+    add_chunk(shared.head, chunk, sums, {&shared, chunk});
     shared.wait(chunk, SharedHead::kEnd);
     if (chunk == shared.chunks - 1) {
       write(shared.head, sums);
@@ -95,7 +45,11 @@ class Backward {
     }
   }
 
- private:
+ protected:
+  static Task task_of(const Task& head, int64_t chunk) {
+    return {head.sequence, head.key_head, chunk * kRows, std::min(kRows, head.rows - chunk * kRows)};
+  }
+
   // What a task works on: its rows in every form that a product needs, and one block of keys and of scores.
   struct Packed {
     Panels q, q_columns, grad_out, grad_out_columns, grad_q;
@@ -104,11 +58,9 @@ class Backward {
     float *base, *rest, *delta, *grad_lse;  // as `RowStatistics` has them
   };
 
-  // `before` and `after` are called around adding to sums of keys before some key.
-  template <class Before, class After>
-  void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, Before&& before, After&& after) {
-    const int64_t row = chunk * kRows, size = problem_.size;
-    const Task task{head.sequence, head.key_head, row, std::min(kRows, head.rows - row)};
+  virtual void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const Turn& turn) {
+    const int64_t size = problem_.size;
+    const Task task = task_of(head, chunk);
     const Packed packed = pack(task);
     bounds_.set(task, problem_.group());
     const bool is_large = load_statistics(task, packed);
@@ -122,7 +74,7 @@ class Backward {
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = pack_keys(task, packed, key);
       pack_rows(key_rows<Number>(problem_.k, task), key, count, size, packed.k);
-      before(key + count);
+      turn.wait(key + count);
       for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
         constexpr int64_t kWidth = decltype(known)::value;
         const int64_t end = padded(span.to, kTileRows), rows = std::min(task.rows - lane, kWidth * kLanes);
@@ -147,7 +99,7 @@ class Backward {
         add_rows_by_all_rows(packed.weights, grad_out, sums.v, v_panels, key, span.from, end, rows);
         add_rows_by_all_rows(packed.grad_scores, q, sums.k, q_panels, key, span.from, end, rows);
       });
-      after(key + count);
+      turn.set_added(key + count);
     }
     std::fill_n(packed.rest, packed.lanes, static_cast<float>(problem_.scale));
     const auto grad_q = query_rows<Number>(problem_.grad_q, task, problem_.group());

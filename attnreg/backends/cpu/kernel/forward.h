@@ -13,8 +13,8 @@ class Forward {
  public:
   // Keys of a block: its scores stay in the first-level cache.
   static constexpr int64_t kKeys = 128;
-  // Rows of a task at most: they share the packed keys and values of a block.
-  static constexpr int64_t kRows = 10 * kMaxPanels * kLanes;
+  // Rows of a task at most, and a multiple of what they are: they share the packed keys and values of a block.
+  static constexpr int64_t kRows = 10 * kMaxPanels * kLanes, kStep = kMaxPanels * kLanes;
 
   explicit Forward(const Problem& problem) : problem_(problem), scale_(problem) {}
 
@@ -55,7 +55,7 @@ class Forward {
     write_results(task, out, highest, sums);
   }
 
- private:
+ protected:
   void write_results(const Task& task, Panels out, const float* highest, float* sums) const {
     const int64_t group = problem_.group();
     const auto lse = query_rows<Float32>(problem_.lse, task, group);

@@ -5,7 +5,8 @@
 //
 // vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
 // products.h: their products · problem.h: a call and its tasks · softmax.h: scores and their weights ·
-// forward.h, backward.h: what a task computes
+// key_sums.h: sums that tasks share · forward.h, backward.h: what a task computes ·
+// tiles.h, forward_tiles.h, backward_tiles.h: the same in bfloat16 by AMX
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
@@ -17,7 +18,9 @@
 #include <new>
 
 #include "backward.h"
+#include "backward_tiles.h"
 #include "forward.h"
+#include "forward_tiles.h"
 
 namespace attnreg {
 
@@ -54,23 +57,22 @@ double cost_of(const std::vector<Task>& tasks, int64_t group) {
   return cost;
 }
 
-// The tasks of a forward, with at most `most` rows each; with fewer where there are many threads. Under a window the
-// blocks of keys begin at the first key that a task sees, so that the task of a row shows in its bits.
-std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
+// The tasks of a forward, of at most `most` rows, a multiple of `step`; of fewer where there are many threads. Under a
+// window the blocks of keys begin at the first key that a task sees, so that the task of a row shows in its bits.
+std::vector<Task> forward_tasks(const Problem& problem, int64_t most, int64_t step) {
   const int64_t group = problem.group(), threads = at::get_num_threads();
   int64_t rows = 0;
   for (int64_t i = 0; i < problem.count; i++) {
     rows += problem.sequences[i].rows * problem.heads;
   }
-  const int64_t tile = kMaxPanels * kLanes;
   if (threads > 1 && !problem.batch_invariant) {
-    most = std::clamp(padded(rows / (threads * 4), tile), tile, most);
+    most = std::clamp(padded(rows / (threads * 4), step), step, most);
   }
   std::vector<Task> tasks;
   for (int64_t i = 0; i < problem.count; i++) {
     const Sequence& sequence = problem.sequences[i];
     const int64_t all = sequence.rows * group, pieces = (all + most - 1) / most;
-    const int64_t piece = pieces < 2 ? all : padded((all + pieces - 1) / pieces, tile);
+    const int64_t piece = pieces < 2 ? all : padded((all + pieces - 1) / pieces, step);
     for (int64_t head = 0; head < problem.key_heads; head++) {
       for (int64_t row = 0; row < all; row += piece) {
         tasks.push_back({&sequence, head, row, std::min(piece, all - row)});
@@ -81,10 +83,19 @@ std::vector<Task> forward_tasks(const Problem& problem, int64_t most) {
   return tasks;
 }
 
-template <class Number>
-void forward(const Problem& problem) {
-  using Worker = Forward<Number>;
-  const auto tasks = forward_tasks(problem, Worker::kRows);
+#ifdef ATTNREG_TILES
+// Whether AMX computes a call; its workers leave out short sequences, and large scores in the backward, themselves.
+bool takes_tiles(const Problem& problem) {
+  const auto fits = [](int64_t size) { return size % kTileSteps == 0 && size <= 256; };
+  const Scale scale(problem);
+  const bool is_usual = !scale.is_capped && scale.sign == 1.0f && scale.to_exponent < 16.0f;
+  return problem.dtype == 1 && fits(problem.size) && fits(problem.value_size) && is_usual && TileUnit::is_there();
+}
+#endif
+
+template <class Worker>
+void forward_by(const Problem& problem) {
+  const auto tasks = forward_tasks(problem, Worker::kRows, Worker::kStep);
   in_parallel(
       tasks.size(), cost_of(tasks, problem.group()), [&] { return Worker(problem); },
       [&](Worker& worker, int64_t i) { worker.run(tasks[i]); });
@@ -97,9 +108,8 @@ struct Part {
   int64_t chunk;
 };
 
-template <class Number>
-void backward(const Problem& problem) {
-  using Worker = Backward<Number>;
+template <class Worker>
+void backward_by(const Problem& problem) {
   const int64_t group = problem.group(), threads = at::get_num_threads();
   std::vector<Task> heads;
   for (int64_t i = 0; i < problem.count; i++) {
@@ -173,17 +183,36 @@ int64_t run_for_dtype(const Problem* description, void* const* addresses, Body&&
 
 extern "C" {
 
+// Whether bfloat16 is multiplied by AMX where that is possible.
+int64_t attnreg_has_tiles() {
+#ifdef ATTNREG_TILES
+  return attnreg::TileUnit::is_there();
+#else
+  return false;
+#endif
+}
+
 // Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
 // each operand.
 int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
   return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
-    attnreg::forward<decltype(number)>(problem);
+#ifdef ATTNREG_TILES
+    if (attnreg::takes_tiles(problem)) {
+      return attnreg::forward_by<attnreg::TileForward>(problem);
+    }
+#endif
+    attnreg::forward_by<attnreg::Forward<decltype(number)>>(problem);
   });
 }
 
 int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
   return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
-    attnreg::backward<decltype(number)>(problem);
+#ifdef ATTNREG_TILES
+    if (attnreg::takes_tiles(problem)) {
+      return attnreg::backward_by<attnreg::TileBackward>(problem);
+    }
+#endif
+    attnreg::backward_by<attnreg::Backward<decltype(number)>>(problem);
   });
 }
 }

@@ -143,8 +143,8 @@ class Buffer {
 // Which keys each row of a task sees.
 class Bounds {
  public:
-  void set(const Task& task, int64_t group) {
-    const int64_t lanes = padded(task.rows, kLanes);
+  void set(const Task& task, int64_t group, int64_t step = kLanes) {
+    const int64_t lanes = padded(task.rows, step);
     first_.resize(lanes);
     end_.resize(lanes);
     for (int64_t lane = 0; lane < lanes; lane++) {
@@ -169,6 +169,16 @@ class Bounds {
   Span of(int64_t lane, int64_t lanes, int64_t key, int64_t keys) const {
     const int64_t from = std::max<int64_t>(first_[lane] - key, 0) / kTileRows * kTileRows;
     const int64_t to = std::min<int64_t>(end_[lane + lanes - 1] - key, keys);
+    return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
+  }
+
+  // The same with both ends rounded outwards to multiples of a step; keys that this adds are masked.
+  Span rounded(int64_t lane, int64_t lanes, int64_t key, int64_t keys, int64_t step) const {
+    const Span exact = of(lane, lanes, key, keys);
+    if (exact.from >= exact.to) {
+      return exact;
+    }
+    const int64_t from = exact.from / step * step, to = padded(exact.to, step);
     return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
   }
 
