@@ -81,6 +81,12 @@ def test_long_bfloat16_forwards_are_left_to_torch_where_it_has_amx(left_to_torch
     assert left_to_torch(ragged((1100, 1000), dtype="float16")) == []
 
 
+def test_bfloat16_stays_with_the_compiled_kernel_where_it_has_amx_itself(left_to_torch, monkeypatch):
+    on(monkeypatch, amx=True, tiles=True)
+    assert left_to_torch(ragged((1100, 1000))) == []
+    assert left_to_torch(ragged((1100, 1000), dims=(40, 40))) == ["forward"]  # no multiple of 32
+
+
 def test_few_queries_and_many_float32_keys_are_left_to_torch(left_to_torch):
     one = ragged((1, 1), (300, 200), dtype="float32")
     assert left_to_torch(one) == ["forward"]
@@ -142,6 +148,9 @@ def test_bfloat16_forwards_go_there_up_to_a_length_where_torch_has_amx_and_float
         assert [replaced(spec(length, dtype=dtype)) for length in (100, 300)] == expected
     on(monkeypatch)
     assert replaced(spec(400, dtype="bfloat16")) == BOTH
+    on(monkeypatch, amx=True, tiles=True)
+    assert replaced(spec(400, dtype="bfloat16")) == BOTH
+    assert replaced(spec(400, dtype="bfloat16", dim=40)) == ["backward"]  # no multiple of 32
 
 
 SLOW_OR_AMX = pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])

@@ -7,6 +7,7 @@ tables.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.contract.backend import Call
 from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.errors import BuildError
+from attnreg.torchlib import building
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPEN = (-1, -1)
@@ -36,6 +39,9 @@ _GROUP_KEYS = 128
 # Keys times head dim up to which torch's bfloat16 forward is the slower one although it has AMX: the time
 # goes between its products, not into them.
 _AMX_FORWARD = 8192
+# What the compiled kernel multiplies by AMX itself: `takes_tiles` in kernel/module.cpp. It then was the faster
+# one in all shapes that were measured.
+_TILE_DIMS, _LARGEST_TILE_DIM, _TILE_ROWS = 32, 256, 32
 
 
 class Machine(NamedTuple):
@@ -46,11 +52,13 @@ class Machine(NamedTuple):
         amx: whether torch multiplies bfloat16 by AMX.
         slow_mkl: whether torch multiplies float32 by an MKL that uses half of the width of the vectors, as it
             does on CPUs of AMD with AVX512.
+        tiles: whether the compiled kernel may multiply bfloat16 by AMX, too: Linux grants that to a process.
     """
 
     avx: bool
     amx: bool
     slow_mkl: bool
+    tiles: bool = False
 
 
 @functools.cache
@@ -63,23 +71,38 @@ def machine() -> Machine:
         avx=vectors.startswith("AVX"),
         amx=bool(flags.get("amx_bf16")),
         slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
+        tiles=_has_tiles(),
     )
+
+
+def _has_tiles() -> bool:
+    with contextlib.suppress(BuildError, AttributeError):
+        return bool(building.loaded_cpu_kernel().attnreg_has_tiles())
+    return False
+
+
+def _by_tiles(head_dim: int, rows: int, keys: int) -> bool:
+    """Return whether the compiled kernel multiplies such a bfloat16 call by AMX, if the machine lets it."""
+    fits = head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM
+    return fits and rows >= _TILE_ROWS and keys >= _TILE_ROWS and machine().tiles
 
 
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
     """Return whether the backend runs a forward by torch's kernel although the compiled one could.
 
-    Torch's multiplies bfloat16 by AMX, the compiled one in float32; and torch's reads float32 keys without
-    packing them, which for a few queries takes longer than the products. Both gains are those of a batch, so
-    that neither counts where the results may not depend on it.
+    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32; and torch's reads
+    float32 keys without packing them, which for a few queries takes longer than the products. Both gains are
+    those of a batch, so that neither counts where the results may not depend on it.
     """
     if call.batch_invariant:
         return False
+    rows = call.max_q * q.size(-2) // k.size(-2)
     if q.dtype == torch.bfloat16:
         if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
             return False
+        if _by_tiles(q.size(-1), rows, call.max_k):
+            return False
         return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
-    rows = call.max_q * q.size(-2) // k.size(-2)
     return q.dtype == torch.float32 and rows <= _FEW and call.max_k >= _MANY * rows
 
 
@@ -113,4 +136,6 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
         # were 5 times as far off with another's, as the rounding of the scores no longer cancels.
         shares = group > 1 and spec.max_k <= _GROUP_KEYS and not spec.needs_backward
         return is_causal or (direction == "forward" and shares)
-    return spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD
+    if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
+        return True
+    return _by_tiles(max(spec.head_dim, spec.head_dim_v), spec.max_q * group, spec.max_k)

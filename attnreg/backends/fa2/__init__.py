@@ -99,8 +99,8 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
             "head_dim must be at most 192, or above 224 without dropout, on compute capability "
             f"8.6 to 8.9 and 12, got {spec.head_dim}"
         )
-    # csrc/flash_attn/src/flash_bwd_kernel.h: where a sequence's sums for dq begin is computed in 32 bits. Where
-    # these overflow the kernel writes anywhere, and the CUDA context is lost.
+    # csrc/flash_attn/src/flash_bwd_kernel.h: where a sequence's sums for dq begin is computed in 32 bits. If
+    # these overflow, the kernel writes anywhere, and the CUDA context is lost.
     sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // 32) * 32)
     if spec.varlen and sums >= 2**31:
         yield (
