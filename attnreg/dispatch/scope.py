@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -83,7 +84,34 @@ def _call_waiting() -> None:
 
 
 variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default=None)
-current = variable.get
+
+# Where torch keeps what its threads inherit: autograd runs the backward of a GPU on a thread of its own, with
+# the thread-local state of the one that called `backward()`, but not its context variables. A checkpoint
+# computes its forwards again there.
+_IN_TORCHS_STATE = "attnreg_choice"
+# By a name of its own: Dynamo compiles a function that looks anything up in torch, as far as it can.
+_stash = torch._C._stash_obj_in_tls
+
+
+def current() -> ScopedChoice | None:
+    """Return the choice in force for this thread or task."""
+    return variable.get() or _inherited()
+
+
+def _inherited() -> ScopedChoice | None:
+    """Return, on a thread of autograd's, the choice in force where `backward()` was called."""
+    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_IN_TORCHS_STATE):
+        return None
+    thread, choice = torch._C._get_obj_in_tls(_IN_TORCHS_STATE)
+    # On the thread that entered it the context variable knows better: tasks of asyncio share that thread.
+    inherited: ScopedChoice | None = choice if thread != get_ident() else None
+    return inherited
+
+
+def inherited_number() -> int:
+    """Return the number of the inherited choice, 0 for none; the compiled call cache calls it."""
+    choice = _inherited()
+    return choice.number if choice is not None else 0
 
 
 def exclusive(name: str, source: str = "") -> ScopedChoice:
@@ -124,6 +152,7 @@ def on_enter(callback: Callable[[], object]) -> None:
 def _entered() -> None:
     for callback in _remembering:
         callback()
+    _stash(_IN_TORCHS_STATE, (get_ident(), variable.get()))
 
 
 # A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen

@@ -1,6 +1,8 @@
 """Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 
 import pytest
 import torch
@@ -178,6 +180,28 @@ def test_a_scope_is_obeyed_by_no_other_thread(installed, ran):
     assert ran() == {"cpu": (6, 0), "math": (3, 0)}
 
 
+def test_a_thread_of_autograds_inherits_the_choice_of_where_backward_was_called(installed, ran, monkeypatch):
+    """As that of a GPU, which computes forwards of a checkpoint again; a hook plays such a thread."""
+    inputs = qkv()
+
+    def forward_without_a_context(grad):
+        with monkeypatch.context() as patched:
+            patched.setattr(scope, "get_ident", lambda: -1)
+            for _ in range(3):
+                Context().run(F.scaled_dot_product_attention, *inputs)
+
+    for entered, expected in (
+        (attnreg.use_backend("math"), {"math": (3, 0)}),
+        (attnreg.use_backend("cpu"), {"cpu": (3, 0)}),
+        (contextlib.nullcontext(), {}),
+    ):
+        out = torch.ones(3, requires_grad=True) * 2
+        out.register_hook(forward_without_a_context)
+        with entered:
+            out.sum().backward()
+        assert ran() == expected
+
+
 def test_a_backward_in_another_thread_and_after_other_scopes_gets_its_own_choice(installed, ran):
     inputs = qkv()
     attnreg.register_backend("cpu")
@@ -289,7 +313,7 @@ def test_a_cache_of_the_current_choice_is_reset_even_where_entering_or_leaving_i
         def set(self, _):
             raise KeyboardInterrupt
 
-        reset = set
+        reset, get = set, staticmethod(lambda: None)
 
     calls = []
     monkeypatch.setattr(scope, "variable", Interrupted())

@@ -149,9 +149,12 @@ def test_autocast_reaches_attention_and_its_gradients_are_float32(named, front, 
 
 @ALL_FRONTS
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(named, front, lengths, reentrant, ran):
+@pytest.mark.parametrize("enter", [attnreg.register_backend, attnreg.use_backend])
+def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(
+    named, front, lengths, enter, reentrant, ran
+):
     given = gpu.packed(lengths[0])
-    with attnreg.register_backend(named):
+    with enter(named):
         out = checkpoint(front, *given, use_reentrant=reentrant)
         out.backward(gpu.incoming(out))
     assert ran() == {named: (2, 1)}

@@ -39,8 +39,8 @@ _GROUP_KEYS = 128
 # Keys times head dim up to which torch's bfloat16 forward is the slower one although it has AMX: the time
 # goes between its products, not into them.
 _AMX_FORWARD = 8192
-# What the compiled kernel multiplies by AMX itself: `takes_tiles` in kernel/module.cpp. It then was the faster
-# one in all shapes that were measured.
+# What the compiled kernel multiplies by AMX itself: `takes_tiles` in kernel/module.cpp. It was the faster
+# one then, in all shapes that were measured.
 _TILE_DIMS, _LARGEST_TILE_DIM, _TILE_ROWS = 32, 256, 32
 
 
