@@ -8,8 +8,10 @@ BACKENDS ?= FA2,FA4,cuDNN,math
 SECONDS ?= 60
 # Processes that share the GPU: the tests wait for the host, which compiles kernels and computes references.
 GPU_PROCESSES ?= 4
-# The tests run with what attnreg compiles where there is a C++ compiler; ROUTERS=python leaves it out.
-ROUTERS ?= $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo compiled || echo python)
+# The tests run with what attnreg compiles where there is a C++ compiler, which is looked for
+# as attnreg does; ROUTERS=python leaves it out.
+ROUTERS ?= $(shell set -- $$CXX; for name in $${1:-c++ g++ clang++}; do \
+	command -v $$name >/dev/null 2>&1 && echo compiled && exit; done; echo python)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv lint test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench clean

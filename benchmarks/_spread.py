@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
+from attnreg import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -163,9 +164,11 @@ def torchs(
 
 def whole_batch(here: Place, case: Case) -> list[Tensor]:
     """Return query, key, value and a gradient of the output; the same on all ranks."""
-    generator = torch.Generator(here.device).manual_seed(0)
-    shape = sum(case.lengths), here.heads, here.dim
-    return [torch.randn(shape, device=here.device, generator=generator).to(here.dtype) for _ in range(4)]
+    described = measure.Case(
+        name=case.name, lens_q=case.lengths, lens_k=case.lengths, varlen=True, heads=(here.heads, here.heads),
+        dims=(here.dim, here.dim), dtype=str(here.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return list(measure.inputs(described, here.device, drawn_on=here.device)[:4])
 
 
 def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -30,6 +30,7 @@ from attnreg.bench.report import save, show, show_machine
 from attnreg.contract import offsets
 from attnreg.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.dispatch import call_cache
+from attnreg.measure import Case, inputs
 from attnreg.measure.timing import interleaved, timer_for
 
 if TYPE_CHECKING:
@@ -95,10 +96,13 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
 
 def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """Return the calls that are timed."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = [torch.randn(2 * tokens, 8, 64, device=device, dtype=dtype) for _ in range(4)]
+    case = Case(
+        name="ablation", lens_q=(tokens, tokens), lens_k=(tokens, tokens), varlen=True, heads=(8, 8),
+        dtype="bfloat16" if device.type == "cuda" else "float32", one_cu_seqlens=True,
+    )  # fmt: skip
+    *rows, call = inputs(case, device, drawn_on=device)
     dense = [x.view(2, tokens, 8, 64).transpose(1, 2) for x in rows]
-    cu_seqlens = torch.tensor([0, tokens, 2 * tokens], device=device, dtype=torch.int32)
+    cu_seqlens = call.cu_seqlens_q
 
     def varlen(*inputs: Tensor) -> Any:
         return attnreg.varlen_attn(*inputs, cu_seqlens, cu_seqlens, tokens, tokens)

@@ -1,10 +1,14 @@
 """Dense attention on a CPU: torch's kernel against the compiled one, on shapes drawn at random.
 
-    python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N] [--json FILE]
+    python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N] [--masked]
+                                  [--json FILE]
 
 Both get the tensors of an SDPA call, (B, H, S, D) in memory, and return what its op returns: torch's kernel
 as attnreg captures it, the compiled one (`attnreg build`) through its launcher. They take turns, forward and
 backward separately. A ratio is torch's time over the compiled kernel's, the median over the rounds.
+
+With `--masked` each call has a boolean mask of padded keys, which torch's kernel gets as numbers to add. The
+compiled kernel takes no mask: it is given how many keys of each sequence count.
 
 `attnreg/backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions
 are: geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best
@@ -14,6 +18,7 @@ of those that it leaves to torch.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import sys
@@ -27,9 +32,10 @@ from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled
 from attnreg.backends.cpu.flash import Flash
 from attnreg.bench.report import save, show, show_machine
-from attnreg.contract.backend import Call
-from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.measure.timing import calls_for, interleaved, median_ratio
+from attnreg.contract.spec import AttentionSpec, Device, Direction
+from attnreg.measure import Case, Inputs, Sample, inputs
+from attnreg.measure.reference import Results
+from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,66 +48,82 @@ MOST_WORK = 3e9
 ROUND = 0.01
 
 
-def drawn(draw: random.Random, dtype: str) -> AttentionSpec:
+def drawn(draw: random.Random, dtype: str, masked: bool) -> AttentionSpec:
     """Draw a call that doesn't take too long."""
     while True:
         length = round(2 ** draw.uniform(4, 12))
         other = round(2 ** draw.uniform(0, 12)) if draw.random() < 0.2 else length
         heads_k, dim = draw.choice((1, 2, 4, 8, 16)), draw.choice((32, 64, 64, 80, 128, 128, 256))
         heads, batch = heads_k * draw.choice((1, 1, 2, 4, 8)), draw.randint(1, 8)
-        is_causal = other == length and draw.random() < 0.5
+        is_causal = other == length and draw.random() < 0.5 and not masked
         if 4.0 * batch * heads * other * length * dim <= MOST_WORK:
             return AttentionSpec(
                 device=Device("cpu"), dtype=dtype, batch=batch, max_q=other, max_k=length, heads_q=heads,
                 heads_k=heads_k, head_dim=dim, head_dim_v=dim, window=(-1, 0) if is_causal else (-1, -1),
+                bias=masked,
             )  # fmt: skip
 
 
-def sides(spec: AttentionSpec) -> Iterator[tuple[str, Sides]]:
+def case_of(spec: AttentionSpec) -> Case:
+    """Return a drawn call as `attnreg.measure` describes it, (B, H, S, D) in memory as those of SDPA are."""
+    return Case(
+        name="drawn", lens_q=(spec.max_q,) * spec.batch, lens_k=(spec.max_k,) * spec.batch,
+        heads=(spec.heads_q, spec.heads_k), dims=(spec.head_dim, spec.head_dim), window=spec.window,
+        dtype=spec.dtype, layout="bhsd", grad_layout="bhsd", bias="key padding" if spec.bias else "none",
+    )  # fmt: skip
+
+
+def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     """Yield each direction with the functions that run the call."""
-    dtype, scale = getattr(torch, spec.dtype), spec.head_dim**-0.5
-    q, grad = torch.randn(2, spec.batch, spec.heads_q, spec.max_q, spec.head_dim).to(dtype)
-    k, v = torch.randn(2, spec.batch, spec.heads_k, spec.max_k, spec.head_dim).to(dtype)
-    flash, kernel = Flash.captured(), compiled.load()
+    flash, kernel, case = Flash.captured(), compiled.load(), case_of(spec)
     if kernel is None:
         sys.exit("there is no compiled kernel: run `attnreg build`")
-    out, lse = flash.forward_kernel(q, k, v, 0.0, spec.causal, scale=scale)
-    call = Call(scale, spec.max_q, spec.max_k, spec.window)
-    given = tuple(x.transpose(1, 2) for x in (q, k, v))
-    back = (grad.transpose(1, 2), *given, out.transpose(1, 2), lse)
-    forward: Any = kernel.specialize("forward", given, call)
-    backward: Any = kernel.specialize("backward", back, call)
-    torch.testing.assert_close(forward(*given)[0], out.transpose(1, 2), atol=0.02, rtol=0.02)
+    given = inputs(case)
+    *tensors, grad, call = given
+    options: dict[str, Any] = {"scale": call.scale}
+    ours = call
+    if (mask := call.attn_bias) is not None:
+        options["attn_mask"] = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).to(grad.dtype)
+        ours = call._replace(attn_bias=None, seqused_k=mask.sum(-1, dtype=torch.int32).flatten())
+    dense, grad_dense = [x.transpose(1, 2) for x in tensors], grad.transpose(1, 2)
+    out, lse = flash.forward_kernel(*dense, 0.0, spec.causal, **options)
+    gradients, back = (grad_dense, *dense, out, lse), (grad, *tensors, out.transpose(1, 2), lse)
+    forward: Any = kernel.specialize("forward", tuple(tensors), ours)
+    backward: Any = kernel.specialize("backward", back, ours)
+    if forward is None or backward is None:  # calls with `seqused_k` have no launchers
+        forward, backward = (functools.partial(run, call=ours) for run in (kernel.forward, kernel.backward))
+    check(case, given, dict(zip(Results._fields, (*forward(*tensors), *backward(*back)), strict=True)))
     yield (
         "forward",
         {
-            "torch": lambda: flash.forward_kernel(q, k, v, 0.0, spec.causal, scale=scale),
-            "compiled": lambda: forward(*given),
+            "torch": lambda: flash.forward_kernel(*dense, 0.0, spec.causal, **options),
+            "compiled": lambda: forward(*tensors),
         },
     )
-    gradients = (grad, q, k, v, out, lse, 0.0, spec.causal)
     yield (
         "backward",
         {
-            "torch": lambda: flash.backward_kernel(*gradients, scale=scale),
+            "torch": lambda: flash.backward_kernel(*gradients, 0.0, spec.causal, **options),
             "compiled": lambda: backward(*back),
         },
     )
 
 
-def per_call(run: Callable[[], Any], calls: int) -> float:
+def check(case: Case, given: Inputs, results: dict[str, Any]) -> None:
+    """Refuse to time the compiled kernel where it breaks the accuracy rule."""
+    if wrong := Sample(case, given).verdict(results).wrong:
+        sys.exit(f"{case} {case.lens_q} {case.lens_k} {case.heads} {case.dims}: {wrong}")
+
+
+def once(run: Callable[[], Any], calls: int) -> float:
     """Return the seconds of one call; with one thread those of the CPU, which other programs don't add to."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    for _ in range(calls):
-        run()
-    return (clock() - start) / calls
+    return per_call(run, calls, time.thread_time if torch.get_num_threads() == 1 else None)
 
 
-def measure(spec: AttentionSpec, direction: str, runs: Sides, rounds: int) -> dict[str, Any]:
+def measure(spec: AttentionSpec, direction: Direction, runs: Sides, rounds: int) -> dict[str, Any]:
     """Time one direction of a call."""
-    calls = {name: calls_for(ROUND, per_call(run, 1)) for name, run in runs.items()}
-    taken = interleaved({name: lambda name=name: per_call(runs[name], calls[name]) for name in runs}, rounds)
+    calls = {name: calls_for(ROUND, once(run, 1)) for name, run in runs.items()}
+    taken = interleaved({name: lambda name=name: once(runs[name], calls[name]) for name in runs}, rounds)
     return {
         "call": str(spec),
         "dtype": spec.dtype,
@@ -109,7 +131,7 @@ def measure(spec: AttentionSpec, direction: str, runs: Sides, rounds: int) -> di
         "threads": torch.get_num_threads(),
         "microseconds": {name: statistics.median(times) * 1e6 for name, times in taken.items()},
         "ratio": median_ratio(taken["torch"], taken["compiled"]),
-        "moved": choice.replaces_torch(direction, spec),  # type: ignore[arg-type]
+        "moved": not spec.bias and choice.replaces_torch(direction, spec),
     }
 
 
@@ -132,13 +154,14 @@ def main() -> None:
     )
     for name, default in (("shapes", 40), ("seed", 0), ("threads", torch.get_num_threads()), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--masked", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     show_machine()
     draw, results = random.Random(options.seed), []
     for dtype in ("float32", "bfloat16", "float16") * options.shapes:
-        spec = drawn(draw, dtype)
+        spec = drawn(draw, dtype, options.masked)
         results += [measure(spec, *each, options.rounds) for each in sides(spec)]
     header = ("calls", "moved", "their ratio", "worst", "left", "their ratio", "best")
     title = f"cpu {cpu.BACKEND.version()}, {options.threads} threads: torch's time over the compiled kernel's"

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend
 import attnreg
 from attnreg.bench.report import save, show, show_machine
 from attnreg.masks.cache import find
+from attnreg.measure import Case, Inputs, Sample, inputs
 from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ class Sizes(NamedTuple):
     heads: int
     length: int
     dim: int
-    dtype: torch.dtype
+    dtype: str
 
 
 SIZES = {
-    "cpu": [Sizes(8, 8, 512, 64, torch.float32), Sizes(8, 8, 512, 64, torch.bfloat16)],
-    "cuda": [Sizes(16, 16, 1024, 128, torch.bfloat16), Sizes(8, 16, 4096, 128, torch.bfloat16)],
+    "cpu": [Sizes(8, 8, 512, 64, "float32"), Sizes(8, 8, 512, 64, "bfloat16")],
+    "cuda": [Sizes(16, 16, 1024, 128, "bfloat16"), Sizes(8, 16, 4096, 128, "bfloat16")],
 }
 
 
@@ -71,31 +72,34 @@ def measure(
     sizes: Sizes, padding: str, causal: bool, backward: bool, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Time one batch on both sides; returns milliseconds, and what ran."""
-    torch.manual_seed(0)
-    shape, timer = (sizes.batch, sizes.length, sizes.heads, sizes.dim), timer_for(device)
-    *inputs, grad_out = (torch.randn(shape, device=device).to(sizes.dtype).transpose(1, 2) for _ in "qkvo")
-    inputs = [x.requires_grad_(backward) for x in inputs]
-    mask = mask_of(sizes, padding, causal, device)
+    lengths, timer = (sizes.length,) * sizes.batch, timer_for(device)
+    case = Case(
+        name=padding, lens_q=lengths, lens_k=lengths, heads=(sizes.heads, sizes.heads),
+        dims=(sizes.dim, sizes.dim), dtype=sizes.dtype,
+    )  # fmt: skip
+    given = inputs(case, device, drawn_on=device)
+    tensors = [x.requires_grad_(backward).transpose(1, 2) for x in given[:3]]
+    mask, grad_out = mask_of(sizes, padding, causal, device), given.grad_out.transpose(1, 2)
 
     def side(function: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
-            out = function(*inputs, attn_mask=mask)
-            return [out, *(torch.autograd.grad(out, inputs, grad_out) if backward else ())]
+            out = function(*tensors, attn_mask=mask)
+            return [out, *(torch.autograd.grad(out, tensors, grad_out) if backward else ())]
 
         return run
 
     runs = {"torch": side(TORCHS), "attnreg": side(F.scaled_dot_product_attention)}
     attnreg.reset_stats()
-    check(runs, sizes.dtype)
+    check(runs, case, given._replace(call=given.call._replace(attn_bias=mask)))
     stats = attnreg.stats()
     calls = calls_for(0.05, per_call(runs["attnreg"], 1))
     taken = interleaved(
         {name: lambda run=run: timer.back_to_back(run, calls) for name, run in runs.items()}, rounds
     )
-    choice = torch._fused_sdp_choice(*inputs, attn_mask=mask)
+    choice = torch._fused_sdp_choice(*tensors, attn_mask=mask)
     return {
         "length": sizes.length,
-        "dtype": str(sizes.dtype).removeprefix("torch."),
+        "dtype": sizes.dtype,
         "padding": padding,
         "mask": "causal" if causal else "keys",
         "directions": "forward + backward" if backward else "forward",
@@ -109,11 +113,13 @@ def measure(
     }
 
 
-def check(runs: dict[str, Callable[[], list[Tensor]]], dtype: torch.dtype) -> None:
-    """Refuse to time what doesn't compute the same."""
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
-    for ours, theirs in zip(runs["attnreg"](), runs["torch"](), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, given: Inputs) -> None:
+    """Refuse to time what breaks the accuracy rule."""
+    sample = Sample(case, given)
+    for name, run in runs.items():
+        results = zip(("out", "dq", "dk", "dv"), run(), strict=False)
+        if wrong := sample.verdict({which: x.detach().transpose(1, 2) for which, x in results}).wrong:
+            sys.exit(f"{case}, {name}: {wrong}")
 
 
 def look(mask: Tensor, sizes: Sizes, rounds: int) -> float:

@@ -20,6 +20,7 @@ import torch
 
 import attnreg
 from attnreg.bench.report import save, show, show_machine
+from attnreg.measure import Case, inputs
 from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
@@ -37,22 +38,22 @@ class Sizes(NamedTuple):
     lengths: tuple[int, ...]
     heads: tuple[int, int]
     dim: int
-    dtype: torch.dtype
+    dtype: str
 
 
 SIZES = {
     "cuda": [
-        Sizes((2048, 1500, 4000, 700, 3100), (16, 4), 128, torch.bfloat16),
-        Sizes((300, 180, 512, 77), (16, 4), 64, torch.bfloat16),
+        Sizes((2048, 1500, 4000, 700, 3100), (16, 4), 128, "bfloat16"),
+        Sizes((300, 180, 512, 77), (16, 4), 64, "bfloat16"),
     ],
-    "cpu": [Sizes((300, 180, 512, 77), (8, 2), 64, torch.float32)],
+    "cpu": [Sizes((300, 180, 512, 77), (8, 2), 64, "float32")],
 }
 
 
 def options_of(sizes: Sizes, device: torch.device, backward: bool) -> dict[str, dict[str, Any]]:
     """Return what each option adds to the arguments of a call."""
     heads = sizes.heads[0]
-    sinks = torch.randn(heads, device=device).to(sizes.dtype).requires_grad_(backward)
+    sinks = torch.randn(heads, device=device).to(getattr(torch, sizes.dtype)).requires_grad_(backward)
     slopes = torch.rand(heads, device=device)
     found: dict[str, dict[str, Any]] = {
         PLAIN: {},
@@ -69,13 +70,13 @@ def calls(
 ) -> dict[str, Callable[[], object]]:
     """Return a call with each option, forward or both directions."""
     torch.manual_seed(0)
-    tokens, longest = sum(sizes.lengths), max(sizes.lengths)
-    ends = torch.tensor([0, *sizes.lengths]).cumsum(0).int().to(device)
-    query, *rest = (
-        torch.randn(tokens, heads, sizes.dim, device=device).to(sizes.dtype).requires_grad_(backward)
-        for heads in (sizes.heads[0], sizes.heads[1], sizes.heads[1])
-    )
-    grad = torch.randn_like(query)
+    case = Case(
+        name="options", lens_q=sizes.lengths, lens_k=sizes.lengths, varlen=True, heads=sizes.heads,
+        dims=(sizes.dim, sizes.dim), dtype=sizes.dtype, one_cu_seqlens=True,
+    )  # fmt: skip
+    *tensors, grad, call = inputs(case, device, drawn_on=device)
+    query, *rest = (x.requires_grad_(backward) for x in tensors)
+    ends, longest = call.cu_seqlens_q, call.max_q
 
     def of(given: dict[str, Any]) -> Callable[[], object]:
         leaves = [

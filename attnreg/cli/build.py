@@ -47,9 +47,9 @@ def build(
                 made[name] = str(building.build(library, missing or bool(others)))
         except BuildError as error:
             failures.append(str(error))
-            # With --missing it goes into a log, as one line: what failed, and the compiler's first line.
-            lines = [line.strip() for line in str(error).splitlines()[:2]]
-            typer.echo(f"attnreg: {' '.join(lines) if missing else error}", err=True)
+            # With --missing it goes into a log.
+            said = building.in_one_line(str(error)) if missing else error
+            typer.echo(f"attnreg: {said}", err=True)
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
         problem = {"type": "BuildError", "message": "\n".join(failures)}

@@ -108,18 +108,18 @@ def check_values(query: Tensor, key: Tensor, call: Call) -> None:
     longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table` has other pages, than there
     are.
     """
-    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if offsets_q is None:
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if cu_seqlens_q is None:
         return
-    lengths = _checked_lengths(offsets_q.tolist(), query.shape[0], call.max_q, "q")
+    lengths = _checked_lengths(cu_seqlens_q.tolist(), query.shape[0], call.max_q, "q")
     if call.block_table is not None:
         _check_pages(key, call.block_table.tolist(), call)
         return
-    if offsets_k is None:
+    if cu_seqlens_k is None:
         return
     # In self-attention the key's offsets are the query's, which are checked above.
-    if offsets_k is not offsets_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
-        lengths = _checked_lengths(offsets_k.tolist(), key.shape[0], call.max_k, "k")
+    if cu_seqlens_k is not cu_seqlens_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
+        lengths = _checked_lengths(cu_seqlens_k.tolist(), key.shape[0], call.max_k, "k")
     if call.seqused_k is not None:
         _check_used(call.seqused_k.tolist(), lengths)
 

@@ -3,9 +3,10 @@
 `use_backend(...)` and `backend=` make a `ScopedChoice`. The backward of a call often runs outside the `with`
 block, on another thread, and all that an aten op's backward gets of its forward are saved tensors. So a
 forward returns a *choice token*: one of the op's auxiliary outputs, in a storage whose length, and where the
-token begins in it, say the choice's number. That takes no kernel and no host sync, and it survives autograd,
-CUDA graphs and, for scalars, torch.compile (Inductor may give a larger tensor a storage of its own; then the
-backward is decided without the choice).
+token begins in it, say the choice's number. On a GPU that takes no kernel and no host sync; on a CPU, where
+the LSE is the token, its storage is resized or copied. It survives autograd, CUDA graphs and, for scalars,
+torch.compile (Inductor may give a larger tensor a storage of its own; then the backward is decided without
+the choice).
 """
 
 from __future__ import annotations

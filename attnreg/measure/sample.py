@@ -108,6 +108,14 @@ class Sample:
             return (x[heads, here] if self._case.varlen else x[part.sequence, heads]).mT
         return (x[here] if self._case.varlen else x[part.sequence])[:, heads]
 
+    def _bias(self, part: Part, head: int, rows: slice) -> Tensor | None:
+        """Return what a call without packed sequences adds to the scores of some rows of a query head."""
+        if (bias := self._given.call.attn_bias) is None:
+            return None
+        sizes = len(self._case.lens_q), self._case.heads[0], self._case.max_q, self._case.max_k
+        group = sizes[1] // self._case.heads[1]
+        return bias.expand(sizes)[part.sequence, part.head * group + head, rows]
+
     @torch.enable_grad()  # a caller may have turned it off for the kernels
     def _computed(self, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the results of a part, computed in one dtype a query head and some rows at a time."""
@@ -124,7 +132,10 @@ class Sample:
             for first in range(0, len(q), at_once):
                 some = q[first : first + at_once, head : head + 1].requires_grad_()
                 out, lse = attend(
-                    some[None], k[None], v[None], call.scale, call.window, first_row=first, len_q=len(q)
+                    *(some[None], k[None], v[None], call.scale, call.window),
+                    bias=self._bias(part, head, slice(first, first + at_once)),
+                    first_row=first,
+                    len_q=len(q),
                 )
                 rows["out"].append(out[0].detach())
                 rows["lse"].append(lse[0].detach().mT)

@@ -1,7 +1,8 @@
 """The turns that backends take at calls of one kind: whose is next, what each took, when they are over.
 
-Nothing waits for the device: a turn records two events around the kernel, and a later call reads them. The
-device is kept busy for as long as the host takes to launch, so that the time between them is the kernel's.
+Nothing waits for the device, as the timer of `attnreg/measure/` would: a turn records two events around the
+kernel, and a later call reads them. The device is kept busy for as long as the host takes to launch, so that
+the time between them is the kernel's.
 """
 
 from __future__ import annotations

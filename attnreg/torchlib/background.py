@@ -64,7 +64,8 @@ class Status(NamedTuple):
 def ensure_built() -> None:
     """Have the libraries that are missing compiled in the background; for the first call of a program.
 
-    Only the first time in a process, and only if no other process compiles. Returns at once and never raises.
+    Only the first time in a process, and only if no other process compiles. Returns at once, with the process
+    started and a line logged, as the program may end with this call; never raises.
     With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it does nothing.
     """
     global _considered
@@ -76,8 +77,7 @@ def ensure_built() -> None:
         if mode == "now":
             wait_built()
         if mode == "background" and _missing():
-            # A daemon: a program that ends doesn't wait for it.
-            threading.Thread(target=_start, name="attnreg-build", daemon=True).start()
+            _start()
 
 
 def wait_built() -> None:
@@ -97,7 +97,11 @@ def wait_built() -> None:
                 _check_places()
                 log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
                 with _locked():
-                    build_missing(logging.WARNING)
+                    failures = build_missing()
+                if len(failures) == len(LIBRARIES):
+                    raise BuildError(failures[0])
+                for failure in failures:
+                    log.warning("%s", failure)
         _waited = True
 
 
@@ -125,15 +129,20 @@ def build(library: Library, only_missing: bool = False) -> Path:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
-def build_missing(level: int = logging.DEBUG) -> None:
-    """Compile what is missing and hasn't failed before; the caller owns the lock."""
+def build_missing() -> list[str]:
+    """Compile what is missing and hasn't failed before, and return a line for each that can't be compiled.
+
+    The caller owns the lock.
+    """
+    failures = []
     for library in _missing():
         try:
             if failure := _failure(library):
                 raise BuildError(failure)
             _build(library)
         except BuildError as error:
-            log.log(level, "%s", error)
+            failures.append(libraries.in_one_line(str(error)))
+    return failures
 
 
 def is_left_out() -> bool:
@@ -199,12 +208,12 @@ def _check_places() -> None:
 
 
 def _detach(found: list[str]) -> None:
-    """Start the process, and wait for the one that starts it, which takes some hundredths of a second."""
+    """Start the process by one that ends at once; a thread waits for it, some hundredths of a second."""
     # Elsewhere this is the program that Python is built into: it would be started a second time.
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         raise BuildError(f"{sys.executable!r} is no Python to compile with; `attnreg build` does it")
-    path = _lock_path()
-    lock = locks.lock_file(path)
+    with caches.readable_errors():
+        lock = locks.lock_file(_lock_path())
     if lock is None:
         log.debug("another process compiles already")
         return
@@ -214,19 +223,25 @@ def _detach(found: list[str]) -> None:
         process = subprocess.Popen(
             libraries.python(DETACHED, str(lock), str(libraries.ROOT / "__init__.py")),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd=path.parent, pass_fds=(lock,), start_new_session=True,
+            cwd=_lock_path().parent, pass_fds=(lock,), start_new_session=True,
             env=libraries.child_environment() | {"CXX": shlex.join(found)},
         )  # fmt: skip
-        if process.wait():
-            raise BuildError(f"the process that compiles ended with status {process.returncode}")
-        log.info(
-            "compiling %s in the background (process %s, low priority): programs that start after it use "
-            "them; ATTNREG_BUILD=off forbids it",
-            " and ".join(library.title for library in missing),
-            os.pread(lock, 100, 0).decode(),
-        )
     finally:
         locks.release(lock)
+    log.info(
+        "compiling %s in the background, at low priority: programs that start after it use them; "
+        "ATTNREG_BUILD=off forbids it",
+        " and ".join(library.title for library in missing),
+    )
+    # A daemon: a program that ends doesn't wait for it.
+    threading.Thread(target=_wait_for, args=(process,), name="attnreg-build", daemon=True).start()
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the process that starts the one that compiles, and log it if it fails."""
+    with _logged(logging.INFO):
+        if process.wait():
+            raise BuildError(f"the process that compiles ended with status {process.returncode}")
 
 
 def _lock_path() -> Path:
@@ -235,7 +250,8 @@ def _lock_path() -> Path:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    lock = locks.lock_file(_lock_path(), wait=True)
+    with caches.readable_errors():
+        lock = locks.lock_file(_lock_path(), wait=True)
     try:
         yield
     finally:
@@ -277,8 +293,7 @@ def _failure(library: Library) -> str:
         found = json.loads(_record(library).read_text(encoding="utf-8"))
         if found["compiler"] != libraries.identity(libraries.find()):
             return ""
-        first, *rest = str(found["message"]).splitlines()
-        said = "".join(f" {line.strip()}" for line in rest[:1])
-        return f"{first}{said} (tried at {found['when']}; `attnreg build` tries again)"
+        said = libraries.in_one_line(str(found["message"]))
+        return f"{said} (tried at {found['when']}; `attnreg build` tries again)"
     except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
         return ""

@@ -16,11 +16,19 @@ from types import ModuleType
 from attnreg.errors import BuildError
 from attnreg.torchlib import libraries
 from attnreg.torchlib.background import Status, build, ensure_built, is_left_out, status, wait_built
-from attnreg.torchlib.libraries import CALL_CACHE, CPU_KERNEL, LIBRARIES, Library, existing, target
+from attnreg.torchlib.libraries import (
+    CALL_CACHE,
+    CPU_KERNEL,
+    LIBRARIES,
+    Library,
+    existing,
+    in_one_line,
+    target,
+)
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_file", "loaded",
-    "loaded_cpu_kernel", "status", "target",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_file",
+    "in_one_line", "loaded", "loaded_cpu_kernel", "status", "target",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")

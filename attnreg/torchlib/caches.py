@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -13,13 +14,30 @@ def folder(purpose: str) -> Path:
     """Return the folder for a purpose, below the user's cache folder; it may not exist yet.
 
     That is `XDG_CACHE_HOME`, or `~/.cache`, as the XDG Base Directory Specification has it. Raises
-    RuntimeError if the user has no home folder.
+    RuntimeError if the user has no home folder, or HOME isn't the whole path of one.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification has relative paths ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "attnreg" / purpose
+    if not Path(base).is_absolute():
+        # With an empty HOME Python takes the root, with a relative one the folder that the program is in.
+        if not Path(home := os.environ.get("HOME", "/")).is_absolute():
+            raise RuntimeError(f"HOME must be an absolute path, got {home!r}")
+        base = str(Path.home() / ".cache")
+    return Path(base, "attnreg", purpose)
 
 
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """Have an error of the system's say which file can't be written and why, as attnreg's own do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename and error.strerror:
+            raise type(error)(f"{error.filename} can't be written: {error.strerror}") from error
+        raise
+
+
+@readable_errors()
 def make(folder: Path) -> None:
     """Make a folder and those above it that aren't there, for this user alone whatever the umask is."""
     if not folder.exists():
@@ -27,6 +45,7 @@ def make(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
+@readable_errors()
 def check_writable(folder: Path) -> None:
     """Raise OSError if this user can't make files in a folder, or others can, or can replace it; makes none.
 

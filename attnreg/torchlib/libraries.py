@@ -144,7 +144,7 @@ def checked(library: Library) -> Path:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
         raise BuildError(f"{what}; `attnreg build` does it") from None
     except OSError as error:
-        raise BuildError(f"{file} can't be read: {error}") from error
+        raise BuildError(f"{file} can't be read: {error.strerror or error}") from error
     if problem:
         raise BuildError(f"{file} isn't loaded: {problem}")
     return file
@@ -232,6 +232,11 @@ def python(script: str, *arguments: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """Return the variables of a process that compiles: `import torch` installs no routers there."""
     return os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ATTNREG_BUILD": "off"}
+
+
+def in_one_line(message: str) -> str:
+    """Return how compiling failed as a line for a log: what failed, and the compiler's first line."""
+    return " ".join(line.strip() for line in message.splitlines()[:2])
 
 
 def _arguments(library: Library, output: Path) -> list[str]:

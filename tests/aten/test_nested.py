@@ -23,11 +23,11 @@ def nested(*inputs, offsets):
     return [nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in inputs]
 
 
-def attend(inputs, offsets, offsets_k=None, **options):
+def attend(inputs, offsets, cu_seqlens_k=None, **options):
     """Return the packed result of a call of nested tensors."""
     offsets = offsets.long()
     query = nested(inputs[0], offsets=offsets)
-    rest = nested(*inputs[1:], offsets=offsets if offsets_k is None else offsets_k.long())
+    rest = nested(*inputs[1:], offsets=offsets if cu_seqlens_k is None else cu_seqlens_k.long())
     return F.scaled_dot_product_attention(*query, *rest, **options).transpose(1, 2).values()
 
 
@@ -51,11 +51,11 @@ def test_every_document_and_its_gradients_are_right_on_the_registered_backend(
 
 
 def test_queries_and_keys_may_have_lengths_of_their_own(packed, ran):
-    *inputs, offsets_q, offsets_k, _, _ = packed([3, 5], [6, 2])
+    *inputs, cu_seqlens_q, cu_seqlens_k, _, _ = packed([3, 5], [6, 2])
     with attnreg.register_backend("math"):
-        out = attend(inputs, offsets_q, offsets_k)
+        out = attend(inputs, cu_seqlens_q, cu_seqlens_k)
     assert ran() == {"math": (1, 0)}
-    truth.assert_near(out, truth.varlen(*inputs, offsets_q, offsets_k)[0])
+    truth.assert_near(out, truth.varlen(*inputs, cu_seqlens_q, cu_seqlens_k)[0])
 
 
 def test_dropout_drops_the_same_weights_for_the_same_seed_and_in_the_backward(packed, ran):
@@ -153,8 +153,8 @@ def strided(packed):
 
 
 def with_longer_keys(packed):
-    *inputs, offsets_q, offsets_k, _, _ = packed([3, 5], [6, 2])
-    return nested(inputs[0], offsets=offsets_q.long()) + nested(*inputs[1:], offsets=offsets_k.long())
+    *inputs, cu_seqlens_q, cu_seqlens_k, _, _ = packed([3, 5], [6, 2])
+    return nested(inputs[0], offsets=cu_seqlens_q.long()) + nested(*inputs[1:], offsets=cu_seqlens_k.long())
 
 
 # How the tensors are made, whether the call is causal, the reason, and whether torch's own kernels run it.

@@ -104,8 +104,10 @@ def test_softcaps_of_every_size_are_accurate_where_scores_are_large(kernels, sof
 
 
 def wrong_calls():
-    def call(offsets, offsets_k=(0, 4, 8), used=None):
-        ints = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (offsets, offsets_k, used)]
+    def call(offsets, cu_seqlens_k=(0, 4, 8), used=None):
+        ints = [
+            None if x is None else torch.tensor(x, dtype=torch.int32) for x in (offsets, cu_seqlens_k, used)
+        ]
         return Call(0.25, 8, 8, cu_seqlens_q=ints[0], cu_seqlens_k=ints[1], seqused_k=ints[2])
 
     good = (0, 4, 8)

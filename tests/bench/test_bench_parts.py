@@ -268,7 +268,7 @@ def test_overhead_on_a_cpu_measures_every_call_in_every_state_and_both_fronts(mo
     assert set(found["SDPA"]) == ours | {"torch", "aten op, C++ autograd"}
     steps = {"forward, no grad", "forward, grad", BOTH}
     assert all(set(one) == steps for name in overhead.FRONTS for one in found[name].values())
-    assert [line.partition(":")[0] for line in job.left_out] == ["packed 2x2 h2 d8, torch"]  # a GPU's alone
+    assert job.left_out == []
     assert [line.partition(":")[0] for line in job.summary] == [
         "varlen_attn, attnreg, cpu, use_backend()",
         "varlen_attn, attnreg, cpu, backend=",
@@ -306,15 +306,36 @@ def test_each_way_to_name_a_backend_runs_it(routers):
                 assert sides.ran() == {"forward": "math", "backward": "math"}, name
 
 
-def test_what_naming_a_backend_for_some_calls_costs_is_above_registering_it():
+def of_rounds(*steps):
+    return dict(zip(overhead.STEPS, steps, strict=True))
+
+
+def test_what_naming_a_backend_for_some_calls_costs_is_the_median_difference_to_registering_it():
     taken = {
-        "attnreg": dict.fromkeys(overhead.STEPS, 1.0),
-        "attnreg, cpu": {"forward, no grad": 5.0, "forward, grad": 6.0, BOTH: 40.0},
-        "attnreg, cpu, use_backend()": {"forward, no grad": 6.0, "forward, grad": 8.0, BOTH: 39.0},
-        "attnreg, cpu, backend=": {"forward, no grad": 5.0, "forward, grad": 8.5, BOTH: 41.0},
-        "attnreg, FA2, backend=": dict.fromkeys(overhead.STEPS, 1.0),
+        "attnreg": of_rounds(*3 * [[1.0] * 4]),
+        # The machine's speed drifts: medians of each by itself are 8.5 and 10.5, 9.5 and 8.0, 42 and 40.
+        "attnreg, cpu": of_rounds([5.0, 6.0, 11.0, 30.0], [6.0, 7.0, 12.0, 31.0], [40.0, 41.0, 43.0, 60.0]),
+        "attnreg, cpu, use_backend()": of_rounds(
+            [6.0, 7.0, 14.0, 31.0], [5.0, 6.0, 10.0, 29.0], [39.0, 40.0, 40.0, 59.0]
+        ),
+        "attnreg, cpu, backend=": of_rounds(
+            [5.0, 6.0, 11.0, 30.0], [8.5, 9.5, 14.5, 33.5], [41.0, 42.0, 44.0, 61.0]
+        ),
+        "attnreg, FA2, backend=": of_rounds(*3 * [[1.0] * 4]),
     }
     assert overhead.scoped_aims("SDPA", taken) == [
-        "SDPA, attnreg, cpu, use_backend(): +1.0, +2.0, -1.0 µs above registered, aim +2 at most: reached",
+        "SDPA, attnreg, cpu, use_backend(): +1.0, -1.5, -1.0 µs above registered, aim +2 at most: reached",
         "SDPA, attnreg, cpu, backend=: +0.0, +2.5, +1.0 µs above registered, aim +2 at most: MISSED",
     ]
+
+
+def test_where_the_rounds_differ_by_more_than_the_aim_it_is_not_decided():
+    taken = {
+        "attnreg, cpu": of_rounds([5.0] * 4, [5.0] * 4, [5.0] * 4),
+        "attnreg, cpu, backend=": of_rounds([5.0] * 4, [5.0] * 4, [3.0, 3.5, 6.5, 9.0]),
+    }
+    (line,) = overhead.scoped_aims("SDPA", taken)
+    assert line == (
+        "SDPA, attnreg, cpu, backend=: +0.0, +0.0, +0.0 µs above registered, aim +2 at most: "
+        "not decided, as the rounds differ by 3.0 µs"
+    )

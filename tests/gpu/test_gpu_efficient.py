@@ -248,7 +248,7 @@ def test_the_lowest_op_takes_a_batch_of_70000_too(routers, ran):
 @pytest.mark.parametrize("registered", ["efficient", "math"])
 def test_nested_tensors_in_float32_run_forward_and_backward(routers, ran, registered):
     given = gpu.packed((5, 300, 1, 42), dtype=torch.float32)
-    offsets = given.offsets_q.long()
+    offsets = given.cu_seqlens_q.long()
     nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in given.qkv]
     routed()
     with attnreg.register_backend(registered), sdpa_kernel(EFFICIENT):

@@ -45,7 +45,8 @@ def of_an_encoder_layer():
 def of_jagged_tensors():
     given = gpu.packed((5, 300, 1, 42))
     nested = [
-        torch.nested.nested_tensor_from_jagged(x, given.offsets_q.long()).transpose(1, 2) for x in given.qkv
+        torch.nested.nested_tensor_from_jagged(x, given.cu_seqlens_q.long()).transpose(1, 2)
+        for x in given.qkv
     ]
     return given.qkv, lambda: F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
 
@@ -160,7 +161,7 @@ def test_the_fast_path_of_an_encoder_layer_runs_it(named, chosen, ran, monkeypat
 @pytest.mark.parametrize("causal", [False, True])
 def test_jagged_nested_tensors_run_it_forward_and_backward(named, causal, ran):
     given = gpu.packed((5, 300, 1, 42))
-    offsets = given.offsets_q.long()
+    offsets = given.cu_seqlens_q.long()
     nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in given.qkv]
     with attnreg.register_backend(named):
         out = F.scaled_dot_product_attention(*nested, is_causal=causal).transpose(1, 2).values()

@@ -162,7 +162,9 @@ def test_through_the_aten_op_alibi_goes_to_it_with_a_count(ran):
     *_, call = inputs(
         with_alibi(heads=(8, 2), lens_q=(113, 64, 7), lens_k=(203, 64, 31), varlen=True), "cuda"
     )
-    call = call._replace(cu_seqlens_q=given.offsets_q, cu_seqlens_k=given.offsets_k, alibi_slopes=slopes)
+    call = call._replace(
+        cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k, alibi_slopes=slopes
+    )
     reference = _registry.find("math").kernels()
     wanted, _ = reference.forward(*(x.float() for x in given.qkv), call)
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)

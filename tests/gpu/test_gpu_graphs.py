@@ -123,7 +123,7 @@ def test_a_replay_follows_offsets_that_are_refilled(named):
     given = gpu.packed((5, 300, 0, 42))
     graph, results = capture(training_step(named, given))
     for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
-        given.offsets_q.copy_(gpu.offsets_of(lengths))
+        given.cu_seqlens_q.copy_(gpu.offsets_of(lengths))
         gpu.assert_near(gpu.replay(graph, results), gpu.expected(given)[0])
 
 
@@ -155,7 +155,7 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
 def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_behind(named, monkeypatch):
     kernels = _registry.find(named).kernels()
     given = gpu.packed().detached()
-    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.cu_seqlens_q, given.cu_seqlens_k)
     grad = gpu.incoming(given.query)
 
     def step():
@@ -205,7 +205,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
     given, tokens = gpu.packed(lengths, heads=(8, 8)), sum(lengths)
     grad = gpu.incoming(given.query)
     kernels = _registry.find(named).kernels()
-    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.cu_seqlens_q, given.cu_seqlens_k)
     inputs = given.detached().qkv
 
     def directly():

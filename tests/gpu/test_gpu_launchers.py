@@ -96,7 +96,9 @@ def test_layers_whose_tensors_have_other_strides_have_entries_of_their_own(named
     offsets = gpu.offsets_of((40, 300, 7))
     with attnreg.register_backend(named):
         for seed in range(6):
-            separate = gpu.packed((40, 300, 7), seed=seed)._replace(offsets_q=offsets, offsets_k=offsets)
+            separate = gpu.packed((40, 300, 7), seed=seed)._replace(
+                cu_seqlens_q=offsets, cu_seqlens_k=offsets
+            )
             query, key, value = torch.stack([x.detach() for x in separate.qkv], 1).requires_grad_().unbind(1)
             views = separate._replace(query=query, key=key, value=value)
             assert not query.is_contiguous()
@@ -129,7 +131,7 @@ def record_launches(monkeypatch, named):
 def forward_launcher_of(named):
     """Return the launcher of a forward of a kind of call that has run often enough."""
     given = gpu.packed((40, 300, 7), heads=(4, 2)).detached()
-    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.offsets_q, given.offsets_k)
+    call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.cu_seqlens_q, given.cu_seqlens_k)
     for _ in range(SEEN):
         kernels(named).forward(*given.qkv, call)
         torch.cuda.synchronize()
@@ -184,7 +186,7 @@ def test_a_call_that_differs_from_a_kept_one_does_not_run_its_launcher(
         assert is_kept(call)
         with torch.autocast("cuda", torch.bfloat16):
             assert is_kept(call)
-        given.offsets_q[1] += 1  # in place: other sequences now
+        given.cu_seqlens_q[1] += 1  # in place: other sequences now
         right, right_lse = gpu.expected(given)
         assert planned(call) >= 1
 

@@ -19,7 +19,7 @@ def test_results_follow_offsets_that_are_changed_in_place(named):
     gpu.run(gpu.on(named), given)
     torch.cuda.synchronize()  # the device has reported on the old ones
     for lengths in ((42, 300, 5, 0), (300, 1, 1, 10)):  # the second leaves rows to no sequence
-        given.offsets_q.copy_(gpu.offsets_of(lengths))
+        given.cu_seqlens_q.copy_(gpu.offsets_of(lengths))
         gpu.assert_near(gpu.run(gpu.on(named), given), gpu.expected(given)[0])
 
 
@@ -27,10 +27,10 @@ def test_results_follow_offsets_in_an_inference_tensor(named):
     with torch.inference_mode():
         given = gpu.packed((300, 5, 0, 42), grad=False)
         for lengths in ((300, 5, 0, 42), (42, 300, 5, 0), (300, 1, 1, 10)):
-            given.offsets_q.copy_(gpu.offsets_of(lengths))
+            given.cu_seqlens_q.copy_(gpu.offsets_of(lengths))
             out = attnreg.varlen_attn(*given, backend=named)
             torch.cuda.synchronize()
-            right, _ = truth.varlen(*(x.cpu() for x in given.qkv), *[given.offsets_q.cpu()] * 2)
+            right, _ = truth.varlen(*(x.cpu() for x in given.qkv), *[given.cu_seqlens_q.cpu()] * 2)
             truth.assert_near(out.cpu(), right, gpu.BF16)
 
 
@@ -68,13 +68,13 @@ WRITES = pytest.mark.parametrize("prepare", [by_data, by_a_collective, by_a_repl
 def written(named, prepare, lengths):
     """Return inputs of which calls know the offsets, which then get others, and `varlen_attn`."""
     given, front = gpu.packed(FIRST), gpu.on(named)
-    write = prepare(given.offsets_q, gpu.offsets_of(lengths))
+    write = prepare(given.cu_seqlens_q, gpu.offsets_of(lengths))
     for _ in range(3):
         gpu.run(front, given)
         torch.cuda.synchronize()  # the device has reported on them
-    version = given.offsets_q._version
+    version = given.cu_seqlens_q._version
     write()
-    assert given.offsets_q._version == version
+    assert given.cu_seqlens_q._version == version
     return given, front
 
 
@@ -102,5 +102,5 @@ def test_calls_with_the_old_offsets_are_an_error_and_those_after_it_are_right(
 def test_a_write_that_is_reported_is_followed_at_once(named, prepare, nccl):
     for lengths in (SHORTER, REORDERED):
         given, front = written(named, prepare, lengths)
-        torch.autograd.graph.increment_version(given.offsets_q)
+        torch.autograd.graph.increment_version(given.cu_seqlens_q)
         gpu.assert_near(gpu.run(front, given), gpu.expected(given)[0])

@@ -93,6 +93,15 @@ def test_results_computed_some_rows_at_a_time_are_those_of_all_rows(monkeypatch)
             assert error.kernel == pytest.approx(at_once[part][name].kernel, rel=1e-6)
 
 
+@pytest.mark.parametrize("bias", ["key padding", "additive"])
+def test_a_mask_of_the_call_counts(bias):
+    case = dense(70, batch=3, heads=(4, 2), bias=bias)
+    given, found = results_of(case)
+    assert Sample(case, given).verdict(found).wrong == ""
+    unmasked = given._replace(call=given.call._replace(attn_bias=None))
+    assert Sample(case, unmasked).verdict(found).wrong.startswith("out of sequence ")
+
+
 def test_a_forward_alone_is_compared_without_gradients():
     case = dense(40)
     given, found = results_of(case)

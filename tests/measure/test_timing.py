@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnreg.measure import timing
-from attnreg.measure.timing import CudaTimer, Timer, calls_for, interleaved, median_ratio, timer_for
+from attnreg.measure.timing import CudaTimer, Timer, calls_for, interleaved, median_ratio, per_call, timer_for
 
 
 class Gpu:
@@ -96,6 +96,12 @@ def test_on_a_cpu_all_times_are_those_of_the_wall(monkeypatch):
 def test_a_round_is_long_enough_for_the_clock_and_never_too_many_calls():
     assert [calls_for(1.0, once) for once in (5.0, 0.1, 1e-9)] == [1, 10, 200]
     assert [calls_for(2e-3, once, 50) for once in (1.0, 2e-3, 999e-6, 0.0)] == [1, 1, 3, 50]
+
+
+def test_a_call_takes_what_the_clock_says():
+    readings, calls = iter((1.0, 7.0)), []
+    assert per_call(lambda: calls.append(0), 3, lambda: next(readings)) == 2.0
+    assert len(calls) == 3
 
 
 def test_measurements_take_turns_after_a_warm_up_that_does_not_count():

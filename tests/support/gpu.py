@@ -33,8 +33,8 @@ class Packed(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    offsets_q: torch.Tensor
-    offsets_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     max_q: int
     max_k: int
 
@@ -67,9 +67,9 @@ def packed(
 
     keys = lengths_q if lengths_k is None else lengths_k
     query, key, value = tokens(lengths_q, heads[0]), tokens(keys, heads[1]), tokens(keys, heads[1])
-    offsets_q = offsets_of(lengths_q, device)
-    offsets_k = offsets_q if lengths_k is None else offsets_of(lengths_k, device)
-    return Packed(query, key, value, offsets_q, offsets_k, max(lengths_q), max(keys))
+    cu_seqlens_q = offsets_of(lengths_q, device)
+    cu_seqlens_k = cu_seqlens_q if lengths_k is None else offsets_of(lengths_k, device)
+    return Packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max(lengths_q), max(keys))
 
 
 def offsets_of(lengths, device="cuda"):
@@ -117,7 +117,7 @@ def expected_of_sdpa(inputs, **options):
 def expected(given, **options):
     """Return what `run` should have, in float64 on the CPU, and the LSE."""
     leaves = [x.detach().cpu().double().requires_grad_() for x in given.qkv]
-    out, lse = truth.varlen(*leaves, given.offsets_q.cpu(), given.offsets_k.cpu(), **options)
+    out, lse = truth.varlen(*leaves, given.cu_seqlens_q.cpu(), given.cu_seqlens_k.cpu(), **options)
     grad = incoming(given.query).cpu().double()
     return (out, *torch.autograd.grad(out, leaves, grad)), lse
 

@@ -30,13 +30,16 @@ def dense(query, key, value, bias=None, **options):
     return torch.stack([out.transpose(0, 1) for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 
-def varlen(query, key, value, offsets_q, offsets_k, *, used=None, slopes=None, **options):
+def varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *, used=None, slopes=None, **options):
     """Return output (T, H, D_v) and LSE (H, T) of packed tensors; rows of no sequence are 0 and -inf."""
     query, key, value = (x.double() for x in (query, key, value))
     # A sum of nothing is 0 and has a gradient, 0 as well: there may be no sequence to give one.
     out = query.new_zeros(*query.shape[:2], value.shape[-1]) + sum(x[:0].sum() for x in (query, key, value))
     lse = query.new_full((query.shape[1], query.shape[0]), -torch.inf)
-    starts, ends = (offsets_q.tolist(), offsets_k.tolist()), (offsets_q[1:].tolist(), offsets_k[1:].tolist())
+    starts, ends = (
+        (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()),
+        (cu_seqlens_q[1:].tolist(), cu_seqlens_k[1:].tolist()),
+    )
     for index, (q0, k0, q1, k1) in enumerate(zip(*starts, *ends, strict=False)):
         stop = k1 if used is None else k0 + int(used[index])
         if q0 == q1 or k0 == stop:

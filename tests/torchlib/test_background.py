@@ -1,5 +1,7 @@
 """Promises of compiling by itself: once, in the background, and never an error of the program."""
 
+import errno
+import functools
 import json
 import logging
 import multiprocessing
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 from support.compiled_files import stand_in
 from support.processes import Forked, forked, python
+from typer.testing import CliRunner
 
+from attnreg.cli import app
 from attnreg.errors import BuildError
 from attnreg.torchlib import background, building, caches, libraries, locks
 
@@ -76,15 +80,14 @@ import logging, os, sys, torch
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 from attnreg.torchlib import building
 building.ensure_built()
-import threading
-for thread in threading.enumerate():
-    if thread is not threading.current_thread():
-        thread.join()
-print("session", os.getsid(0))
+print("session", os.getsid(0), flush=True)
 """
 
 
-def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_what_it_made(
+AT_ONCE = PROGRAM + "os._exit(0)  # no thread gets to do anything\n"
+
+
+def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_next_program_uses_what_it_made(
     cache, working, tmp_path
 ):
     # Modules of these names in the program's folder must not get into the process that compiles.
@@ -97,11 +100,11 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
         root = str(Path(building.__file__).parents[2])
         return python("-P", "-c", script, cwd=tmp_path, ATTNREG_BUILD="", PYTHONPATH=root)
 
-    first = run(PROGRAM)
+    first = run(AT_ONCE)
     assert (first.returncode, first.stderr) == (0, "")
     assert not is_built(), f"the program waited {time.monotonic() - began} s"
     said, session = first.stdout.splitlines()
-    assert said.startswith("compiling the call cache and the CPU kernel in the background (process ")
+    assert said.startswith("compiling the call cache and the CPU kernel in the background, at low priority: ")
     until(is_built)
     assert len(working.runs()) == 2
     assert {(nice, stdin) for _, _, nice, stdin in working.runs()} == {(19, "/dev/null")}
@@ -114,10 +117,8 @@ def test_a_program_starts_a_process_that_outlives_it_and_the_next_program_uses_w
     assert len(working.runs()) == 2
 
 
-# Each waits for its thread: a program that ends while it has the lock, and before it has started the process,
-# leaves the work to programs that start later, and here there are none.
 SEVERAL = """
-import os, threading, torch
+import os, torch
 from attnreg.torchlib import background, building
 parent, children = os.getpid(), []
 for _ in range(6):
@@ -126,9 +127,6 @@ for _ in range(6):
 if os.getpid() != parent:
     building.ensure_built()
     background._start()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join()
     os._exit(0)
 print([os.waitpid(child, 0)[1] for child in children])
 """
@@ -146,11 +144,15 @@ def test_several_processes_that_start_together_compile_once(cache, compiler):
     )
 
 
-def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compiler, log):
+def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compiler, monkeypatch, log):
     compiler.does("sleep 0.5", "exit 1")
-    background._start()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Inline)
+        background._start()
+    assert len(log) == 1 and log[0].startswith(
+        "compiling the call cache and the CPU kernel in the background"
+    )
     process = locks.holder(background._lock_path())
-    assert f"(process {process}, low priority)" in log[0]
     parent = int(Path(f"/proc/{process}/stat").read_text().split()[3])
     assert parent not in (os.getpid(), 0)
     assert building.status(building.CALL_CACHE) == (
@@ -162,10 +164,10 @@ def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compi
 
 
 def test_only_the_first_call_of_a_process_looks(cache, monkeypatch):
-    started = threading.Event()
-    monkeypatch.setattr(background, "_start", started.set)
+    started = []
+    monkeypatch.setattr(background, "_start", lambda: started.append(True))
     building.ensure_built()
-    assert started.wait(10)
+    assert started
     monkeypatch.setattr(background, "_start", lambda: pytest.fail("it looks a second time"))
     monkeypatch.setattr(background, "_missing", lambda: pytest.fail("it looks a second time"))
     building.ensure_built()
@@ -233,11 +235,21 @@ def test_now_logs_a_failure_and_does_not_retry(cache, compiler, monkeypatch, log
         with pytest.raises(BuildError, match="the call cache isn't compiled"):
             building.loaded()
     assert len(compiler.runs()) == 2
-    assert [message.splitlines()[-1] for message in log[1:]] == ["no such header"] * 2
+    runs_without = "attnreg runs without its compiled part: the call cache can't be compiled: "
+    assert log[1:] == [f"{runs_without}{compiler.script} says no such header"]
     monkeypatch.setattr(background, "_waited", False)  # as in the next process
     background.wait_built()
     assert len(compiler.runs()) == 2
-    assert all("no such header (tried at 2" in message for message in log[-2:])
+    assert log[-1].startswith(f"{runs_without}{compiler.script} says no such header (tried at 2")
+    assert len(log) == 4
+
+
+def test_now_names_the_library_where_one_alone_fails(cache, compiler, copying, untried, monkeypatch, log):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    compiler.does('case "$2" in *attnreg_cpu*) echo no such header >&2; exit 1;; esac', copying)
+    building.ensure_built()
+    assert log[1:] == [f"the CPU kernel can't be compiled: {compiler.script} says no such header"]
+    assert building.loaded()
 
 
 # What goes wrong
@@ -302,12 +314,44 @@ def let_others_write(patch, cache):
     (cache / "call_cache").chmod(0o707)
 
 
+def let_the_compiler_fail(patch, _):
+    patch.setenv("CXX", "false")
+    if os.environ["ATTNREG_BUILD"] == "background":  # what fails there is said by the next program
+        for library in LIBRARIES:
+            with pytest.raises(BuildError):
+                building.build(library)
+
+
+def write_protect(patch, cache):
+    # For root as well, who may write anywhere.
+    make = Path.mkdir
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(cache / "build"))
+    patch.setattr(
+        Path,
+        "mkdir",
+        lambda self, *a, **b: refuse(denied) if self == cache / "build" else make(self, *a, **b),
+    )
+
+
+def set_home(home):
+    def cause(patch, cache):
+        patch.delenv("XDG_CACHE_HOME")
+        patch.setenv("HOME", home)
+        patch.chdir(cache.parent.parent)
+
+    return cause
+
+
 # What the line says, and what brings it about.
 PROBLEMS = {
     "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
     "can't be written to": lambda patch, _: patch.setattr(os, "access", lambda _, mode: not mode & os.W_OK),
     "others may write to ": let_others_write,
     "Not a directory": lambda patch, _: patch.setenv("XDG_CACHE_HOME", "/dev/null"),
+    "/cache/attnreg/build can't be written: Permission denied": write_protect,
+    "HOME must be an absolute path, got ''": set_home(""),
+    "HOME must be an absolute path, got 'relative'": set_home("relative"),
+    "false says exit status 1": let_the_compiler_fail,
     "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
         sys, "executable", "/opt/application"
@@ -323,23 +367,37 @@ PROBLEMS = {
 
 @pytest.mark.parametrize(("problem", "cause"), PROBLEMS.items(), ids=PROBLEMS)
 @pytest.mark.parametrize("mode", ["background", "now"])
-def test_a_problem_changes_nothing_and_is_one_line(cache, compiler, monkeypatch, log, problem, cause, mode):
+def test_a_problem_changes_nothing_and_is_one_line(
+    cache, compiler, monkeypatch, tmp_path, log, problem, cause, mode
+):
     if mode == "now" and ("no Python" in problem or "ended with" in problem):
         pytest.skip("no other process is started")
-    cause(monkeypatch, cache)
     monkeypatch.setenv("ATTNREG_BUILD", mode)
+    cause(monkeypatch, cache)
+    there = set(tmp_path.rglob("*"))
     monkeypatch.setattr(threading, "Thread", Inline)
     building.ensure_built()
     assert compiler.runs() == [] and not any(cache.rglob("*.so"))
-    (line,) = [message for message in log if not message.startswith("compiling before")]
+    if "HOME" in problem:
+        assert set(tmp_path.rglob("*")) == there
+    (line,) = [message for message in log if not message.startswith("compiling ")]
     assert line.startswith("attnreg runs without its compiled part: ") and problem in line
+    assert "\n" not in line and "[Errno" not in line
+
+
+def test_the_command_says_the_same_of_a_folder_that_cannot_be_written(cache, compiler, monkeypatch):
+    write_protect(monkeypatch, cache)
+    done = CliRunner().invoke(app, ["build"])
+    said = f"{cache}/build can't be written: Permission denied"
+    lines = [f"attnreg: {library.title} can't be compiled: {said}" for library in LIBRARIES]
+    assert (done.exit_code, done.stderr.splitlines()) == (1, lines)
 
 
 class Inline:
     """A thread that runs where it is started."""
 
-    def __init__(self, target, **_):
-        self.start = target
+    def __init__(self, target, args=(), **_):
+        self.start = functools.partial(target, *args)
 
 
 def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,6 +370,30 @@ def test_a_library_has_a_file_for_each_source_torch_and_flag(cache, monkeypatch,
     monkeypatch.setattr(libraries.torch, "__version__", "9.9")
     changed()
     assert len(set(files)) == 5
+
+
+@pytest.mark.parametrize("name", [*libraries.COMPILERS, "named by CXX", ""])
+def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
+    if (make := shutil.which("make")) is None:
+        pytest.skip("there is no make")
+    (tmp_path / "bin").mkdir()
+    if name:
+        file = tmp_path / "bin" / name.split()[-1]
+        file.write_text("#!/bin/sh\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CXX", "CXX --an-option" if name == "named by CXX" else "")
+    monkeypatch.delenv("ROUTERS", raising=False)
+    makefile = Path(building.__file__).parents[2] / "Makefile"
+    said = subprocess.run(
+        [make, "-s", "-f", makefile, "--eval", "found:; $(info $(ROUTERS))", "found"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()[0]  # fmt: skip
+    try:
+        found = Path(libraries.find()[0]).name
+    except BuildError:
+        found = ""
+    assert (said, found) == (("compiled", file.name) if name else ("python", ""))
 
 
 # A home folder that can't be read

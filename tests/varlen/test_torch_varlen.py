@@ -176,9 +176,9 @@ def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the
             self.given = given.tolist()
 
     def plan_for(direction, query, key, value, call, *rest):
-        offsets_q = call.cu_seqlens_q
-        derived = derived_from((offsets_q,), 0, ("values",), Values).given
-        found.append((offsets_q.tolist(), derived))
+        cu_seqlens_q = call.cu_seqlens_q
+        derived = derived_from((cu_seqlens_q,), 0, ("values",), Values).given
+        found.append((cu_seqlens_q.tolist(), derived))
         return calls.plan_for(direction, query, key, value, call, *rest)
 
     def ends(lengths):
@@ -186,10 +186,10 @@ def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the
 
     @torch.compile
     def prune(x, first, second):
-        for offsets_q in (ends(first), ends(second)):
-            x = varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
-        offsets_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
-        return varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
+        for cu_seqlens_q in (ends(first), ends(second)):
+            x = varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
+        cu_seqlens_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
+        return varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
 
     monkeypatch.setattr(flash, "plan_for", plan_for)
     with torch.no_grad():

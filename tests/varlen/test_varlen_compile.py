@@ -385,8 +385,10 @@ def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the
             self.given = given.tolist()
 
     def run(direction, tensors, call, *rest, **options):
-        offsets_q = call.cu_seqlens_q
-        found.append((offsets_q.tolist(), offsets.derived_from((offsets_q,), 0, ("values",), Values).given))
+        cu_seqlens_q = call.cu_seqlens_q
+        found.append(
+            (cu_seqlens_q.tolist(), offsets.derived_from((cu_seqlens_q,), 0, ("values",), Values).given)
+        )
         return plans.run(direction, tensors, call, *rest, **options)
 
     def ends(lengths):
@@ -394,10 +396,10 @@ def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the
 
     @torch.compile
     def prune(x, first, second):
-        for offsets_q in (ends(first), ends(second)):
-            x = attnreg.varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
-        offsets_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
-        return attnreg.varlen_attn(x, x, x, offsets_q, offsets_q, 8, 8)
+        for cu_seqlens_q in (ends(first), ends(second)):
+            x = attnreg.varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
+        cu_seqlens_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
+        return attnreg.varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
 
     monkeypatch.setattr(custom_op, "run", run)
     with torch.no_grad():

@@ -13,12 +13,12 @@ HEADS = 4
 SINKS = torch.tensor([0.25, -1.0, 4.0, 0.0])
 
 
-def by_the_formula(query, key, value, offsets_q, offsets_k, sinks, causal=False, softcap=0.0):
+def by_the_formula(query, key, value, cu_seqlens_q, cu_seqlens_k, sinks, causal=False, softcap=0.0):
     """Return output and LSE in float64, of a softmax over the scores and the sink, sequence by sequence."""
     query, key, value, sinks = (x.double() for x in (query, key, value, sinks))
     outs, lses = [], []
     for q0, q1, k0, k1 in zip(
-        *(x.tolist() for x in (offsets_q, offsets_q[1:], offsets_k, offsets_k[1:])), strict=False
+        *(x.tolist() for x in (cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:])), strict=False
     ):
         scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * query.shape[-1] ** -0.5
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
