@@ -82,3 +82,10 @@ def test_the_end_of_a_block_that_has_not_begun_is_an_error(two_ranks):
 def test_offsets_in_other_than_one_dimension_are_an_error_that_says_so(shape):
     with pytest.raises(InvalidInputError, match=r"cu_seq: got shape \(.*, in one dimension"):
         spread_documents(torch.zeros(shape, dtype=torch.int32), 2)
+
+
+@pytest.mark.parametrize("backend", ["math", "cpu"])
+def test_heads_dealt_to_ranks_have_the_bits_of_the_whole_batch(two_ranks, backend):
+    """Where the policy asks for bits that depend on no batch. Results that are merged have others."""
+    assert two_ranks.run(work.bits_of_the_whole_batch, "all_to_all", backend) == [[True] * 4] * 2
+    assert not all(map(all, two_ranks.run(work.bits_of_the_whole_batch, "ring", backend)))

@@ -223,3 +223,18 @@ def dense_in_a_block():
 def end_without_a_begin():
     spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
     return said_by(lambda: spread.__exit__(None, None, None))
+
+
+def bits_of_the_whole_batch(method, backend):
+    """Return whether output and gradients have the bits of one rank's, where those depend on no batch."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 70, 413, 700], "zigzag", method=method)
+    wholes, inputs = ([x.requires_grad_() for x in some] for some in _inputs(spread, dim=16))
+    attnreg.configure({"policy": "batch_invariant"})
+    try:
+        alone = _attend(spread, wholes, backend=backend)
+        wanted = alone, *torch.autograd.grad(alone.sum(), wholes)
+        out = _attend(spread, inputs, group=spread, backend=backend)
+        got = out, *torch.autograd.grad(out.sum(), inputs)
+    finally:
+        attnreg.configure({})
+    return [torch.equal(one, spread.shard(other)) for one, other in zip(got, wanted, strict=True)]
