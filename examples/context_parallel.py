@@ -1,7 +1,7 @@
 """Train on packed documents whose tokens are spread over GPUs, or over processes on a CPU with gloo.
 
     python examples/context_parallel.py                  # a process for each GPU, or two on a CPU
-    python examples/context_parallel.py --tokens 65536
+    python examples/context_parallel.py --tokens 65536 --longest 65536
 
 Each rank has a part of the batch's tokens, and the whole model. Attention is the only part of a model in
 which tokens meet, so the model stays as it is and runs inside `with spread:`. At the end rank 0 trains the
@@ -62,11 +62,11 @@ class Model(nn.Module):
         return self.logits(hidden)
 
 
-def documents(count: int) -> tuple[list[int], Tensor]:
-    """Return where documents begin and end, and `count` + 1 bytes: those of this file, repeated."""
-    draw, ends, text = random.Random(0), [0], Path(__file__).read_bytes()
+def documents(count: int, longest: int) -> tuple[list[int], Tensor]:
+    """Return where documents begin and end, the first as long as any, and `count` + 1 bytes of this file."""
+    draw, ends, text = random.Random(0), [0, longest], Path(__file__).read_bytes()
     while ends[-1] < count:
-        ends.append(min(count, ends[-1] + draw.randint(count // 130 + 1, count // 3)))
+        ends.append(min(count, ends[-1] + draw.randint(min(count // 130 + 1, longest), longest)))
     return ends, torch.tensor(list(text * (count // len(text) + 2)))[: count + 1]
 
 
@@ -74,7 +74,7 @@ def train(spread: attnreg.ContextParallel, is_whole: bool, options: argparse.Nam
     """Return the losses of training on a batch, on all ranks together or on this one alone."""
     torch.manual_seed(0)
     device, longest, offsets = options.device, spread.longest, spread.cu_seq(options.device)
-    _, text = documents(options.tokens)
+    _, text = documents(options.tokens, options.longest)
     tokens, targets = text[:-1].to(device), text[1:].to(device)
     starts = offsets[:-1].repeat_interleave(offsets.diff())
     positions = torch.arange(options.tokens, device=device) - starts
@@ -105,7 +105,7 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
         torch.cuda.set_device(rank)
         backend = "nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    ends, _ = documents(options.tokens)
+    ends, _ = documents(options.tokens, options.longest)
     layout = attnreg.spread_documents(ends, options.ranks, width=WIDTH)
     spread = attnreg.context_parallel(dist.group.WORLD, layout, method=options.method)
     together = train(spread, False, options)
@@ -125,10 +125,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if count > 1 else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=count if count > 1 else 2)
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=2000, help="of the batch, all documents together")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        help="tokens of the longest document, up to --tokens; a third of them unless given",
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--method", default="auto", help="auto, all_to_all, all_gather or ring")
+    parser.add_argument("--method", default="auto", choices=("auto", "all_to_all", "all_gather", "ring"))
     options = parser.parse_args()
+    for name in ("ranks", "tokens", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}, expected a number from 1 on")
+    if options.longest is None:
+        options.longest = max(options.tokens // 3, 1)
+    if not 1 <= options.longest <= options.tokens:
+        parser.error(f"--longest: got {options.longest}, expected a number from 1 to {options.tokens}")
     # GPUs begin kernels as they are enqueued: no exchange waits for attention that was enqueued after it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ from attnreg.dispatch import scope
 from attnreg.dispatch.calls import wants_deterministic
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.modes import autocast, is_plain
-from attnreg.varlen import autograd
+from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
 from attnreg.varlen.plans import call_of, check_tensors, window
 
@@ -76,6 +76,7 @@ def attend_packed(
 ) -> Results:
     """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences."""
     if options.deterministic and not wants_deterministic():
+        spread.check_is_off("deterministic=False, or torch.use_deterministic_algorithms(True)")
         check_tensors(
             query=q, key=k, value=v, cu_seq_q=lengths[0], cu_seq_k=lengths[1], seqused_k=seqused_k,
             block_table=block_table, alibi_slopes=options.alibi_slopes,
@@ -99,6 +100,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
             raise InvalidInputError(
                 f"{name}: got {shown}, expected 4 dimensions (batch, length, heads, head_dim)"
             )
+    spread.check_is_off("packed sequences: flash_attn_varlen_func with the offsets of the whole batch")
     check_tensors(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
     if not batch == len(k) == len(v):

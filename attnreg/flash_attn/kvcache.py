@@ -10,6 +10,7 @@ from torch import Tensor
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import Options, attend_packed, regular_offsets, unpacked
 from attnreg.flash_attn.functions import Window
+from attnreg.varlen import spread
 from attnreg.varlen.plans import check_tensors
 
 
@@ -59,6 +60,7 @@ def flash_attn_with_kvcache(
     Returns:
         The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
     """
+    spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)

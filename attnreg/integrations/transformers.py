@@ -19,6 +19,7 @@ from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInpu
 from attnreg.integrations import behind_flash
 from attnreg.integrations.packing import Batch, Options, Packing, Window, attend, of_equal_lengths, pack
 from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_positions
+from attnreg.varlen import spread
 
 __all__ = ["install"]
 
@@ -96,6 +97,8 @@ def _attend(
 ) -> Tensor:
     sizes = query.shape[0], query.shape[2], key.shape[2]
     given = None if others.get("cu_seq_lens_q") is None else _given(sizes, mask, others)
+    if given is None:
+        spread.check_is_off("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch")
     if isinstance(mask, Tensor):
         return _masked(query, key, value, mask, options)
     positions = others.get("position_ids")

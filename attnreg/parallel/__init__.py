@@ -2,7 +2,7 @@
 
 Here: which rank has which tokens (`layout`, `balance`), which keys each rank needs (`spans`, `steps`) and the
 calls that follow from it (`parts`), three ways to move tokens (`stepwise`, `by_heads`, by `exchange`), the
-choice between them (`ways`, `estimates`), the check that ranks agree (`calls`, `agreement`), and the front
-(`context`). docs/context-parallel.md says what users have to know.
+choice between them (`ways`, `estimates`), the check that ranks agree (`calls`, `agreement`), what a rank has
+of a batch (`batch`), and the front (`context`). docs/context-parallel.md says what users have to know.
 May import: `varlen` and all below it. Read `layout.py` first, then `steps.py`.
 """

@@ -198,6 +198,7 @@ class AttentionByHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         work, shapes, saved = ctx.work, ctx.shapes, ctx.saved_tensors
+        work.options.before_backward()
         groups = len(saved) // 5
         # A rank without a gradient takes part all the same: the others wait for it.
         shape_out = *shapes[0][:2], shapes[2][2]

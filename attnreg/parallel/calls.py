@@ -7,6 +7,7 @@ import hashlib
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,13 +64,15 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest
         query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.element_size(),
         wants_gradient(query, key, value),
     )  # fmt: skip
-    check_scale(1.0 if given.scale is None else given.scale)
+    # As a number: tensors are compared as objects, and each would be another kind.
+    scale = None if given.scale is None else float(given.scale)
+    check_scale(1.0 if scale is None else scale)
     softcap = checked_softcap(given.softcap) if given.softcap else 0.0
     chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
     asked = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
     gradients = query.requires_grad, key.requires_grad, value.requires_grad
     return Kind(
-        shape, bound, canonical_dtype(query.dtype), query.device.type, given.scale, softcap,
+        shape, bound, canonical_dtype(query.dtype), query.device.type, scale, softcap,
         given.sinks is not None, given.with_lse, gradients, asked,
     )  # fmt: skip
 
@@ -101,16 +104,26 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
         check_sinks(query, given.sinks)
 
 
-def check_kernels(calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options: Options) -> None:
-    """Raise `UnsupportedInputError` if no backend can run one of this rank's calls.
+def problem_of(
+    calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options: Options
+) -> UnsupportedInputError | None:
+    """Return the error of the first of this rank's calls that no backend can run, or None.
 
     Later it would be too late: ranks whose calls can all run, or that have none, would wait for this one.
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
-        for decision in decisions(spec, options.choice):
+        needed = [(spec, decision) for decision in decisions(spec, options.choice)]
+        if options.needs_backward and options.with_sinks:  # their gradient comes by the LSE's
+            spec = replace(spec, grad_lse=True)
+            needed[1:] = [(spec, decision) for decision in decisions(spec, options.choice)][1:]
+        for spec, decision in needed:
             if decision.backend is None:
-                refuse(spec, decision)
+                try:
+                    refuse(spec, decision)
+                except UnsupportedInputError as error:
+                    return error
+    return None
 
 
 def check_refused(refused: dict[str, object]) -> None:
@@ -170,10 +183,9 @@ def texts_of_layout(layout: Layout) -> dict[str, str]:
     }
 
 
-def texts(layout: Layout, kind: Kind, device: torch.device, method: str) -> dict[str, str]:
-    """Return what ranks compare before they run the first call of a kind."""
-    found = texts_of_layout(layout)
-    found |= {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
+def texts(kind: Kind, device: torch.device, method: str) -> dict[str, str]:
+    """Return what ranks compare of a call, besides the layout."""
+    found = {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
     found |= {name: str(one) for name, one in kind.shape._asdict().items()}
     spec = AttentionSpec(
         device=device_of(device), dtype=kind.dtype, batch=1, max_q=1024, max_k=1024, heads_q=kind.shape.heads,

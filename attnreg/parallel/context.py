@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -14,36 +15,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.parallel.agreement import agree, refuse
+from attnreg.parallel.agreement import refuse
 from attnreg.parallel.balance import spread_documents
+from attnreg.parallel.batch import SpreadBatch
 from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
 from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
     Kind,
-    check_kernels,
     check_longest,
-    check_offsets,
     check_refused,
     check_tensors,
-    check_tokens,
     kind_of,
+    problem_of,
     texts,
-    texts_of_layout,
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.parts import on_device, prepared
+from attnreg.parallel.parts import prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.parallel.ways import check_asked, choose
+from attnreg.parallel.ways import Choice, check_asked, choose, explain_context_parallel
 from attnreg.torchlib.modes import autocast, is_transformed
-from attnreg.varlen import front, plans
+from attnreg.varlen import front
+from attnreg.varlen.spread import spread_over
 
 __all__ = ["ContextParallel", "context_parallel"]
-
-# So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
-MOST_OFFSETS = 16
 
 
 def context_parallel(
@@ -52,6 +49,8 @@ def context_parallel(
     how: str | None = None,
     *,
     is_causal: bool | None = None,
+    window_size: Sequence[int] | None = None,
+    width: int | None = None,
     method: str = "auto",
     rates: Rates | None = None,
     memory: int | None = None,
@@ -61,7 +60,8 @@ def context_parallel(
     Args:
         group: the ranks; of a `DeviceMesh` one dimension, such as `mesh["cp"]`.
         batch: where each document begins in the whole batch, and the end of the last; or a `Layout`.
-        how, is_causal: as of `spread_documents`, if `batch` is no layout: "contiguous" and True unless given.
+        how, is_causal, window_size, width: as of `spread_documents`, if `batch` is no layout. `how` is
+            "contiguous" unless given. "balanced" needs the window of the calls to balance their work.
         method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
         rates: what the estimate assumes of the machine.
         memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
@@ -88,21 +88,19 @@ def context_parallel(
     rates = Rates() if rates is None else rates
     try:
         check_asked(method, rates, memory)
-        layout = _layout(batch, dist.get_world_size(found), how, is_causal)
+        options = {"how": how, "is_causal": is_causal, "window_size": window_size, "width": width}
+        layout = _layout(batch, dist.get_world_size(found), options)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
         refuse(found, error)
     return ContextParallel(found, layout, method, rates, memory)
 
 
-def _layout(
-    batch: Layout | Sequence[int] | Tensor, ranks: int, how: str | None, is_causal: bool | None
-) -> Layout:
+def _layout(batch: Layout | Sequence[int] | Tensor, ranks: int, options: dict[str, Any]) -> Layout:
+    given = {name: got for name, got in options.items() if got is not None}
     if not isinstance(batch, Layout):
-        how, is_causal = "contiguous" if how is None else how, True if is_causal is None else is_causal
-        return spread_documents(batch, ranks, how, is_causal=is_causal)
-    for name, got in (("how", how), ("is_causal", is_causal)):
-        if got is not None:
-            raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
+        return spread_documents(batch, ranks, **{"how": "contiguous"} | given)
+    for name, got in given.items():
+        raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
     if batch.ranks != ranks:
         raise InvalidInputError(
             f"batch: got a layout for {batch.ranks} ranks, expected {ranks}: the group has so many"
@@ -110,7 +108,7 @@ def _layout(
     return batch
 
 
-class ContextParallel:
+class ContextParallel(SpreadBatch):
     """A packed batch that is spread over the ranks of a group.
 
     Inside a `with` block of it every `attnreg.varlen_attn` of the process takes this rank's rows, with the
@@ -121,90 +119,39 @@ class ContextParallel:
         group: the process group.
         rank: this process's rank in it.
         layout: which rank has which tokens.
-        method: the way that was asked for, or "auto".
+        method: the method that was asked for, or "auto".
+        taken: how many calls (forwards) went by each method.
     """
 
     def __init__(self, group: Any, layout: Layout, method: str, rates: Rates, memory: int | None) -> None:
-        self.group, self.layout, self.method = group, layout, method
-        self.rank = dist.get_rank(group)
+        super().__init__(group, layout)
+        self.method, self.taken = method, Counter[str]()
         self._rates, self._memory = rates, memory
-        self._agreed: dict[Kind, str] = {}  # and the way that it goes
-        self._gathered: set[tuple[object, ...]] = set()  # what of tensors ranks have agreed on
-        self._made: dict[tuple[object, ...], Any] = {}
-        self._known_offsets: list[tuple[Tensor, int]] = []
+        self._agreed: dict[Kind, str] = {}  # and the method that it goes by
         self._before: list[Any] = []
 
-    # The batch
-
-    def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
-        check_tokens(tensor, dim, self.layout.tokens, "of the whole batch")
-        return tensor.index_select(dim, self._rows(self.rank, tensor.device))
-
-    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient.
-
-        Raises `RanksDifferError`, on every rank, if ranks differ in layout, shape or dtype.
-        """
-        here, most = self.layout.rows[self.rank], max(self.layout.rows)
-        try:
-            check_tokens(tensor, dim, here, "of this rank")
-            if tensor.requires_grad and torch.is_grad_enabled():
-                raise InvalidInputError(
-                    "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
-                )
-        except Exception as error:
-            if self._gathered:
-                raise
-            refuse(self.group, error)
-        rows = tensor.movedim(dim, 0)
-        kind = tuple(rows.shape[1:]), str(rows.dtype), rows.device.type
-        if kind not in self._gathered:
-            names = "shape of a row", "dtype", "device"
-            agree(self.group, texts_of_layout(self.layout) | dict(zip(names, map(str, kind), strict=True)))
-            self._gathered.add(kind)
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[:here] = rows
-        parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
-        dist.all_gather(parts, padded, group=self.group)
-        whole = rows.new_empty((self.layout.tokens, *rows.shape[1:]))
-        for rank, count in enumerate(self.layout.rows):
-            whole[self._rows(rank, whole.device)] = parts[rank][:count]
-        return whole.movedim(0, dim)
-
-    def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the position of each of this rank's tokens in its document, for rotary embeddings."""
-        # A copy, as programs write to it: adding an offset to all is one operation.
-        return self._on("positions", device, lambda: self.layout.positions(self.rank)).clone()
-
-    def cu_seq(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the offsets of the whole batch, int32, as `varlen_attn` takes them."""
-        made = self._on("cu_seq", device, lambda: torch.tensor(self.layout.cu_seq).int())
-        if all(tensor is not made for tensor, _ in self._known_offsets):
-            self._known_offsets.append((made, made._version))
-        return made
-
-    @functools.cached_property
-    def longest(self) -> int:
-        """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
-        return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
-
-    def _rows(self, rank: int, device: torch.device) -> Tensor:
-        return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))
-
-    def _on(self, what: str, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
-        device = torch.device(device)
-        tensor: Tensor = self._once((what, device), lambda: on_device(make(), device))
-        return tensor
-
-    # Calls
-
     def __enter__(self) -> Self:
-        self._before.append(front.spread_over(self))
+        self._before.append(spread_over(self))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        front.spread_over(self._before.pop())
+        if not self._before:
+            raise InvalidInputError("context: got the end of a `with` block, expected its begin before")
+        spread_over(self._before.pop())
+
+    def explain(self, *, device: torch.device | str | None = None, **call: Any) -> Choice:
+        """Say which method a call takes here, as `explain_context_parallel` does; no rank waits for others.
+
+        Args:
+            device: where the tensors are, whose memory "auto" looks at; the group's own unless given.
+            call: those arguments of `explain_context_parallel` that are about the call: heads, head dims,
+                dtype, mask, `needs_backward`.
+        """
+        if device is None:
+            is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
+            device = "cuda" if is_gpu else "cpu"
+        call |= {"method": self.method, "rates": self._rates, "memory": self._most(torch.device(device))}
+        return explain_context_parallel(self.layout, **call)
 
     def attend(
         self,
@@ -221,7 +168,7 @@ class ContextParallel:
         Raises:
             RanksDifferError: on every rank, if ranks make different calls.
             InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call; on this
-                rank alone, if others make one of a kind that all have agreed on.
+                rank alone, if others make one that isn't compared.
         """
         if is_transformed():  # where other ranks can't be asked, either
             raise UnsupportedInputError(
@@ -237,39 +184,70 @@ class ContextParallel:
             check_longest(lengths, self.longest)
             for name, tensor in offsets.items():
                 self._check_offsets(name, tensor)
-            method = self._agreed.get(kind) or self._choose(kind, query.device)
-            work = self._work(method, kind, given, query.device)
-            if kind not in self._agreed:
-                check_kernels(work.calls(query, key, value), work.options)
-                mine = texts(self.layout, kind, query.device, method)
         except Exception as error:
-            # Where the others make a call of a kind that is agreed on, they don't wait for this rank's word.
-            if kind in self._agreed or (kind is None and self._agreed):
+            # Where the others make a call that isn't compared, they don't wait for this rank's word.
+            if self._turn.lasts and (kind in self._agreed or (kind is None and self._agreed)):
                 raise
             refuse(self.group, error)
-        if kind not in self._agreed:
-            agree(self.group, mine)
-            self._agreed[kind] = method
+        if kind in self._agreed and self._turn.lasts:
+            work = self._work(self._agreed[kind], kind, given, query.device)
+        else:
+            work = self._compared(kind, given, (query, key, value))
+        method = self._agreed[kind]
+        self.taken[method] += 1
         way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
         out, lse = way.apply(query, key, value, work)
         if given.sinks is not None:
             out, lse = front.with_sinks(out, lse, given.sinks)
         return out, lse if given.with_lse else None
 
+    def _compared(
+        self, kind: Kind, given: Arguments, tensors: tuple[Tensor, Tensor, Tensor]
+    ) -> Work | WorkByHeads:
+        """Return the work of a call that the ranks compare before it runs.
+
+        Of the methods that "auto" may take it is the first whose calls kernels can run on all ranks.
+        """
+        device = tensors[0].device
+        for number in itertools.count():
+            try:
+                methods = [self._agreed[kind]] if kind in self._agreed else self._methods(kind, device)
+                work = self._work(methods[number], kind, given, device)
+                problem = None if kind in self._agreed else problem_of(work.calls(*tensors), work.options)
+                if problem is not None and number + 1 == len(methods):
+                    raise problem
+                mine = texts(kind, device, methods[number])
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
+                refuse(self.group, error)
+            if self._take_turn("forward", mine, problem is None):
+                break
+        self._agreed[kind] = methods[number]
+        return work
+
+    def _methods(self, kind: Kind, device: torch.device) -> list[str]:
+        """Return the method of a call, and those that "auto" takes if no kernel can run that one."""
+        needs, memory = self._needs(kind.window), self._most(device)
+        choice = choose(needs, kind.shape, self.method, self._rates, memory)
+        return [choice.method, *choice.others]
+
     def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
         choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
-        options = Options(kind.scale, kind.softcap, choice, kind.shape.needs_backward)
+        with_sinks, before = given.sinks is not None, self._before_backward
+        options = Options(kind.scale, kind.softcap, choice, kind.shape.needs_backward, with_sinks, before)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
             return Work(plan, self.group, options)
-        with_lse = given.with_lse or given.sinks is not None
-        return WorkByHeads(plan, kind.window, self.group, options, with_lse)
+        return WorkByHeads(plan, kind.window, self.group, options, given.with_lse or with_sinks)
 
-    def _choose(self, kind: Kind, device: torch.device) -> str:
-        memory = self._memory
-        if memory is None and device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory // 8
-        return choose(self._needs(kind.window), kind.shape, self.method, self._rates, memory).method
+    def _before_backward(self) -> None:
+        if not self._turn.lasts:
+            self._take_turn("backward", {})
+
+    def _most(self, device: torch.device) -> int | None:
+        """Return the memory that "auto" may take."""
+        if self._memory is None and device.type == "cuda":
+            return torch.cuda.get_device_properties(device).total_memory // 8
+        return self._memory
 
     def _needs(self, bound: tuple[int, int]) -> Needs:
         needs: Needs = self._once(("needs", *bound), lambda: Needs(self.layout, *bound))
@@ -282,18 +260,3 @@ class ContextParallel:
         of_rank = functools.partial(steps, self._needs(bound), self.rank)
         place = self.layout, self.rank, device, method == ALL_GATHER
         return self._once((method, *bound, device), lambda: prepared(of_rank(), *place))
-
-    def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        if what not in self._made:
-            with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
-                self._made[what] = make()
-        return self._made[what]
-
-    def _check_offsets(self, name: str, offsets: Tensor | None) -> None:
-        plans.check_tensors(**{name: offsets})
-        version = None if offsets is None or offsets.is_inference() else offsets._version
-        if not any(known is offsets and seen == version for known, seen in self._known_offsets):
-            check_offsets(name, offsets, self.layout)
-            if offsets is not None and version is not None:
-                self._known_offsets.append((offsets, version))
-                del self._known_offsets[:-MOST_OFFSETS]

@@ -143,7 +143,11 @@ def checked_offsets(cu_seq: Sequence[int] | Tensor, ranks: int) -> tuple[int, ..
     except TypeError:
         offsets = ()
     if not offsets or offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-        raise InvalidInputError(f"cu_seq: got {given!r}, expected integers from 0 on, none less than before")
+        got = repr(given)
+        if isinstance(cu_seq, Tensor) and cu_seq.dim() != 1:
+            got = f"shape {tuple(cu_seq.shape)}"
+        expected = "integers from 0 on, none less than before, in one dimension"
+        raise InvalidInputError(f"cu_seq: got {got}, expected {expected}")
     return offsets
 
 

@@ -7,7 +7,7 @@ receives them once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ class Options(NamedTuple):
     softcap: float
     choice: ScopedChoice | None
     needs_backward: bool
+    with_sinks: bool
+    before_backward: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class StepwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *kept = ctx.saved_tensors
+        ctx.work.options.before_backward()
         # A rank without any gradient takes part all the same: the others wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work), None

@@ -34,6 +34,7 @@ class Choice:
         ways: what each would take.
         pairs: for each rank how many pairs of query and key its own queries see.
         rows: for each rank how many tokens it has.
+        others: what "auto" takes in its place, in this order, where no kernel can run that method's calls.
     """
 
     method: str
@@ -41,6 +42,7 @@ class Choice:
     ways: tuple[Way, ...]
     pairs: tuple[int, ...]
     rows: tuple[int, ...]
+    others: tuple[str, ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -93,23 +95,23 @@ def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | 
     if method != "auto":
         if by_name[method].refusal:
             raise InvalidInputError(f"method: got {method!r}, but {by_name[method].refusal}")
-        taken, reason = method, "asked for"
+        names, reason = [method], "asked for"
     else:
-        taken, reason = _cheapest([way for way in found if not way.refusal], memory)
-    return Choice(taken, reason, found, pairs, needs.layout.rows)
+        names, reason = _cheapest([way for way in found if not way.refusal], memory)
+    return Choice(names[0], reason, found, pairs, needs.layout.rows, tuple(names[1:]))
 
 
-def _cheapest(possible: list[Way], memory: int | None) -> tuple[str, str]:
+def _cheapest(possible: list[Way], memory: int | None) -> tuple[list[str], str]:
+    """Return the methods, the best first, and why it is."""
     fitting = [way for way in possible if memory is None or way.memory <= memory]
+    fitting.sort(key=lambda way: way.seconds)
+    rest = sorted((way for way in possible if way not in fitting), key=lambda way: way.memory)
+    reason = "the fastest"
     if not fitting:
-        least = min(possible, key=lambda way: way.memory)
-        return least.name, "takes the least memory, and none has enough"
-    best = min(fitting, key=lambda way: way.seconds)
-    faster = [way.name for way in possible if way.seconds < best.seconds]
-    return (
-        best.name,
-        f"the fastest for which there is memory (not {', '.join(faster)})" if faster else "the fastest",
-    )
+        reason = "takes the least memory, and none has enough"
+    elif faster := [way.name for way in rest if way.seconds < fitting[0].seconds]:
+        reason = f"the fastest for which there is memory (not {', '.join(faster)})"
+    return [way.name for way in fitting + rest], reason
 
 
 def explain_context_parallel(
@@ -136,7 +138,9 @@ def explain_context_parallel(
         heads, heads_k: query heads, and key heads if there are fewer, before they are spread.
         head_dim, head_dim_v: of query and key, and of the value if it has another.
         dtype, is_causal, window_size, needs_backward: of the call, as of `varlen_attn`.
-        method, rates, memory: as of `context_parallel`.
+        method, rates: as of `context_parallel`.
+        memory: how many bytes a call may take, for "auto"; any number unless given. A `ContextParallel` on
+            GPUs takes an eighth of their memory, and its `explain` says what its own calls take.
 
     Raises:
         InvalidInputError: the heads don't go together, or an argument isn't what is expected.

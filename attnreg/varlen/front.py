@@ -24,7 +24,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
 from attnreg.torchlib.modes import autocast, is_plain, is_transformed
-from attnreg.varlen import custom_op
+from attnreg.varlen import custom_op, spread
 from attnreg.varlen.autograd import attend
 from attnreg.varlen.plans import Lengths, call_of, check_heads, check_sinks, check_tensors, window
 
@@ -120,7 +120,7 @@ def varlen_attn(
     if returns_lse is None and return_aux is not None:
         raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
     returns_lse = bool(returns_lse)
-    if _is_spread or group is not None:
+    if spread.is_on or group is not None:
         given = {
             "is_causal": is_causal, "window_size": window_size, "scale": scale, "enable_gqa": enable_gqa,
             "softcap": softcap, "sinks": sinks, "with_lse": returns_lse, "backend": backend,
@@ -131,9 +131,9 @@ def varlen_attn(
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
         longest = {"max_q": max_q, "max_k": max_k}
-        attend_spread = _attend_spread_uncompiled if compiling else _attend_spread
-        spread = attend_spread(group, query, key, value, offsets, longest, given, refused)
-        return (spread[0], spread[1].float().contiguous()) if returns_lse else spread[0]
+        attend_spread = spread.attend_uncompiled if compiling else spread.attend
+        results = attend_spread(group, query, key, value, offsets, longest, given, refused)
+        return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     if sinks is not None:
         check_sinks(query, sinks)
     if not compiling:
@@ -191,31 +191,6 @@ def varlen_attn(
             checked_softcap(softcap or 0.0), alibi_slopes,
         )  # fmt: skip
     return _returned(out, lse, returns_lse, sinks)
-
-
-# What calls are spread by while its `with` block lasts. It is one for all threads, as an activation that is
-# checkpointed is computed once more on a thread of autograd's. Compiled code looks at `_is_spread` alone, as
-# it is compiled once more for each new object that it looks at.
-_over: Any = None
-_is_spread = False
-
-
-def spread_over(context: Any) -> Any:
-    """Have calls spread by a `ContextParallel`, or by None; returns what they were spread by before."""
-    global _over, _is_spread
-    before, _over, _is_spread = _over, context, context is not None
-    return before
-
-
-def _attend_spread(group: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    over = _over if group is None else group
-    if not hasattr(over, "attend"):
-        raise InvalidInputError(f"group: got {over!r}, expected what attnreg.context_parallel returns")
-    return over.attend(*arguments)  # type: ignore[no-any-return]
-
-
-# A compiled program breaks its graph there: what ranks exchange is in the order of Python's calls.
-_attend_spread_uncompiled = _disable_dynamo(_attend_spread)
 
 
 def _attend(

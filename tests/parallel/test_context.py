@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import ranks as work
 
-from attnreg.parallel.context import MOST_OFFSETS
+from attnreg.parallel.batch import MOST_OFFSETS
 
 
 def test_calls_are_spread_inside_of_the_block_alone(two_ranks):
@@ -40,7 +40,7 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
         "layout and mask": r"InvalidInputError: is_causal: got False with a Layout, expected none",
         "ranks": r"InvalidInputError: batch: got a layout for 7 ranks, expected 2: the group has so many",
         "how": r"InvalidInputError: how: got 'zigzags', expected one of .*did you mean 'zigzag'",
-        "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel returns",
+        "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel\(group, cu_seq\)",
         "rows": r"InvalidInputError: query: got shape \(20, 4, 8\), expected \(10, heads, head dim\)",
         "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* whole batch, \(0, 7, 20\)",
         "int64": r"InvalidInputError: cu_seq_q: got shape \(3,\), torch.int64 on cpu, expected .*, int32",

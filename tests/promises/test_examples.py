@@ -75,6 +75,32 @@ def test_context_parallel_has_the_losses_of_one_rank(before):
     assert losses[0][0] > losses[-1][0]
 
 
+@pytest.mark.parametrize("given", [("--tokens", "2"), ("--tokens", "900", "--longest", "900")], ids=" ".join)
+def test_context_parallel_takes_few_tokens_and_one_document(given):
+    text = printed("context_parallel.py", *given, "--steps", "1", "--device", "cpu", before=FORKS)
+    expected = "2 documents of up to 1 tokens" if given[1] == "2" else "1 documents of up to 900 tokens"
+    assert text.startswith(expected)
+    together, alone = re.search(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)", text).groups()
+    assert abs(float(together) - float(alone)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--tokens", "0"), "--tokens: got 0, expected a number from 1 on"),
+        (("--tokens", "5", "--longest", "6"), "--longest: got 6, expected a number from 1 to 5"),
+        (("--method", "rin"), "invalid choice: 'rin'"),
+    ],
+    ids=str,
+)
+def test_context_parallel_says_what_it_expects(given, said):
+    file = str(EXAMPLES / "context_parallel.py")
+    ended = forked(f"import runpy; runpy.run_path({file!r}, run_name='__main__')", *given)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():
     text = printed("my_backend.py")
     assert float(re.search(r"off by (\S+)", text)[1]) < 1e-5

@@ -1,0 +1,119 @@
+"""What of a packed batch a rank has: parts of tensors, positions and offsets, made once for each device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError
+from attnreg.parallel.agreement import Turn, refuse
+from attnreg.parallel.calls import check_offsets, check_tokens, texts_of_layout
+from attnreg.parallel.layout import Layout
+from attnreg.parallel.parts import on_device
+from attnreg.varlen import plans
+
+# So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
+MOST_OFFSETS = 16
+
+
+class SpreadBatch:
+    """A packed batch that is spread over the ranks of a group, without attention.
+
+    Attributes:
+        group: the process group.
+        rank: this process's rank in it.
+        layout: which rank has which tokens.
+    """
+
+    def __init__(self, group: Any, layout: Layout) -> None:
+        self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
+        self._turn = Turn(group)
+        self._gathered: set[tuple[object, ...]] = set()  # what of tensors ranks have agreed on
+        self._made: dict[tuple[object, ...], Any] = {}
+        self._known_offsets: list[tuple[Tensor, int]] = []
+
+    def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
+        check_tokens(tensor, dim, self.layout.tokens, "of the whole batch")
+        return tensor.index_select(dim, self._rows(self.rank, tensor.device))
+
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient.
+
+        Raises `RanksDifferError`, on every rank, if ranks differ in layout, shape or dtype.
+        """
+        here, most = self.layout.rows[self.rank], max(self.layout.rows)
+        try:
+            check_tokens(tensor, dim, here, "of this rank")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InvalidInputError(
+                    "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
+                )
+        except Exception as error:
+            if self._gathered and self._turn.lasts:
+                raise
+            refuse(self.group, error)
+        rows = tensor.movedim(dim, 0)
+        kind = tuple(rows.shape[1:]), str(rows.dtype), rows.device.type
+        if kind not in self._gathered or not self._turn.lasts:
+            names = "shape of a row", "dtype", "device"
+            self._take_turn("gather", dict(zip(names, map(str, kind), strict=True)))
+            self._gathered.add(kind)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[:here] = rows
+        parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
+        dist.all_gather(parts, padded, group=self.group)
+        whole = rows.new_empty((self.layout.tokens, *rows.shape[1:]))
+        for rank, count in enumerate(self.layout.rows):
+            whole[self._rows(rank, whole.device)] = parts[rank][:count]
+        return whole.movedim(0, dim)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the position of each of this rank's tokens in its document, for rotary embeddings."""
+        # A copy, as programs write to it: adding an offset to all is one operation.
+        return self._on("positions", device, lambda: self.layout.positions(self.rank)).clone()
+
+    def cu_seq(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the offsets of the whole batch, int32, as `varlen_attn` takes them."""
+        made = self._on("cu_seq", device, lambda: torch.tensor(self.layout.cu_seq).int())
+        if all(tensor is not made for tensor, _ in self._known_offsets):
+            self._known_offsets.append((made, made._version))
+        return made
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
+        return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
+
+    def _take_turn(self, call: str, mine: dict[str, str], can: bool = True) -> bool:
+        """Compare layout and call, which all ranks do; returns whether all of them can."""
+        return self._turn.take(texts_of_layout(self.layout) | {"call": call} | mine, can)
+
+    def _rows(self, rank: int, device: torch.device) -> Tensor:
+        return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))
+
+    def _on(self, what: str, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
+        device = torch.device(device)
+        tensor: Tensor = self._once((what, device), lambda: on_device(make(), device))
+        return tensor
+
+    def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if what not in self._made:
+            with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+                self._made[what] = make()
+        return self._made[what]
+
+    def _check_offsets(self, name: str, offsets: Tensor | None) -> None:
+        plans.check_tensors(**{name: offsets})
+        version = None if offsets is None or offsets.is_inference() else offsets._version
+        if not any(known is offsets and seen == version for known, seen in self._known_offsets):
+            check_offsets(name, offsets, self.layout)
+            if offsets is not None and version is not None:
+                self._known_offsets.append((offsets, version))
+                del self._known_offsets[:-MOST_OFFSETS]

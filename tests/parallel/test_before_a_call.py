@@ -1,0 +1,91 @@
+"""Promises about what is looked at before a call: kernels, scales, masks, and what isn't spread."""
+
+import pytest
+import torch
+from support import rank_turns as work
+
+from attnreg.errors import InvalidInputError
+from attnreg.parallel.balance import spread_documents
+
+
+def test_auto_leaves_out_a_method_whose_calls_no_kernel_of_a_rank_can_run(three_ranks):
+    """The ring would take the least memory; its calls without a mask are refused on the last rank."""
+    found = three_ranks.run(work.where_kernels_refuse, "auto", work.refuses_what_the_ring_needs)
+    assert found[0] in ({"all_gather": 1}, {"all_to_all": 1})
+    assert found == found[:1] * 3
+    by_name = three_ranks.run(work.where_kernels_refuse, "ring", work.refuses_what_the_ring_needs)
+    assert all("RanksDifferError" in said and "no such window" not in said for said in by_name)
+    none = three_ranks.run(work.where_kernels_refuse, "auto", work.refuses_all)
+    assert all("rank 2 has no attention backend can run this" in said for said in none)
+
+
+def test_sinks_need_a_kernel_with_a_gradient_of_the_lse_before_the_call(two_ranks):
+    for plain, with_sinks, *without_gradients in two_ranks.run(work.sinks_without_a_gradient_of_the_lse):
+        assert plain == "no error"
+        assert with_sinks.startswith("UnsupportedInputError: no attention backend can run this")
+        assert "grad_lse must be None" in with_sinks
+        assert without_gradients == ["no error", "no error"]
+
+
+def test_a_scale_that_is_a_tensor_is_a_number_like_others(two_ranks):
+    assert two_ranks.run(work.scales) == [(1, 0.0)] * 2
+
+
+def test_a_context_explains_what_its_calls_take_and_counts_what_they_took(three_ranks):
+    for (little, took_little), (much, took_much), (usual, took_usual) in three_ranks.run(work.explained):
+        assert little != much == usual
+        assert (took_little, took_much, took_usual) == ({little: 2}, {much: 2}, {much: 2})
+
+
+def test_a_context_balances_by_the_window_and_the_width_that_it_is_given(two_ranks):
+    cu_seq = [0, *range(4000, 44_001, 1000)]
+    plain, windowed, wide = (
+        two_ranks.run(work.balance, **options)[0]
+        for options in ({}, {"window_size": (50, 0)}, {"width": 4096})
+    )
+    assert windowed.pieces == spread_documents(cu_seq, 2, window_size=(50, 0)).pieces != plain.pieces
+    assert windowed.imbalance(50, 0) < 1.05 < 1.2 < plain.imbalance(50, 0)
+    assert wide.pieces == spread_documents(cu_seq, 2, width=4096).pieces
+    assert max(wide.rows) - min(wide.rows) < max(plain.rows) - min(plain.rows)
+
+
+def test_attention_that_is_not_spread_is_an_error_inside_of_a_block(two_ranks):
+    """It would be of a rank's own tokens alone, without a word."""
+    expected = {
+        "dense": "flash_attn_varlen_func with the offsets of the whole batch",
+        "qkv": "flash_attn_varlen_func with the offsets of the whole batch",
+        "cache": "a call without a cache",
+        "deterministic": "deterministic=False",
+        "transformers": "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch",
+        "mask": "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch",
+    }
+    for inside, outside, written in two_ranks.run(work.dense_in_a_block):
+        start = (
+            "InvalidInputError: context parallel: got a call on this rank's own tokens inside of the `with`"
+        )
+        for name, text in expected.items():
+            assert inside[name].startswith(start), name
+            assert text in inside[name]
+        assert inside["packed"] == inside["transformers, packed"] == "no error"
+        assert set(outside.values()) == {"no error"}
+        assert written == 0.0
+
+
+def test_the_end_of_a_block_that_has_not_begun_is_an_error(two_ranks):
+    assert (
+        two_ranks.run(work.end_without_a_begin)
+        == ["InvalidInputError: context: got the end of a `with` block, expected its begin before"] * 2
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), ()])
+def test_offsets_in_other_than_one_dimension_are_an_error_that_says_so(shape):
+    with pytest.raises(InvalidInputError, match=r"cu_seq: got shape \(.*, in one dimension"):
+        spread_documents(torch.zeros(shape, dtype=torch.int32), 2)
+
+
+@pytest.mark.parametrize("backend", ["math", "cpu"])
+def test_heads_dealt_to_ranks_have_the_bits_of_the_whole_batch(two_ranks, backend):
+    """Where the policy asks for bits that depend on no batch. Results that are merged have others."""
+    assert two_ranks.run(work.bits_of_the_whole_batch, "all_to_all", backend) == [[True] * 4] * 2
+    assert not all(map(all, two_ranks.run(work.bits_of_the_whole_batch, "ring", backend)))

@@ -1,0 +1,240 @@
+"""What ranks do with several batches, and what is asked of kernels before a call."""
+
+import contextlib
+import itertools
+
+import torch
+import torch.distributed as dist
+from support.ranks import _attend, _inputs, said_by
+
+import attnreg
+from attnreg.backends import math
+from attnreg.parallel import agreement
+
+
+def _known(method, *batches):
+    """Return batches of which ranks have compared all that is called here; the last was used last."""
+    found = []
+    for cu_seq in batches:
+        spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method)
+        spread.gather(_attend(spread, _inputs(spread)[1], group=spread))
+        _attend(spread, [x.requires_grad_() for x in _inputs(spread)[1]], group=spread)
+        found.append(spread)
+    return found
+
+
+def out_of_order(method, what, second=(0, 8, 20)):
+    """Use two known batches in another order on the last rank; return the error that this rank gets."""
+    *two, third = _known(method, [0, 7, 20], list(second), [0, 20])
+    inputs = {spread: [x.requires_grad_() for x in _inputs(spread)[1]] for spread in (*two, third)}
+    order = two[:: -1 if dist.get_rank() == dist.get_world_size() - 1 else 1]
+    outs = {}
+    if what == "backward":
+        outs = {spread: _attend(spread, mine, group=spread) for spread, mine in inputs.items()}
+
+    def call():
+        for spread in order:
+            if what == "gather":
+                spread.gather(inputs[spread][0].detach())
+            elif what == "forward":
+                _attend(spread, inputs[spread], group=spread)
+            else:
+                torch.autograd.grad(outs[spread].sum(), inputs[spread])
+
+    said = said_by(call)
+    difference = []
+    for spread in two:  # the error has changed nothing: in one order both go through
+        whole, mine = _inputs(spread)
+        alone = spread.shard(_attend(spread, whole))
+        difference.append(float((_attend(spread, mine, group=spread) - alone).abs().max()))
+    return said, max(difference)
+
+
+def another_batch_alone():
+    """Go on with one batch while the last rank turns to another; return the error that this rank gets."""
+    two = _known("all_to_all", [0, 7, 20], [0, 8, 20])
+    spread = two[1 if dist.get_rank() < dist.get_world_size() - 1 else 0]
+    try:
+        _attend(spread, _inputs(spread)[1], group=spread)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def wrong_in_turn():
+    """Make a call that is wrong on the last rank alone, of a batch that wasn't the last one used."""
+    spread, other = _known("ring", [0, 7, 20], [0, 8, 20])
+    inputs, is_last = _inputs(spread)[1], dist.get_rank() == dist.get_world_size() - 1
+    said = said_by(lambda: _attend(spread, [x[int(is_last) :] for x in inputs], group=spread))
+    for one in (other, spread):
+        whole, mine = _inputs(one)
+        difference = (_attend(one, mine, group=one) - one.shard(_attend(one, whole))).abs().max()
+        assert difference < 1e-5
+    return said
+
+
+def exchanges(detail=False):
+    """Return how often ranks compare in six calls of the last batch, and in six of two in turns."""
+    two, count = _known("all_gather", [0, 7, 20], [0, 8, 20]), 0
+    compare, level = agreement.agree, agreement.torch_dist.get_debug_level
+
+    def counted(*arguments):
+        nonlocal count
+        count += 1
+        return compare(*arguments)
+
+    found = []
+    agreement.agree = counted
+    if detail:
+        agreement.torch_dist.get_debug_level = lambda: agreement.torch_dist.DebugLevel.DETAIL
+    try:
+        for batches in ([two[1]] * 6, two * 3):
+            count = 0
+            for spread in batches:
+                inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+                _attend(spread, inputs, group=spread).sum().backward()
+            found.append(count)
+    finally:
+        agreement.agree, agreement.torch_dist.get_debug_level = compare, level
+    return found
+
+
+def timeouts():
+    """Return the timeouts of a group without a CPU backend, or so it says, and of the one that compares."""
+    config = dist.get_backend_config
+    agreement.dist.get_backend_config = lambda group: "cuda:nccl"
+    try:
+        other = agreement._on_cpu(dist.group.WORLD)
+    finally:
+        agreement.dist.get_backend_config = config
+        agreement._cpu_groups.clear()
+    assert other is not dist.group.WORLD
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout for group in (dist.group.WORLD, other)]
+
+
+def _limits(**options):
+    return attnreg.Capabilities(
+        devices=("cpu",), dtypes=("float32",), varlen=True, causal=True, window=True, **options
+    )
+
+
+def where_kernels_refuse(method, refused):
+    """Return what a causal call takes, or says, where the last rank's kernel refuses other windows."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 36], "zigzag", method=method, memory=0)
+    whole, inputs = _inputs(spread, heads=3)
+    kernels, is_last = math.BACKEND.load(), dist.get_rank() == dist.get_world_size() - 1
+
+    def refuses(spec):
+        return ("no such window",) if is_last and spec.varlen and refused(spec) else ()
+
+    some = attnreg.Backend(
+        name="some", forward=_limits(), backward=_limits(), load=lambda: kernels, refuses=refuses
+    )
+    with attnreg.register_backend(some):
+        try:
+            out = _attend(spread, inputs, group=spread, backend="some")
+        except attnreg.AttnregError as error:
+            return f"{type(error).__name__}: {error}"
+    assert (out - spread.shard(_attend(spread, whole))).abs().max() < 1e-5
+    return dict(spread.taken)
+
+
+def refuses_what_the_ring_needs(spec):
+    return spec.window == (-1, -1)
+
+
+def refuses_all(spec):
+    return spec.max_q < 1000  # not that by which ranks compare their backends
+
+
+def sinks_without_a_gradient_of_the_lse():
+    """Return what forwards say without and with sinks, first with gradients."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], method="ring")
+    inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+    plain = attnreg.Backend(name="plain", forward=_limits(), backward=_limits(), load=math.BACKEND.load)
+    found = []
+    with attnreg.register_backend(plain):
+        for mode, sinks in itertools.product((contextlib.nullcontext, torch.no_grad), (None, torch.zeros(4))):
+            with mode():
+                found.append(
+                    said_by(lambda s=sinks: _attend(spread, inputs, group=spread, backend="plain", sinks=s))
+                )
+    return found
+
+
+def scales():
+    """Return how many kinds calls with a number and a tensor as scale are, and how far apart."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    inputs = _inputs(spread)[1]
+    outs = [_attend(spread, inputs, group=spread, scale=x) for x in (0.25, torch.tensor(0.25))]
+    return len(spread._agreed), float((outs[0] - outs[1]).abs().max())
+
+
+def explained():
+    """Return the methods that are said and taken with little memory and with much, in this order."""
+    found = []
+    for memory in (0, 10**9, None):
+        spread = attnreg.context_parallel(dist.group.WORLD, [0, 6000], "zigzag", memory=memory)
+        inputs = [x.requires_grad_() for x in _inputs(spread, heads=12)[1]]
+        said = spread.explain(heads=12, head_dim=8, dtype="float32").method
+        _attend(spread, inputs, group=spread)
+        _attend(spread, inputs, group=spread)
+        found.append((said, dict(spread.taken)))
+    return found
+
+
+def balance(**options):
+    """Return the rows of the ranks of a batch that is balanced."""
+    cu_seq = [0, *range(4000, 44_001, 1000)]
+    return attnreg.context_parallel(dist.group.WORLD, cu_seq, "balanced", **options).layout
+
+
+def dense_in_a_block():
+    """Return what calls say that aren't spread, inside of a block."""
+    import attnreg.integrations.transformers as integration
+    from attnreg import flash_attn
+
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    query, key, value = (x[None] for x in _inputs(spread)[1])
+    ends, cache = spread.cu_seq(), [torch.zeros(1, 16, 4, 8) for _ in range(2)]
+    by_heads = [x.transpose(1, 2) for x in (query, key, value)]
+    packed = query[0], key[0], value[0], ends, ends, 13, 13
+    mask = torch.ones(1, 1, query.shape[1], query.shape[1], dtype=torch.bool)
+    calls = {
+        "dense": lambda: flash_attn.flash_attn_func(query, key, value),
+        "qkv": lambda: flash_attn.flash_attn_qkvpacked_func(torch.stack((query, key, value), 2)),
+        "cache": lambda: flash_attn.flash_attn_with_kvcache(query, *cache, key, value, cache_seqlens=0),
+        "deterministic": lambda: flash_attn.flash_attn_varlen_func(*packed, deterministic=True),
+        "packed": lambda: flash_attn.flash_attn_varlen_func(*packed, causal=True),
+        "transformers": lambda: integration.attention(torch.nn.Module(), *by_heads, None),
+        "mask": lambda: integration.attention(torch.nn.Module(), *by_heads, mask),
+        "transformers, packed": lambda: integration.attention(
+            torch.nn.Module(), *by_heads, None, cu_seq_lens_q=ends, max_length_q=13, max_length_k=13
+        ),
+    }
+    outside = {name: said_by(call) for name, call in calls.items() if name in ("dense", "transformers")}
+    cache[0].zero_()
+    with spread:
+        inside = {name: said_by(call) for name, call in calls.items()}
+    return inside, outside, float(cache[0].abs().max())
+
+
+def end_without_a_begin():
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    return said_by(lambda: spread.__exit__(None, None, None))
+
+
+def bits_of_the_whole_batch(method, backend):
+    """Return whether output and gradients have the bits of one rank's, where those depend on no batch."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 70, 413, 700], "zigzag", method=method)
+    wholes, inputs = ([x.requires_grad_() for x in some] for some in _inputs(spread, dim=16))
+    attnreg.configure({"policy": "batch_invariant"})
+    try:
+        alone = _attend(spread, wholes, backend=backend)
+        wanted = alone, *torch.autograd.grad(alone.sum(), wholes)
+        out = _attend(spread, inputs, group=spread, backend=backend)
+        got = out, *torch.autograd.grad(out.sum(), inputs)
+    finally:
+        attnreg.configure({})
+    return [torch.equal(one, spread.shard(other)) for one, other in zip(got, wanted, strict=True)]
