@@ -1,12 +1,13 @@
 """What `import torch` runs of attnreg: its entry point of the group `torch.backends`.
 
 With none of attnreg's variables set this has to cost nothing: it looks at the environment, makes "attnreg"
-known to `torch.nn.attention`, and imports nothing else.
+known to `torch.nn.attention` and `torch.ops`, and imports nothing else.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -137,7 +138,10 @@ def _warn(text: str) -> None:
 
 
 def offer() -> None:
-    """Make "attnreg" a name that `torch.nn.attention.activate_flash_attention_impl` knows; never an error."""
+    """Make "attnreg" known to `torch.ops` and to `activate_flash_attention_impl`; never an error."""
+    ops = getattr(sys.modules.get("torch._ops"), "ops", None)
+    if ops is not None:
+        ops.attnreg.__getattr__ = _load_op  # as of any module: asked for what it doesn't have
     registry = sys.modules.get("torch.nn.attention._registry")
     if registry is None:
         return
@@ -145,6 +149,13 @@ def offer() -> None:
         registry.register_flash_attention_impl("attnreg", register_fn=_activated_by_torch)
     except Exception as error:  # noqa: BLE001 - it is private, and both `import torch` and ours call this
         _warn(f"attnreg can't be activated in torch.nn.attention: {type(error).__name__}: {error}")
+
+
+def _load_op(name: str) -> object:
+    """Define the ops of `varlen_attn` when `torch.ops.attnreg` is asked for one, as by a saved program."""
+    if name in ("_varlen_attn", "_varlen_attn_backward"):
+        importlib.import_module("attnreg.varlen.custom_op")
+    raise AttributeError(name)  # torch's own look-up is next, and says what is missing
 
 
 def _activated_by_torch() -> SimpleNamespace:

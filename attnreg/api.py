@@ -234,7 +234,10 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         ConfigError: the file can't be written, or has something else in it.
         RegistrationError: the routers can't be installed.
     """
-    file = Path(path).absolute()
+    try:
+        file = Path(path).absolute()
+    except TypeError:
+        raise ConfigError(f"record: got {path!r}, expected the path of a file") from None
     check_writable(file)
     aten.ensure()
     recording = trace.start(file)

@@ -354,6 +354,12 @@ SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim
     [
         (lambda q, k, v: explain(q), f"explain: got query alone, {THREE}"),
         (lambda q, k, v: explain(q, k), f"explain: got query, key alone, {THREE}"),
+        (lambda q, k, v: explain(None, None, None), f"explain: got None, {THREE}"),
+        (lambda q, k, v: explain(None, k, v), f"explain: got key, value alone, {THREE}"),
+        (lambda q, k, v: explain([1], k, v), "query: got [1], expected a tensor"),
+        (lambda q, k, v: explain(3, k, v), "query: got 3, expected a tensor"),
+        (lambda q, k, v: explain(q, k, v, attn_mask=3), "attn_mask: got 3, expected a tensor"),
+        (lambda q, k, v: explain(q[0], k[0], v[0], [0, 2]), "cu_seq_q: got [0, 2], expected a tensor"),
         (lambda q, k, v: explain(q[0], k, v), f"query: got shape (2, 8, 8), {SHAPES}"),
         (lambda q, k, v: explain(q, k, v[0, 0]), f"value: got shape (8, 8), {SHAPES}"),
         (

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from attnreg.contract.capabilities import Capabilities
 from attnreg.contract.spec import LEAST_SCALE
@@ -36,6 +36,11 @@ if TYPE_CHECKING:  # limits are looked up without torch
     from attnreg.contract.spec import AttentionSpec, Direction
 
     Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
+    _Forward = Callable[[Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor]]
+    _Backward = Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor, Tensor]
+    ]
+    _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
 
@@ -126,7 +131,14 @@ _values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[n
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))
 
 
-class Kernels(NamedTuple):
+class _Kernels(NamedTuple):
+    forward: _Forward
+    backward: _Backward | None = None
+    specialize: Specialize | None = None
+    replaces_native: _ReplacesNative | None = None
+
+
+class Kernels(_Kernels):
     """The functions of a loaded backend.
 
     Attributes:
@@ -139,14 +151,27 @@ class Kernels(NamedTuple):
         replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
             sent to torch's kernel of this backend's name whether the backend's function is the faster one.
             Never, unless given.
+
+    Raises:
+        RegistrationError: a field is no function; the message names it.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-    backward: (
-        Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]] | None
-    ) = None
-    specialize: Specialize | None = None
-    replaces_native: Callable[[Direction, AttentionSpec], bool] | None = None
+    __slots__ = ()
+
+    def __new__(  # which a NamedTuple itself can't have
+        cls,
+        forward: _Forward,
+        backward: _Backward | None = None,
+        specialize: Specialize | None = None,
+        replaces_native: _ReplacesNative | None = None,
+    ) -> Self:
+        """Refuse what is no function."""
+        found = super().__new__(cls, forward, backward, specialize, replaces_native)
+        for name, function in found._asdict().items():
+            if not callable(function) and (name == "forward" or function is not None):
+                expected = "a function" if name == "forward" else "a function or None"
+                raise RegistrationError(f"Kernels.{name}: got {function!r}, expected {expected}")
+        return found
 
 
 def _nothing_missing() -> None:

@@ -138,11 +138,6 @@ class Entry:
             kernels = backend.load()
             if not isinstance(kernels, Kernels):
                 raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
-            for name, function in kernels._asdict().items():
-                if not callable(function) and (name == "forward" or function is not None):
-                    raise RegistrationError(
-                        f"load() of {self.name}: got {function!r} as {name}, expected a function"
-                    )
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
         except KeyboardInterrupt:

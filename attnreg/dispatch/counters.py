@@ -34,6 +34,7 @@ _fallbacks: dict[tuple[str, str], Counter] = {}
 _bypassed: dict[tuple[str, str], Counter] = {}
 _masks: dict[str, Counter] = {}
 _failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
+_declined: dict[tuple[str, str], Direction] = {}
 _elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
 
 
@@ -170,6 +171,17 @@ def failed(call: Counter, error: BaseException, level: int = logging.WARNING) ->
     if not_yet_logged(counter, level):
         text = "%s failed in a %s: %s: %s (said once; attnreg.stats() counts all failures)"
         log.log(level, text, *call.call, name, message)
+
+
+def declined(call: Counter, reason: str) -> None:
+    """Remember that the kernel whose calls a counter counts has declined one, for `declined_in`."""
+    if call.call is not None and len(_declined) < MOST_ROWS:
+        _declined[call.call[0], reason] = call.call[1]
+
+
+def declined_in(row: Fallback) -> Direction | None:
+    """Return the direction whose kernel gave a fallback's reason; None if the backend's limits did."""
+    return _declined.get((row.backend, row.reason))
 
 
 def not_yet_logged(counter: Counter, level: int) -> bool:

@@ -80,11 +80,13 @@ class Plan(NamedTuple):
     def declines(self, error: BaseException) -> str | None:
         """Return why an error of the kernel, or of a launcher, declines the call; None if it doesn't.
 
-        Counts it as a failure, and sets the backend aside where it says so.
+        Counts it as a failure unless the kernel declines, and sets the backend aside where it says so.
         """
         if isinstance(error, UnsupportedInputError):
             # The refusal of a call that the kernel itself makes has a table under its headline.
-            return str(error).partition("\n")[0] if error.rejected else str(error)
+            reason = str(error).partition("\n")[0] if error.rejected else str(error)
+            counters.declined(self.counters[0], reason)
+            return reason
         if not isinstance(error, BackendUnavailableError):
             counters.failed(self.counters[0], error)
             return None

@@ -12,6 +12,7 @@ import logging
 import multiprocessing.util
 import os
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from attnreg.tuning.traces import merge
 log = logging.getLogger("attnreg")
 
 SECONDS_BEFORE, SECONDS_BETWEEN = 2.0, 60.0
-# How long the thread waits for another process that is writing, and how long the end of the program does,
-# which waits for the thread first. A large file takes two seconds and a half.
+# How long the thread waits for another process that is writing, and how long the end of the program does. A
+# large file takes two seconds and a half.
 PATIENCE_BETWEEN, PATIENCE_AT_THE_END = 4.0, 10.0
 
 # A program that never repeats a length mustn't grow a row for each without end.
@@ -69,14 +70,18 @@ class Recording:
         return self.counted.setdefault(place, Counter())
 
     def write(self, seconds: float = PATIENCE_AT_THE_END) -> None:
-        """Add what was counted since the last time; raises `ConfigError` as `traces.merge` does."""
+        """Add what was counted since the last time; raises `ConfigError` as `traces.merge` does.
+
+        Waiting for another thread that is writing counts among the seconds.
+        """
+        end = time.monotonic() + seconds
         with _writing:
             collect()
             with _lock:  # not for as long as the file takes: calls wait for it
                 now = {place: counter.value for place, counter in self.counted.items()}
             fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
             if fresh := {place: n for place, n in fresh.items() if n}:
-                merge(self.path, fresh, seconds)
+                merge(self.path, fresh, max(end - time.monotonic(), 0.0))
             self.written = now
 
 

@@ -27,7 +27,7 @@ from attnreg.selection.decision import Decision, Policy, Preference, select, tie
 from attnreg.selection.render import decision_table
 from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
-from attnreg.varlen.plans import check_sinks
+from attnreg.varlen.plans import check_sinks, check_tensors
 
 __all__ = ["Explanation", "explain"]
 
@@ -131,13 +131,18 @@ def explain(
         leading = choice.preference
     if isinstance(query, AttentionSpec):
         return _explained(described(query), leading)
-    if key is None or value is None:
-        given = ", ".join(
-            name for name, one in (("query", query), ("key", key), ("value", value)) if one is not None
-        )
+    if query is None or key is None or value is None:
+        three = ("query", query), ("key", key), ("value", value)
+        given = ", ".join(name for name, one in three if one is not None)
         raise InvalidInputError(
-            f"explain: got {given} alone, expected query, key and value, or an AttentionSpec"
+            f"explain: got {f'{given} alone' if given else 'None'}, expected query, key and value, or an "
+            "AttentionSpec"
         )
+    further = {"attn_mask": attn_mask, "cu_seq_q": cu_seq_q}
+    check_tensors(
+        query=query, key=key, value=value, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table,
+        alibi_slopes=alibi_slopes, **{name: one for name, one in further.items() if one is not None},
+    )  # fmt: skip
     if cu_seq_q is not None:
         if attn_mask is not None:
             raise InvalidInputError(
@@ -151,7 +156,7 @@ def explain(
             check_sinks(query, sinks)
             call_spec = call_spec._replace(spec=replace(call_spec.spec, grad_lse=True))
         return _explained(call_spec, leading)
-    further = {
+    alone = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
         "seqused_k": seqused_k is not None,
         "block_table": block_table is not None,
@@ -160,8 +165,8 @@ def explain(
         "sinks": sinks is not None,
         "alibi_slopes": alibi_slopes is not None,
     }
-    if any(further.values()):
-        named = ", ".join(name for name, given in further.items() if given)
+    if any(alone.values()):
+        named = ", ".join(name for name, given in alone.items() if given)
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
         )
@@ -194,6 +199,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_assumptions(spec, decided["forward"], entries),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
+        *_declined(decided.values()),
         *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
@@ -252,6 +258,16 @@ def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
     for row in counters.stats().failures:
         if (row.backend, row.direction) in chosen:
             yield f"{row.backend} {row}"
+
+
+def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield what calls the backends that would run this one have declined, and others ran."""
+    chosen = {(one.backend, one.direction) for one in decisions}
+    for row in counters.stats().fallbacks:
+        direction = counters.declined_in(row)
+        if (row.backend, direction) in chosen:
+            times = f"{row.count} calls" if row.count > 1 else "a call"
+            yield f"{row.backend} declined the {direction} of {times} in this process: {row.reason}"
 
 
 def _decision(

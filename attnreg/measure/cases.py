@@ -37,8 +37,7 @@ class Case:
         tail: rows past the last sequence of a packed call.
         poison: whether all that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
         dropout: probability of dropping a weight. The value is then the identity, by which the output shows
-            which weights were dropped; so each query has to see every key, and no
-            sequence may have more keys than the value's head dim.
+            which weights were dropped; so no sequence may have more keys than the value's head dim.
         softcap: bound on the scores, 0 for none.
         grad_lse: whether the LSE has a gradient, too.
         num_splits: how many pieces the keys may be split into at most.
@@ -151,6 +150,7 @@ RAGGED = ((113, 113), (1, 1), (64, 64), (7, 7), (129, 129))
 RAGGED_UNEQUAL = ((113, 203), (1, 65), (64, 1), (31, 33), (203, 113))
 # Lengths that kernels may treat otherwise, as they may those of a batch with others.
 MIXED = ((160, 160), (1, 600), (16, 16), (0, 3), (400, 400), (7, 130), (160, 160))
+SHORT = tuple((1 + n % 4, 1 + n % 4 + n % 3) for n in range(300))
 EMPTIES = {
     "empty first": ((0, 0), (33, 33)),
     "empty between": ((33, 33), (0, 0), (7, 7)),
@@ -168,6 +168,8 @@ SHAPES: tuple[Case, ...] = (
     _dense("no queries", 0, 33),
     _dense("no keys", 33, 0),
     _dense("no batch", 33, 33, batch=0),
+    _dense("batch of 9", 17, 33, batch=9),
+    _varlen("packed 300 sequences", *SHORT, heads=(1, 1), window=CAUSAL),
     *(_varlen(f"packed {name}", *lens) for name, lens in EMPTIES.items()),
     *(_dense(f"heads {q}:{k}", 65, 129, heads=(q, k), window=CAUSAL) for q, k in HEADS),
     *(_varlen(f"packed heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL) for q, k in HEADS),
@@ -207,6 +209,8 @@ SHAPES: tuple[Case, ...] = (
     _varlen("packed self-attention", *RAGGED, one_cu_seqlens=True, window=CAUSAL),
     _dense("dropout", 33, 64, dropout=0.3),
     _varlen("packed dropout", (33, 64), (7, 3), (65, 33), dropout=0.3),
+    _dense("dropout, window (8, 2)", 33, 64, dropout=0.3, window=(8, 2)),
+    _varlen("packed dropout, causal", (33, 64), (7, 8), (33, 33), dropout=0.3, window=CAUSAL),
     _dense("softcap 2", 113, 203, softcap=2.0, heads=(4, 2), window=CAUSAL),
     _dense("softcap 30, values x5", 65, 129, softcap=30.0, magnitude=5.0),
     _varlen("packed softcap 1.5", *RAGGED_UNEQUAL, softcap=1.5, scale=0.3, heads=(4, 2), window=(40, 3)),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -116,13 +116,20 @@ def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
     other = call._replace(rng_state=(call.rng_state.view(torch.int64) + 1).view(torch.uint64))
     with torch.no_grad():
         kept, others = (kept_weights(case, kernels.forward(q, k, v, one)[0]) for one in (call, other))
-    count = case.heads[0] * sum(map(operator.mul, case.lens_q, case.lens_k))
+    count = case.heads[0] * sum(map(_seen, case.lens_q, case.lens_k, repeat(case.window)))
     dropped = 1.0 - float(kept.count_nonzero()) / count
     # Six standard deviations: of right kernels one in 500 million is beyond them.
     if abs(dropped - case.dropout) > 6.0 * math.sqrt(case.dropout * (1.0 - case.dropout) / count):
         raise RegistrationError(f"dropout: got {dropped:.3f} of the weights dropped, expected {case.dropout}")
     if torch.equal(kept, others):
         raise RegistrationError("dropout: got the same weights dropped with another rng_state")
+
+
+def _seen(len_q: int, len_k: int, window: tuple[int, int]) -> int:
+    """Return how many pairs of a query and a key a window leaves of a sequence."""
+    left, right = (len_q + len_k if bound < 0 else bound for bound in window)
+    ends = range(len_k - len_q, len_k)  # of each row the key in line with it
+    return sum(max(0, min(end + right, len_k - 1) - max(end - left, 0) + 1) for end in ends)
 
 
 def launched(

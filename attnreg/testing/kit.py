@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -132,6 +133,7 @@ class Conformance:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidInputError(f"seed: got {seed!r}, expected an integer")
         self.backend, self.seed, self.dtypes = found, seed, _dtypes(dtypes)
+        self._is_named = isinstance(backend, str)
         if device is None:
             device = "cuda" if "cuda" in found.devices and torch.cuda.is_available() else "cpu"
         try:
@@ -170,7 +172,9 @@ class Conformance:
         never = self.never_ran(found.__getitem__) if len(found) == len(self.checks) else ()
         options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
-        repeat = f"check_backend({self.backend.name!r}, {given}, cases=[{{}}])"
+        imported, argument = ("", repr(self.backend.name)) if self._is_named else _variable(self.backend)
+        call = f"check_backend({argument}, {given}, cases=[{{}}])"
+        repeat = f"from attnreg.testing import check_backend; {imported}{call}"
         return Report(tuple(found.values()), tuple(never), repeat)
 
     def never_ran(self, run: Callable[[Check], Outcome]) -> list[str]:
@@ -201,6 +205,15 @@ class Conformance:
             if reason not in (*by_limits, "has no backward") and not CLEAR.search(reason):
                 return f"refusal: got {reason!r}, expected a sentence such as 'head_dim must be 64, got 80'"
         return ""
+
+
+def _variable(backend: Backend) -> tuple[str, str]:
+    """Return the line that imports a backend, and its name there; of one that no module has, what it is."""
+    name = getattr(backend.load, "__module__", None)
+    for variable, value in vars(sys.modules.get(name)).items() if name in sys.modules else ():
+        if value is backend:
+            return f"from {name} import {variable}; " if name != "__main__" else "", variable
+    return "", f"<the Backend {backend.name!r} that was given>"
 
 
 def _dtypes(given: Iterable[str]) -> tuple[str, ...]:

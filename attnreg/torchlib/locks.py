@@ -70,7 +70,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
             last, end = process, time.monotonic() + seconds
         if time.monotonic() > end:
             who = f"process {process}" if process.isdigit() else "another process"
-            raise TimeoutError(f"{who} has kept {lock} locked for {seconds:g} s")
+            raise TimeoutError(f"{who} has kept {lock} locked for {seconds:.2g} s")
         time.sleep(0.01)
     try:
         yield

@@ -94,7 +94,7 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
             continue
         try:
             one = _parsed(line)
-        except (InvalidInputError, ValueError, KeyError, TypeError) as error:
+        except (InvalidInputError, ValueError) as error:
             if not line.endswith("\n") and number > 1:
                 # The process was killed while it wrote this line.
                 log.warning("%s:%d: left out: the line is incomplete", path, number)
@@ -108,13 +108,26 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
 
 
 def _parsed(line: str) -> Recorded:
-    data = json.loads(line)
-    where, counts = data["device"], (data["forward"], data["backward"])
+    data = _with_keys("the line", json.loads(line), ("device", "forward", "backward", "spec"))
+    where = _with_keys("device", data["device"], ("type", "capability", "name"))
+    counts = data["forward"], data["backward"]
     if not all(isinstance(n, int) and n >= 0 for n in counts):
         raise ValueError(f"counts {counts}")
     capability = where["capability"]
+    if not (capability is None or isinstance(capability, list)):
+        raise ValueError(f"device.capability {capability!r} is no list")
+    if wrong := [name for name in ("type", "name") if not isinstance(where[name], str)]:
+        raise ValueError(f"device.{wrong[0]} {where[wrong[0]]!r} is no text")
     device = Device(where["type"], None if capability is None else tuple(capability), name=where["name"])
     return Recorded(spec_from(data["spec"], device), *counts)
+
+
+def _with_keys(place: str, data: object, keys: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{place} is no object")
+    if missing := [key for key in keys if key not in data]:
+        raise ValueError(f"{place} has no {missing[0]}")
+    return data
 
 
 def _line(spec: AttentionSpec, forward: int, backward: int) -> str:

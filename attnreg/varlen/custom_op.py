@@ -1,7 +1,8 @@
 """`attnreg::_varlen_attn`: `varlen_attn` as one opaque op with a fake, a backward and FLOP formulas.
 
 torch.compile keeps it in the graph, where the backend is chosen when it runs; unlike aten's own ops
-Inductor's C++ wrapper and AOTInductor can't pass it by.
+Inductor's C++ wrapper and AOTInductor can't pass it by. `_autoload` imports this module when
+`torch.ops.attnreg` is asked for an op, as it is by a program that `torch.export` has saved.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int
     if min(left, right) < -1:
         got = reprlib.repr(window_size)
         raise InvalidInputError(f"window_size: got {got}, expected (left, right), integers of -1 or more")
+    if is_causal not in (True, False):
+        raise InvalidInputError(f"is_causal: got {is_causal!r}, expected True or False")
     return left, 0 if is_causal else right
 
 

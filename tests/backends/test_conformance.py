@@ -45,7 +45,7 @@ REFUSED = {
         {
             "alibi_slopes must be None": 2,
             "block_table must be None: no paged key-value cache": 2,
-            "dropout_p must be 0": 2,
+            "dropout_p must be 0": 4,
             **{f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)},
         }
     ),

@@ -63,6 +63,23 @@ def test_a_badly_typed_field_is_refused_by_name_with_what_was_got_and_expected(f
     assert refusal(lambda: Backend(**LEAST | {field: value}), kind=RegistrationError) == message
 
 
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"forward": 3, "backward": 4}, "Kernels.forward: got 3, expected a function"),
+        ({"forward": None, "backward": print}, "Kernels.forward: got None, expected a function"),
+        ({"forward": print, "backward": 2}, "Kernels.backward: got 2, expected a function or None"),
+        ({"forward": print, "specialize": "x"}, "Kernels.specialize: got 'x', expected a function or None"),
+        (
+            {"forward": print, "replaces_native": True},
+            "Kernels.replaces_native: got True, expected a function or None",
+        ),
+    ],
+)
+def test_kernels_that_are_no_functions_are_refused_when_they_are_put_together(functions, message):
+    assert refusal(lambda: Kernels(**functions), kind=RegistrationError) == message
+
+
 def test_every_field_is_checked():
     assert {field for field, *_ in BAD} == {field.name for field in dataclasses.fields(Backend)}
 

@@ -78,6 +78,17 @@ def varlen_results(inputs, **options):
     return with_gradients(attnreg.varlen_attn(*inputs, **options), inputs[:3])
 
 
+def test_explain_says_that_the_backend_it_names_has_declined_such_calls():
+    inputs = [x.detach() for x in dense()]
+    with attnreg.register_backend(Choosy("choosy", "forward").backend):
+        for times in ("a call", "2 calls"):
+            F.scaled_dot_product_attention(*inputs)
+            found = attnreg.explain(*inputs)
+            note = f"choosy declined the forward of {times} in this process: {REASON}"
+            assert (found.backend, [one for one in found.notes if "declined" in one]) == ("choosy", [note])
+    assert "declined" not in str(attnreg.explain(*inputs))  # that names another backend
+
+
 @pytest.mark.usefixtures("router_kind")
 @pytest.mark.parametrize(
     ("declining", "ran_there"),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.processes import forked
 
 import attnreg
 from attnreg import Range, aten
@@ -44,10 +45,41 @@ def test_a_failure_has_the_line_that_repeats_it(fake):
     said = str(raised.value)
     assert said.startswith("mine on cpu: 3 checks: 0 right, 3 wrong\nheads 4:2 bfloat16: out ")
     lines = [line.strip() for line in said.splitlines() if "check_backend" in line]
-    assert lines[0] == "check_backend('mine', device='cpu', seed=7, cases=['heads 4:2 bfloat16'])"
+    given = "device='cpu', seed=7, cases=['heads 4:2 bfloat16'])"
+    imported = "from attnreg.testing import check_backend; "
+    # No module has it, so what to write there is for the program to know.
+    assert lines[0] == f"{imported}check_backend(<the Backend 'mine' that was given>, {given}"
+    with attnreg.register_backend(wrong), pytest.raises(AssertionError) as raised:
+        check_backend("mine", device="cpu", seed=7, cases=["drawn 3 ", "heads 4:2"])
+    lines = [line.strip() for line in str(raised.value).splitlines() if "check_backend" in line]
+    assert lines[0] == f"{imported}check_backend('mine', {given}"
     for line in lines:
         with attnreg.register_backend(wrong), pytest.raises(AssertionError, match=r"[12] wrong"):
-            eval(line)  # noqa: S307
+            exec(line)  # noqa: S102
+
+
+MODULE = """
+from attnreg import Backend, Capabilities, Kernels
+from attnreg.backends.math import BACKEND as MATH
+
+def load():
+    kernels = MATH.load()
+    return Kernels(lambda *given: tuple(2 * x for x in kernels.forward(*given)))
+
+MINE = Backend(name="mine", forward=Capabilities(devices=("cpu",), dtypes=("float32",)), load=load)
+"""
+
+
+def test_the_line_that_repeats_a_failure_of_a_modules_backend_runs_anywhere(tmp_path):
+    (tmp_path / "my_kernels.py").write_text(MODULE)
+    here, case = "import sys; sys.path.insert(0, '.'); ", "length 33 float32"
+    call = f"import my_kernels, attnreg.testing as kit; kit.check_backend(my_kernels.MINE, cases=[{case!r}])"
+    first = forked(here + call, cwd=tmp_path)
+    imports = "from attnreg.testing import check_backend; from my_kernels import MINE; "
+    line = f"{imports}check_backend(MINE, device='cpu', cases=[{case!r}])"
+    assert f"\n  {line}\n" in first.stderr
+    for done in (first, forked(here + line, cwd=tmp_path)):
+        assert "AssertionError: mine on cpu: 1 checks: 0 right, 1 wrong" in done.stderr
 
 
 def test_the_seed_decides_what_is_drawn_and_which_values():

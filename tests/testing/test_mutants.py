@@ -106,6 +106,20 @@ def off_by_a_bit_again(direction, tensors, call):
     return lambda *given: off_by_a_bit(*run(*given[: len(tensors)], call))
 
 
+def no_window_with_dropout():
+    return called_with(window=lambda call: (-1, -1) if call.dropout else call.window)
+
+
+def wrong_if(condition):
+    """Return kernels whose output is wrong for some calls."""
+
+    def forward(q, k, v, call):
+        out, lse = MATH.forward(q, k, v, call)
+        return (out * 1.5 if condition(q, call) else out), lse
+
+    return {"forward": forward}
+
+
 def half_dropped(call):
     return call.dropout / 2
 
@@ -234,6 +248,8 @@ FIELDS = {
     ),
     "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
     "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
+    "no window with dropout": ("window", no_window_with_dropout(), "dropout, window"),
+    "no mask with dropout in a packed call": ("window", no_window_with_dropout(), "packed dropout, causal"),
     "dropout of the backward": ("dropout", only("backward", called_with(dropout=half_dropped)), "dropout"),
     "random state": (
         "rng_state",
@@ -283,6 +299,11 @@ RESULTS = {
     "half the heads": (
         results("forward", lambda out, lse: (out[..., :1, :].expand_as(out), lse)),
         "heads 12:4",
+    ),
+    "more than 4 in a batch": (wrong_if(lambda q, call: not call.varlen and q.shape[0] > 4), "batch of 9"),
+    "more than 130 sequences": (
+        wrong_if(lambda q, call: call.varlen and len(call.cu_seqlens_q) > 131),
+        "packed 300 sequences",
     ),
     "mapping of heads": (inputs("forward", other_heads), "heads 12:4"),
     "strides": (inputs("forward", lambda *qkv: map(as_if_contiguous, qkv)), "layout bhsd"),

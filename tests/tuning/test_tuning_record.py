@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from support.sdpa import attend
 from support.tuned import spec_with
 
 import attnreg
-from attnreg.dispatch import trace
+from attnreg.dispatch import counters, trace
 from attnreg.dispatch.state import state
 from attnreg.errors import ConfigError
 from attnreg.torchlib import locks
@@ -129,13 +130,39 @@ def test_a_program_that_is_killed_leaves_what_ran_until_shortly_before(tmp_path,
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("text", ["hello\n", '{"spec": {}}\n', '{"forward": -1, "backward": 0}\n', "[1]\n"])
-def test_a_file_with_something_else_in_it_is_refused_before_anything_runs(tmp_path, text):
+ROW = {"device": {"type": "cpu", "capability": None, "name": ""}, "forward": 1, "backward": 0, "spec": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hello", "Expecting value: line 1 column 1 (char 0)"),
+        ("[]", "the line is no object"),
+        ('{"spec": {}}', "the line has no device"),
+        (json.dumps(ROW | {"device": 3}), "device is no object"),
+        (json.dumps(ROW | {"device": {"type": "cpu", "name": ""}}), "device has no capability"),
+        (json.dumps(ROW | {"device": ROW["device"] | {"capability": 9}}), "device.capability 9 is no list"),
+        (json.dumps(ROW | {"device": ROW["device"] | {"name": []}}), "device.name [] is no text"),
+        (json.dumps(ROW | {"forward": -1}), "counts (-1, 0)"),
+        (json.dumps(ROW | {"spec": []}), "spec: got [], expected an object"),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_refused_before_anything_runs(tmp_path, text, why):
     file = tmp_path / "notes.txt"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"notes.txt:1: got no recorded call"), attnreg.record(file):
+    file.write_text(text + "\n")
+    message = f"notes.txt:1: got no recorded call ({why}), expected a line of `attnreg.record`"
+    with pytest.raises(ConfigError) as error, attnreg.record(file):
         pytest.fail("the block must not run")
-    assert file.read_text() == text
+    assert str(error.value).endswith(message)
+    assert file.read_text() == text + "\n"
+
+
+def test_what_is_no_path_is_refused():
+    with (
+        pytest.raises(ConfigError, match="record: got 3, expected the path of a file"),
+        attnreg.record(3),
+    ):
+        pytest.fail("the block must not run")
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path, monkeypatch):
@@ -296,6 +323,42 @@ def test_the_thread_waits_less_for_a_lock_than_the_end_of_the_program_does(tmp_p
         assert merged.wait(60.0)
     # In two seconds and a half a process adds to as large a file as there is.
     assert 2.5 < waits[False] < 5.0 <= waits[True]
+
+
+def test_waiting_for_a_thread_that_writes_is_part_of_the_time_that_the_end_waits(tmp_path, monkeypatch):
+    now, waits = iter((100.0, 103.0)), []
+    monkeypatch.setattr(trace.time, "monotonic", lambda: next(now))  # three seconds until it has the lock
+    monkeypatch.setattr(trace, "merge", lambda path, counts, seconds: waits.append(seconds))
+    recording = trace.Recording(tmp_path / "trace.jsonl", {(spec_with(), "forward"): counters.Counter()})
+    recording.counted[spec_with(), "forward"].value = 1
+    recording.write(10.0)
+    assert waits == [7.0]
+
+
+def test_importing_torch_waits_for_no_lock_and_the_end_says_in_one_line_that_it_did(tmp_path):
+    program = """
+        import fcntl, sys
+        locked = []
+        sys.addaudithook(lambda event, _: locked.append(event) if event == "fcntl.flock" else None)
+        import attnreg, torch
+        from attnreg import _autoload
+        from attnreg.dispatch import counters, trace
+        from attnreg.dispatch.state import state
+        trace._write.__defaults__ = (0.05,)
+        _autoload.activate()
+        state()
+        assert locked == []
+        x = torch.ones(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        assert locked == []
+    """
+    file = tmp_path / "trace.jsonl"
+    held = locks.lock_file(tmp_path / ".trace.jsonl.lock")
+    done = forked(textwrap.dedent(program), ATTNREG_RECORD=str(file))
+    locks.release(held)
+    assert done.returncode == 0, done.stderr
+    locked = f"process {os.getpid()} has kept {tmp_path}/.trace.jsonl.lock locked for 0.05 s"
+    assert done.stderr == f"{file}: can't be written: {locked}\n"
 
 
 def test_threads_that_add_to_one_file_lose_nothing(tmp_path, hasty):

@@ -330,7 +330,7 @@ def test_an_exported_program_names_the_op_that_a_process_without_attnreg_lacks(p
     assert without.returncode != 0
     assert "We failed to resolve torch.ops.attnreg._varlen_attn.default to an operator" in without.stderr
     assert "Please import the custom op to register it before deserializing" in without.stderr
-    done = forked(LOAD.format(first="import attnreg.varlen.custom_op"), *files, **NO_PLUGINS)
+    done = forked(LOAD.format(first="import attnreg"), *files, **NO_PLUGINS)
     assert done.returncode == 0, done.stderr
     assert_layer(torch.load(files[2]), inputs)
 
@@ -365,16 +365,21 @@ def test_aotinductor_packages_call_the_op(packed, fake, ran, tmp_path):
     assert ran() == {"mine": (len(BATCHES), 0)}
 
 
-def test_importing_attnreg_does_not_load_the_op():
+def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
     script = """
         import sys, torch, attnreg
         assert "attnreg.varlen.custom_op" not in sys.modules
         assert "torch.utils.flop_counter" not in sys.modules
-        attnreg.varlen_attn
+        {use}
         assert "attnreg.varlen.custom_op" in sys.modules
+        x, cu = torch.ones(3, 1, 8), torch.tensor([0, 3], dtype=torch.int32)
+        assert torch.ops.attnreg._varlen_attn(x, x, x, cu, cu, 3, 3)[0].equal(x)
+        assert not hasattr(torch.ops.attnreg, "no_such_op")
     """
-    done = forked(textwrap.dedent(script), **NO_PLUGINS)
-    assert done.returncode == 0, done.stderr
+    uses = "attnreg.varlen_attn", *(f"torch.ops.attnreg._varlen_attn{end}" for end in ("", "_backward"))
+    for use in uses:
+        done = forked(textwrap.dedent(script).format(use=use), **NO_PLUGINS)
+        assert done.returncode == 0, done.stderr
 
 
 def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(monkeypatch):

@@ -72,6 +72,8 @@ BAD = [
     ({"cu_seq_q": meta(CU)}, f"cu_seq_q: got a tensor on meta, {HERE}"),
     ({"cu_seq_k": meta(CU)}, f"cu_seq_k: got a tensor on meta, {HERE}"),
     ({"seqused_k": meta(integers(3, 4))}, f"seqused_k: got a tensor on meta, {HERE}"),
+    ({"is_causal": "yes"}, "is_causal: got 'yes', expected True or False"),
+    ({"is_causal": None}, "is_causal: got None, expected True or False"),
     ({"cu_seq_q": CU.long()}, "cu_seq_q: got torch.int64, expected torch.int32"),
     ({"cu_seq_k": CU.long()}, "cu_seq_k: got torch.int64, expected torch.int32"),
     ({"seqused_k": torch.ones(2)}, "seqused_k: got torch.float32, expected torch.int32"),

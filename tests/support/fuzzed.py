@@ -1,0 +1,96 @@
+"""What the results of a random call have to be: with sinks and the gradient of a bias, which `Case` lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.measure.cases import Case
+from attnreg.measure.inputs import Inputs
+from attnreg.measure.reference import attend, attention
+from attnreg.measure.rule import SOFTCAP_FACTOR, Error, compare
+
+
+class Given(NamedTuple):
+    """The tensors of a call; of the last two those that it has."""
+
+    inputs: Inputs
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What has a gradient."""
+        tensors = self.inputs.q, self.inputs.k, self.inputs.v, self.sinks, self.bias
+        return tuple(x for x in tensors if x is not None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of their gradients."""
+        return "dq", "dk", "dv", *["dsinks"] * (self.sinks is not None), *["dbias"] * (self.bias is not None)
+
+
+def measure(case: Case, given: Given, results: dict[str, Tensor], largest: dict[str, Error]) -> None:
+    """Measure the errors of a call, and keep the largest of the kernel's and of plain PyTorch's."""
+    dtype = given.inputs.q.dtype
+    truth, plain = (expected(case, given, one) for one in (torch.float64, dtype))
+    for name, got in results.items():
+        error = compare((got,), plain[name], truth[name], dtype)
+        if not error.passed and given.sinks is None and not case.softcap:
+            read = with_the_output(results["out"], case, given.inputs, truth)
+            shifted = compare((got,), plain[name], read[name], dtype)
+            error = error._replace(kernel=shifted.kernel)  # plain PyTorch's stays that from the truth
+        if case.softcap:
+            error = error._replace(factor=SOFTCAP_FACTOR)
+        largest[name] = Error(*map(max, error, largest.get(name, error)))
+
+
+def expected(case: Case, given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the results of a call by name, computed in one dtype throughout."""
+    if given.sinks is None:
+        found = attention(case, given.inputs, dtype)._asdict()
+        return found if given.bias is None else found | {"dbias": _gradient_of_the_bias(given, dtype)}
+    call, grad_out = given.inputs.call, given.inputs.grad_out
+    plain = attention(case, given.inputs, dtype)
+    unseen = plain.lse == -torch.inf
+    out, sinks = plain.out.requires_grad_(), given.sinks.detach().to(dtype).requires_grad_()
+    lse = plain.lse.masked_fill(unseen, 0.0).requires_grad_()
+    both = torch.logaddexp(lse, sinks[:, None])
+    shared = out * (lse - both).exp().mT[..., None]
+    # Rows that see no key have no gradient; that of rows past the last sequence may be NaN.
+    incoming = [grad_out.to(dtype).masked_fill(unseen.mT[..., None], 0.0), torch.zeros_like(both)]
+    if call.grad_lse is not None:
+        incoming[1] = call.grad_lse.to(dtype).masked_fill(unseen, 0.0)
+    grad_out, grad_lse, dsinks = torch.autograd.grad((shared, both), (out, lse, sinks), incoming)
+    inside = given.inputs._replace(grad_out=grad_out, call=call._replace(grad_lse=grad_lse))
+    through = attention(case, inside, dtype)._asdict()
+    lse = both.detach().masked_fill(unseen, -torch.inf)
+    return through | {"out": shared.detach(), "lse": lse, "dsinks": dsinks}
+
+
+def _gradient_of_the_bias(given: Given, dtype: torch.dtype) -> Tensor:
+    assert given.bias is not None
+    q, k, v, grad_out, call = given.inputs
+    bias = given.bias.detach().to(dtype).requires_grad_()
+    out, _ = attend(q.to(dtype), k.to(dtype), v.to(dtype), call.scale, call.window, bias=bias)
+    return torch.autograd.grad(out, bias, grad_out.to(dtype))[0]
+
+
+def with_the_output(out: Tensor, case: Case, given: Inputs, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the results with the gradients that an exact flash backward has with this output.
+
+    It computes dS = P * (dP - delta), with delta the sum of dout * out, where plain PyTorch takes that of
+    dP * P (https://arxiv.org/abs/2205.14135, algorithm 4). The output is rounded, and with few keys that can
+    be the largest of all errors. It changes dq by the mean of the keys and dk by the sum of P * q: attention
+    and its gradient give both where the keys stand for the values.
+    """
+    change = -given.call.scale * ((out.double() - truth["out"]) * given.grad_out.double()).sum(
+        -1, keepdim=True
+    )
+    grad_out = (change * given.q.double()).nan_to_num()
+    of_keys = replace(case, dims=(case.dims[0], case.dims[0]))
+    keys = attention(of_keys, given._replace(v=given.k, grad_out=grad_out), torch.float64)
+    return truth | {"dq": truth["dq"] + (change * keys.out).nan_to_num(), "dk": truth["dk"] + keys.dv}
