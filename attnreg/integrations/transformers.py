@@ -102,6 +102,8 @@ def _attend(
     if mask is not None:
         window = _window(mask, window, sizes[2])
     if given is not None:
+        if mask is not None and mask.is_only_dense:
+            return _masked(query, key, value, _dense_with_documents(mask, given), options)
         packing: Packing | None = given
     elif mask is None:
         packing = pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
@@ -202,6 +204,17 @@ def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others
         max_q if isinstance(max_q, int) else batch * length_q,
         max_k if isinstance(max_k, int) else batch * length_k,
     )  # fmt: skip
+
+
+def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
+    """Return a mask that says more than a packing can; it has to know of the documents itself."""
+    if len(given.cu_seq_q) > mask.sizes[0] + 1 and not mask.has_documents:
+        raise InvalidInputError(
+            "cu_seq_lens_q: got several documents in a row, and a mask with more in it than a window (chunks) "
+            "that doesn't separate them; expected use_cache=False and position_ids that start anew, by which "
+            "transformers sees documents"
+        )
+    return mask.dense()
 
 
 def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
