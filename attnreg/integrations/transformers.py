@@ -210,9 +210,9 @@ def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
     """Return a mask that says more than a packing can; it has to know of the documents itself."""
     if len(given.cu_seq_q) > mask.sizes[0] + 1 and not mask.has_documents:
         raise InvalidInputError(
-            "cu_seq_lens_q: got several documents in a row, and a mask with more in it than a window (chunks) "
-            "that doesn't separate them; expected use_cache=False and position_ids that start anew, by which "
-            "transformers sees documents"
+            "cu_seq_lens_q: got several documents in a row, and a mask that has chunks, or more, and doesn't "
+            "separate documents; expected use_cache=False and position_ids that start anew, by which "
+            "transformers sees them"
         )
     return mask.dense()
 
