@@ -40,18 +40,24 @@ def install(*, behind: str | None = None) -> None:
     """
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
-    import transformers
+    check_version()
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)
     if behind is not None:
         behind_flash.stand_behind_flash()
+
+
+def check_version() -> None:
+    """Check that the installed transformers is one that attnreg knows."""
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
 
 
 def attention(
