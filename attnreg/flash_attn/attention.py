@@ -166,9 +166,12 @@ def returned(results: Results, with_weights: bool) -> Any:
 
 
 def check_weights(dropout_p: float, with_weights: bool) -> None:
-    """Refuse to return the dropped weights, which no backend gives."""
+    """Refuse to return the dropped weights: kernels of the contract return none.
+
+    flash-attn's own, and torch's op for its debugging, return them in a layout of their blocks.
+    """
     if dropout_p and with_weights:
         raise InvalidInputError(
-            f"return_attn_probs: got True with dropout_p {dropout_p}, expected False (no backend returns the "
-            "dropped weights), or dropout_p 0 for the LSE alone"
+            f"return_attn_probs: got True with dropout_p {dropout_p}, expected False (attnreg asks no kernel "
+            "for the dropped weights), or dropout_p 0 for the LSE alone"
         )

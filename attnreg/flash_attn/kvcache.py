@@ -16,6 +16,7 @@ from attnreg.flash_attn.attention import (
     unpacked,
 )
 from attnreg.flash_attn.functions import Window
+from attnreg.flash_attn.rotary import positions, rotated
 from attnreg.torchlib.modes import is_plain
 from attnreg.varlen.plans import check_tensors, window
 
@@ -79,8 +80,8 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         tables = rotary_cos, rotary_sin, rotary_interleaved
         is_masked = causal or window(window_size, False) != (-1, -1)
-        q = _rotated(q, _positions(used, length_q if is_masked else 1), *tables)
-        k = None if k is None else _rotated(k, _positions(used, k.shape[1]), *tables)
+        q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
+        k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
     pages, seen = _pages(block_table, cache_batch_idx, batch, used), used + new
     offsets_q, offsets_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
     table: Tensor | None = None
@@ -257,26 +258,10 @@ def _pages(block_table: Tensor | None, places: Tensor | None, batch: int, used: 
 
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, used: Tensor) -> None:
     """Write new keys and values behind the `used` ones, in place."""
-    at, size = _positions(used, k.shape[1]).long(), k_cache.shape[1]
+    at, size = positions(used, k.shape[1]).long(), k_cache.shape[1]
     where = pages.gather(1, at // size).long(), at % size
     k_cache.index_put_(where, k.to(k_cache.dtype))
     v_cache.index_put_(where, v.to(v_cache.dtype))
-
-
-def _positions(first: Tensor, count: int) -> Tensor:
-    """Return the positions (B, count) of tokens that begin at `first`, (B,)."""
-    return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
-
-
-def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return (B, S, H, D) with its first dims rotated by (B, S) or (B, 1) positions, in float32."""
-    size = 2 * cos.shape[-1]
-    cos, sin = (table.float()[positions.long()][:, :, None] for table in (cos, sin))
-    head = x[..., :size].float()
-    one, other = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
-    both = one * cos - other * sin, one * sin + other * cos
-    rotated = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
-    return torch.cat((rotated.to(x.dtype), x[..., size:]), dim=-1)
 
 
 def _one_token_pages(k_cache: Tensor, pages: Tensor, leftpad: Tensor) -> Tensor:
