@@ -6,6 +6,7 @@ known to `torch.nn.attention` and `torch.ops`, and imports nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _TRANSFORMERS = "ATTNREG_TRANSFORMERS"
 # Where transformers keeps the names of attention functions; its own `__init__` imports it when it is needed.
 _READY = "transformers.modeling_utils"
+# Where it says whether flash-attn is there. Programs take the function from there right after their import.
+_ASKED = "transformers.utils.import_utils"
 
 
 # Alone it asks for no backend, as it is about programs that do; a value that is wrong has to be said.
@@ -92,10 +95,25 @@ def _install_behind_transformers() -> None:
     mode = environment.read().transformers
     if mode in ("", "0"):
         return
-    if _READY in sys.modules:
-        _install_in_transformers(mode)
+    if mode != "1":
+        _after_import(_ASKED, _say_flash_attn_is_there)
+    _after_import(_READY, functools.partial(_install_in_transformers, mode))
+
+
+def _after_import(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _AfterImport(functools.partial(_install_in_transformers, mode)))
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+def _say_flash_attn_is_there() -> None:
+    """Do so before others have taken the function; what is wrong is said by the rest of the installation."""
+    with contextlib.suppress(Exception):
+        from attnreg.integrations import behind_flash, transformers
+
+        transformers.check_version()
+        behind_flash.say_available()
 
 
 def _install_in_transformers(mode: str) -> None:
@@ -108,13 +126,13 @@ def _install_in_transformers(mode: str) -> None:
 
 
 class _AfterImport:
-    """A finder of `sys.meta_path` that calls a function once `transformers.modeling_utils` is imported."""
+    """A finder of `sys.meta_path` that calls a function once a module is imported."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
-        if name != _READY:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

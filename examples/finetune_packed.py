@@ -85,9 +85,11 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(given.device, getattr(torch, given.dtype))
     print(f"{sum(x.numel() for x in model.parameters()) / 1e6:.1f} million parameters, on {given.device}")
-    batches = draw(corpus(given.context), given.batch, given.steps + 1, given.seed)
+    batches = list(draw(corpus(given.context), given.batch, given.steps + 1, given.seed))
     documents = [{"input_ids": list(text)} for batch in batches for text in batch]
-    tokens = sum(len(document["input_ids"]) for document in documents[given.batch :])
+    lengths = [[len(text) for text in batch] for batch in batches[1:]]  # of the steps that are timed
+    tokens, room = sum(map(sum, lengths)), sum(given.batch * max(batch) for batch in lengths)
+    print(f"{1 - tokens / room:.0%} of the padded batches is padding")
 
     collators = {
         "packed": transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True),

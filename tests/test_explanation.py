@@ -10,7 +10,7 @@ from support.known import know
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import aten, errors, explain
+from attnreg import aten, errors, explain, flash_attn
 from attnreg.aten import efficient
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
@@ -241,6 +241,48 @@ def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):
     assert (explanation.backend, explanation.backward.backend) == ("cpu", "math")
 
 
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"softcap": 3.0}, "softcap"),
+        ({"alibi": True}, "alibi_slopes"),
+        ({"window": (4, 0)}, "window_size"),
+        ({"dropout": 0.1, "softcap": 3.0}, "softcap"),
+    ],
+)
+def test_a_dense_call_with_an_option_that_sdpa_lacks_is_explained_as_the_one_of_flash_attn_func(
+    facts, named, ran
+):
+    tokens = dict.fromkeys(("tokens_q", "tokens_k"), 16)
+    sizes = dict.fromkeys(("max_q", "max_k", "head_dim", "head_dim_v"), 8) | {"heads_q": 2, "heads_k": 2}
+    explanation = explain(spec(**(sizes | tokens | facts)))
+    assert explanation.unasked == ""
+    flash = "attnreg.flash_attn.flash_attn_func"
+    assert explanation.notes == (
+        NOT_SERVED.replace("attnreg.varlen_attn", flash),
+        f"F.scaled_dot_product_attention has no {named}: explained is a dense call of {flash}",
+    )
+    options = {"softcap": facts.get("softcap", 0.0), "window_size": facts.get("window", (-1, -1))}
+    options |= {"alibi_slopes": torch.ones(2) if "alibi" in facts else None}
+    flash_attn.flash_attn_func(*bhsd(2, 8, 2, 8), dropout_p=facts.get("dropout", 0.0), **options)
+    assert ran() == {explanation.backend: (1, 0)}
+
+
+def test_a_dense_call_with_an_option_of_packed_ones_has_a_note_that_says_so():
+    explanation = explain(spec(num_splits=2))
+    assert explanation.unasked == ""
+    assert explanation.notes[1] == (
+        "F.scaled_dot_product_attention has no num_splits: an option of attnreg.varlen_attn, which takes "
+        "packed calls (--varlen, or an AttentionSpec with varlen=True)"
+    )
+
+
+def test_where_torchs_selector_decides_no_note_says_that_a_function_of_attnreg_runs_as_explained():
+    assert explain(spec(dropout=0.1)).notes == (
+        "nothing asks for a backend: torch's functions run torch's own kernels",
+    )
+
+
 def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fake):
     known["faster"] = Entry("faster", "a test", fake("faster", priority=1000).backend)
     explanation = explain(*bhsd(1, 2, 8, 8))
@@ -371,7 +413,8 @@ SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim
         (
             lambda q, k, v: explain(q, k, v, window_size=(4, 0), num_splits=2, softcap=9.0),
             "explain: got window_size, num_splits, softcap without cu_seq_q, expected none: "
-            "F.scaled_dot_product_attention has none",
+            "F.scaled_dot_product_attention has none (of a dense call of "
+            "attnreg.flash_attn.flash_attn_func give an AttentionSpec)",
         ),
         (
             lambda q, k, v: explain(q[0], k[0], v[0], torch.tensor([0, 2]), torch.tensor([0, 2]), 2, 2),

@@ -22,7 +22,7 @@ from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.explanation.call_spec import CallSpec, described, masked, nested, packed
+from attnreg.explanation.call_spec import FLASH, VARLEN, CallSpec, described, masked, nested, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.selection.render import decision_table
 from attnreg.torchlib import captured
@@ -168,7 +168,8 @@ def explain(
     if any(alone.values()):
         named = ", ".join(name for name, given in alone.items() if given)
         raise InvalidInputError(
-            f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none"
+            f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none "
+            f"(of a dense call of {FLASH} give an AttentionSpec)"
         )
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
@@ -180,7 +181,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
-        notes = (*_front_notes(), *described.notes)
+        notes = (*_front_notes(""), *described.notes)
         return Explanation(spec, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
@@ -194,7 +195,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
-        *_front_notes(),
+        *_front_notes(FLASH if described.front == FLASH else VARLEN),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
         *_untried(decided.values(), entries),
@@ -204,7 +205,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
     )
-    is_asked = now.active or leading is not None or spec.varlen or spec.device.simulated
+    unserved = described.front == SDPA and not spec.varlen  # while nothing is asked for
+    is_asked = now.active or leading is not None or not unserved or spec.device.simulated
     unasked = "" if is_asked else UNASKED
     return Explanation(spec, decided["forward"], decided.get("backward"), notes, unasked)
 
@@ -280,11 +282,10 @@ def _decision(
         return replace(decision, backend=None, refusal=str(error))
 
 
-def _front_notes() -> Iterator[str]:
+def _front_notes(front: str) -> Iterator[str]:
+    """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
     if not state().active:
-        yield (
-            "nothing asks for a backend: attnreg.varlen_attn runs as explained, "
-            "torch's functions run torch's own kernels"
-        )
+        as_explained = f"{front} runs as explained, " if front else ""
+        yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
     if note := captured.shadow_note():
         yield note

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attnreg.aten import efficient, flash
-from attnreg.aten.bypassed import Bypassed, SdpaCall, selected, selected_for, selected_nested
+from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selected_for, selected_nested
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
-from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import UNBOUNDED, AttentionSpec
 from attnreg.contract.validation import check, check_scale, check_values, checked_dropout
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, device_of, spec_of
@@ -41,6 +41,7 @@ class CallSpec(NamedTuple):
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
     for_backward: Preference | None = None  # what the backward alone asks for
+    front: str = SDPA  # the function that makes such a call
 
 
 NO_MASK_TO_READ = (
@@ -54,14 +55,43 @@ BOTTOM_RIGHT = (
 )
 
 
+VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
+
+
+def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
+    """Return the function that makes a call without its tensors, and what has to be said of it."""
+    if spec.varlen:
+        return VARLEN, []
+    of_flash = {
+        "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
+        "softcap": spec.softcap > 0.0,
+        "alibi_slopes": spec.alibi,
+        "a gradient of the LSE": spec.grad_lse,
+    }
+    of_packed = {
+        "seqused_k": spec.seqused_k,
+        "block_table": spec.page_size is not None,
+        "num_splits": spec.num_splits is not None,
+    }
+    named = ", ".join(name for name, given in (of_flash | of_packed).items() if given)
+    if not named:
+        return SDPA, []
+    only_packed = any(of_packed.values())
+    front = VARLEN if only_packed else FLASH
+    how = f"an option of {VARLEN}, which takes packed calls (--varlen, or an AttentionSpec with varlen=True)"
+    how = how if only_packed else f"explained is a dense call of {FLASH}"
+    return front, [f"{SDPA} has no {named}: {how}"]
+
+
 def described(spec: AttentionSpec) -> CallSpec:
     """Return what selection sees of a call without its tensors."""
-    notes = []
+    front, notes = _front_of(spec)
     if spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE:
         notes.append(NO_MASK_TO_READ)
     if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
         notes.append(BOTTOM_RIGHT)
-    return CallSpec(spec, elsewhere=selected_for(spec), notes=tuple(notes))
+    elsewhere = selected_for(spec) if front == SDPA else None
+    return CallSpec(spec, elsewhere=elsewhere, notes=tuple(notes), front=front)
 
 
 def dense(
@@ -172,4 +202,4 @@ def packed(
     spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
-    return CallSpec(spec, notes=() if all_allowed else (NOT_ASKED,))
+    return CallSpec(spec, notes=() if all_allowed else (NOT_ASKED,), front=VARLEN)

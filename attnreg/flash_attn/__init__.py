@@ -4,7 +4,8 @@
 
 Names, arguments, defaults, layouts and results are those of flash-attn 2.8. May import `varlen` and all below
 it. Read `functions` first; `attention` has what they share, `kvcache` decodes with a cache, `bert_padding`
-takes padding out and puts it back, and `activation` puts all of it under the name `flash_attn`.
+takes padding out and puts it back, `rotary` rotates heads by their positions, and `activation` puts all of it
+under the name `flash_attn`.
 """
 
 from attnreg.flash_attn import bert_padding

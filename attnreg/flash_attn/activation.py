@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnreg.errors import RegistrationError
-from attnreg.flash_attn import bert_padding, functions, kvcache
+from attnreg.errors import RegistrationError, UnsupportedInputError
+from attnreg.flash_attn import bert_padding, functions, kvcache, rotary
 from attnreg.torchlib.locks import open_after_fork
 
 NAME, DISTRIBUTION = "flash_attn", "flash-attn"
@@ -43,6 +43,19 @@ _PADDING = {
     name: getattr(bert_padding, name)
     for name in ("index_first_axis", "index_put_first_axis", "pad_input", "unpad_input")
 }
+
+
+def _get_block_size_n(*_: Any) -> int:
+    """Refuse what flash-attention's own tests import to read dropped weights, which nothing here returns."""
+    raise UnsupportedInputError(
+        "_get_block_size_n: got a question about flash-attn's own kernels, expected none: those of attnreg's "
+        "backends have other blocks"
+    )
+
+
+# What programs, and flash-attention's own tests, import beside the functions.
+_PRIVATE = {"_get_block_size_n": _get_block_size_n, "USE_TRITON_ROCM": False}
+_ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
 
 _lock = open_after_fork(threading.RLock())
 # The modules of that name that there were before; None while no stand-in is active.
@@ -124,12 +137,18 @@ def _present() -> list[str]:
 def _modules() -> dict[str, ModuleType]:
     """Return the package and its modules, made anew, by their full names."""
     interface, padding = (f"{NAME}.{name}" for name in ("flash_attn_interface", "bert_padding"))
+    layers = f"{NAME}.layers"
     modules = {
         NAME: _module(NAME, _FUNCTIONS | {"__version__": VERSION}, is_package=True),
-        interface: _module(interface, _FUNCTIONS),
+        interface: _module(interface, _FUNCTIONS | _PRIVATE),
         padding: _module(padding, _PADDING),
+        layers: _module(layers, {}, is_package=True),
+        f"{layers}.rotary": _module(f"{layers}.rotary", _ROTARY),
     }
-    vars(modules[NAME]).update(flash_attn_interface=modules[interface], bert_padding=modules[padding])
+    for name, module in modules.items():
+        package, _, own = name.rpartition(".")
+        if package:
+            setattr(modules[package], own, module)
     return modules
 
 
@@ -137,9 +156,9 @@ def _module(name: str, contents: dict[str, Any], is_package: bool = False) -> Mo
     module = ModuleType(name, f"attnreg's stand-in for {name}; attnreg.flash_attn.deactivate() takes it out.")
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=is_package)
     module.__file__ = __file__
-    module.__package__ = NAME
+    module.__package__ = name if is_package else name.rpartition(".")[0]
     if is_package:
-        module.__path__ = []  # what it doesn't have, such as `flash_attn.layers`, is a ModuleNotFoundError
+        module.__path__ = []  # what it doesn't have, such as `flash_attn.ops`, is a ModuleNotFoundError
     vars(module).update(contents)
     return module
 

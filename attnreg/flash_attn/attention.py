@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
-from attnreg.contract.validation import checked_dropout
+from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
-from attnreg.dispatch.calls import wants_deterministic
+from attnreg.dispatch.calls import plan_for, wants_deterministic
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd, spread
@@ -44,7 +44,10 @@ class Options(NamedTuple):
     @property
     def bound_on_scores(self) -> float:
         """The softcap; flash-attn takes numbers below 0 for none as well."""
-        return 0.0 if self.softcap < 0.0 else self.softcap
+        try:
+            return 0.0 if self.softcap < 0.0 else self.softcap
+        except TypeError:
+            return checked_softcap(self.softcap)  # an error, which says what was expected
 
     def call(
         self,
@@ -90,6 +93,26 @@ def attend_packed(
         dropout_p=options.dropout_p,
     )  # fmt: skip
     return found[0], found[1]
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    options: Options,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> None:
+    """Raise what `attend_packed` would, without a gradient; what is traced raises it by itself, at once."""
+    check_tensors(alibi_slopes=options.alibi_slopes)
+    tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
+    if torch.compiler.is_compiling() or not is_plain(*tensors):
+        return
+    q, k, v = autocast(q, k, v)
+    call = options.call(q, lengths, seqused_k, block_table, num_splits)
+    plan_for("forward", q, k, v, call, scope.current(), needs_backward=False)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
@@ -143,9 +166,12 @@ def returned(results: Results, with_weights: bool) -> Any:
 
 
 def check_weights(dropout_p: float, with_weights: bool) -> None:
-    """Refuse to return the dropped weights, which no backend gives."""
+    """Refuse to return the dropped weights: kernels of the contract return none.
+
+    flash-attn's own, and torch's op for its debugging, return them in a layout of their blocks.
+    """
     if dropout_p and with_weights:
         raise InvalidInputError(
-            f"return_attn_probs: got True with dropout_p {dropout_p}, expected False (no backend returns the "
-            "dropped weights), or dropout_p 0 for the LSE alone"
+            f"return_attn_probs: got True with dropout_p {dropout_p}, expected False (attnreg asks no kernel "
+            "for the dropped weights), or dropout_p 0 for the LSE alone"
         )

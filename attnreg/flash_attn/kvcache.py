@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.attention import Options, attend_packed, regular_offsets, unpacked
+from attnreg.flash_attn.attention import (
+    Options,
+    attend_packed,
+    check_packed,
+    regular_offsets,
+    unpacked,
+)
 from attnreg.flash_attn.functions import Window
+from attnreg.flash_attn.rotary import positions, rotated
+from attnreg.torchlib.modes import is_plain
 from attnreg.varlen import spread
-from attnreg.varlen.plans import check_tensors
+from attnreg.varlen.plans import check_tensors, window
 
 
 @torch.no_grad()
@@ -38,7 +46,11 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append keys and values to a cache, in place, and compute attention over what it holds then.
 
-    For inference: nothing has a gradient.
+    For inference: nothing has a gradient. A call that is refused has written nothing.
+
+    On a GPU the numbers in `cache_seqlens`, `cache_batch_idx`, `cache_leftpad` and `block_table` aren't
+    checked, as that would wait for it: one below 0, or beyond the cache, is an error of CUDA, or keys of
+    another sequence are overwritten or seen.
 
     Args:
         q: (B, S_q, H, D).
@@ -64,30 +76,41 @@ def flash_attn_with_kvcache(
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    batch, length_q = q.shape[:2]
-    used = _lengths(cache_seqlens, batch, k_cache, block_table, 0 if k is None else k.shape[1])
+    (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
+    used = _lengths(cache_seqlens, q, k_cache, block_table, new)
+    _check_places(q, k_cache, cache_batch_idx, cache_leftpad, block_table, used, new)
     if rotary_cos is not None and rotary_sin is not None:
         tables = rotary_cos, rotary_sin, rotary_interleaved
-        is_masked = causal or tuple(window_size) != (-1, -1)
-        q = _rotated(q, _positions(used, length_q if is_masked else 1), *tables)
-        k = None if k is None else _rotated(k, _positions(used, k.shape[1]), *tables)
-    pages = _pages(block_table, cache_batch_idx, batch, used)
-    if k is not None and v is not None:
-        _append(k, v, k_cache, v_cache, pages, used)
-        used = used + k.shape[1]
+        is_masked = causal or window(window_size, False) != (-1, -1)
+        q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
+        k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
+    pages, seen = _pages(block_table, cache_batch_idx, batch, used), used + new
     offsets_q, offsets_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
+    table: Tensor | None = None
     if block_table is None and cache_batch_idx is None and cache_leftpad is None:
         # More backends take counts of keys than pages.
-        offsets_k, table = regular_offsets(batch, longest, k_cache), None
-        keys, values = (x[:batch].flatten(0, 1) for x in (k_cache, v_cache))
+        offsets_k = regular_offsets(batch, longest, k_cache)
     else:
-        keys, values, table = k_cache, v_cache, pages.contiguous()
         longest *= pages.shape[1]
+        if cache_leftpad is None:
+            table = pages.contiguous()
+        else:
+            table = _one_token_pages(k_cache, pages, cache_leftpad)
+            seen = seen - cache_leftpad.to(torch.int32)
+
+    def keys_and_values() -> tuple[Tensor, Tensor]:
         if cache_leftpad is not None:
-            keys, values, table = _one_token_pages(keys, values, pages, cache_leftpad)
-            used = used - cache_leftpad.to(torch.int32)
-    lengths = offsets_q, offsets_k, length_q, longest
-    packed = attend_packed(q.flatten(0, 1), keys, values, lengths, options, used, table, num_splits or None)
+            return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
+        if table is not None:
+            return k_cache, v_cache
+        return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
+
+    q, lengths = q.flatten(0, 1), (offsets_q, offsets_k, length_q, longest)
+    if k is not None and v is not None:
+        # Nothing is written for a call that is refused.
+        check_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
+        _append(k, v, k_cache, v_cache, pages, used)
+    packed = attend_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
     out, lse = unpacked(*packed, batch)
     return (out, lse) if return_softmax_lse else out
 
@@ -104,9 +127,14 @@ def _check(
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
 ) -> None:
-    if q.dim() != 4:
+    for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
+        if tensor.dim() != 4:
+            layout = "(batch, length, heads, head_dim)"
+            raise InvalidInputError(f"{name}: got {tuple(tensor.shape)}, expected 4 dimensions {layout}")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
         raise InvalidInputError(
-            f"q: got {tuple(q.shape)}, expected 4 dimensions (batch, length, heads, head_dim)"
+            f"v_cache: got shape {tuple(v_cache.shape)}, expected that of k_cache up to the head dim, "
+            f"{tuple(k_cache.shape)}"
         )
     if (k is None) != (v is None):
         raise InvalidInputError("k and v: got one of the two, expected both or none")
@@ -127,6 +155,58 @@ def _check(
         raise InvalidInputError(
             "cache_batch_idx: got a tensor, expected None, as block_table says where keys are"
         )
+    if cache_batch_idx is None and block_table is None and len(k_cache) < len(q):
+        raise InvalidInputError(
+            f"k_cache: got {len(k_cache)} sequences for {len(q)} of q, expected at least as many"
+        )
+
+
+def _check_places(
+    q: Tensor,
+    k_cache: Tensor,
+    places: Tensor | None,
+    leftpad: Tensor | None,
+    block_table: Tensor | None,
+    used: Tensor,
+    new: int,
+) -> None:
+    """Check which keys a call is about; on a GPU all but the numbers, which it would have to wait for."""
+    if block_table is not None:
+        _check_integers("block_table", block_table, q, (len(q), "pages of a sequence"))
+        if _is_read(block_table, used):
+            counts = (-((used + new) // -k_cache.shape[1])).tolist()
+            for row, (pages, count) in enumerate(zip(block_table.tolist(), counts, strict=True)):
+                _check_each(f"block_table[{row}]", pages[:count], [len(k_cache) - 1] * count)
+    if places is not None:
+        _check_integers("cache_batch_idx", places, q, (len(q),))
+        if _is_read(places):
+            _check_each("cache_batch_idx", places.tolist(), [len(k_cache) - 1] * len(q))
+    if leftpad is not None:
+        _check_integers("cache_leftpad", leftpad, q, (len(q),))
+        if _is_read(leftpad, used):
+            _check_each("cache_leftpad", leftpad.tolist(), (used + new).tolist())
+
+
+def _check_integers(name: str, given: object, q: Tensor, shape: tuple[int | str, ...]) -> None:
+    """Check that an argument is a tensor of int32 or int64 on the device of q."""
+    expected = f"int32 of shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}) on {q.device}"
+    if not isinstance(given, Tensor):
+        raise InvalidInputError(f"{name}: got {given!r}, expected a tensor, {expected}")
+    fits = given.dim() == len(shape) and len(given) == shape[0] and given.device == q.device
+    if not fits or given.dtype not in (torch.int32, torch.int64):
+        got = f"{given.dtype} of shape {tuple(given.shape)} on {given.device}"
+        raise InvalidInputError(f"{name}: got {got}, expected {expected}")
+
+
+def _is_read(*given: Tensor) -> bool:
+    """Whether the host may look at the numbers of tensors."""
+    return not torch.compiler.is_compiling() and all(x.is_cpu for x in given) and is_plain(*given)
+
+
+def _check_each(name: str, numbers: list[int], highest: list[int]) -> None:
+    for at, (number, most) in enumerate(zip(numbers, highest, strict=True)):
+        if not 0 <= number <= most:
+            raise InvalidInputError(f"{name}: got {number} at index {at}, expected 0 to {most}")
 
 
 def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int, room: int) -> None:
@@ -144,22 +224,25 @@ def _room(k_cache: Tensor, block_table: Tensor | None) -> int:
 
 
 def _lengths(
-    given: int | Tensor | None, batch: int, k_cache: Tensor, block_table: Tensor | None, new: int
+    given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None, new: int
 ) -> Tensor:
     """Return how many tokens each sequence has in the cache, int32 (B,), which has to have room for new ones.
 
     Whether it has isn't known of lengths on a GPU: to read them would wait for it.
     """
     room = _room(k_cache, block_table)
-    if not (given is None or isinstance(given, int | Tensor)):
-        raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
     if isinstance(given, Tensor):
-        most = int(given.max()) if given.is_cpu and given.numel() and not torch.compiler.is_compiling() else 0
+        _check_integers("cache_seqlens", given, q, (len(q),))
         used = given.to(torch.int32)
+        numbers = given.tolist() if _is_read(given) else []
+    elif given is None or isinstance(given, int):
+        numbers = [room if given is None else given]
+        used = torch.full((len(q),), *numbers, dtype=torch.int32, device=k_cache.device)
     else:
-        most = room if given is None else given
-        used = torch.full((batch,), most, dtype=torch.int32, device=k_cache.device)
-    if most + new > room:
+        raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
+    if (least := min(numbers, default=0)) < 0:
+        raise InvalidInputError(f"cache_seqlens: got {least}, expected 0 or more")
+    if (most := max(numbers, default=0)) + new > room:
         raise InvalidInputError(
             f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of the cache"
         )
@@ -177,32 +260,15 @@ def _pages(block_table: Tensor | None, places: Tensor | None, batch: int, used: 
 
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, used: Tensor) -> None:
     """Write new keys and values behind the `used` ones, in place."""
-    at, size = _positions(used, k.shape[1]).long(), k_cache.shape[1]
+    at, size = positions(used, k.shape[1]).long(), k_cache.shape[1]
     where = pages.gather(1, at // size).long(), at % size
     k_cache.index_put_(where, k.to(k_cache.dtype))
     v_cache.index_put_(where, v.to(v_cache.dtype))
 
 
-def _positions(first: Tensor, count: int) -> Tensor:
-    """Return the positions (B, count) of tokens that begin at `first`, (B,)."""
-    return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
-
-
-def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return (B, S, H, D) with its first dims rotated by (B, S) or (B, 1) positions, in float32."""
-    size = 2 * cos.shape[-1]
-    cos, sin = (table.float()[positions.long()][:, :, None] for table in (cos, sin))
-    head = x[..., :size].float()
-    one, other = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
-    both = one * cos - other * sin, one * sin + other * cos
-    rotated = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
-    return torch.cat((rotated.to(x.dtype), x[..., size:]), dim=-1)
-
-
-def _one_token_pages(k_cache: Tensor, v_cache: Tensor, pages: Tensor, leftpad: Tensor) -> tuple[Tensor, ...]:
-    """Return the cache in pages of one token, and those of each sequence, without what pads it."""
+def _one_token_pages(k_cache: Tensor, pages: Tensor, leftpad: Tensor) -> Tensor:
+    """Return the pages of each sequence, without what pads it, of a cache that lies in pages of one token."""
     size = k_cache.shape[1]
     at = torch.arange(pages.shape[1] * size, device=pages.device) + leftpad.long()[:, None]
     at = at.clamp(max=pages.shape[1] * size - 1)  # what lies beyond isn't used
-    found = pages.long().gather(1, at // size) * size + at % size
-    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], found.to(torch.int32)
+    return (pages.long().gather(1, at // size) * size + at % size).to(torch.int32)

@@ -2,6 +2,6 @@
 
 Here: one module for each library (`transformers`), and what its calls are made of: how a batch's
 tokens lie as sequences (`packing`) and what all layers of a model share of a mask (`shared_mask`).
-May import: `varlen` and all below it. Read `transformers.py` first. Nothing else of attnreg imports this
+May import: `flash_attn` and all below it. Read `transformers.py` first. Nothing else of attnreg imports this
 room, and a library is imported when `install` is called.
 """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
+from attnreg.flash_attn import attention as flash
 from attnreg.integrations.packing import Options, Packing, attend, of_equal_lengths
 
 NAME = "flash_attention_2"
@@ -41,6 +42,11 @@ def stand_behind_flash() -> None:
         general_availability_check=is_flash_attn_2_available, pkg_availability_check=lambda *_, **__: True
     )
     needs["supported_devices"] = devices
+    say_available()
+
+
+def say_available() -> None:
+    """Have transformers say that flash-attn is there."""
     # Modules have it under its name: of those that are loaded later each takes it from these.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "transformers" and "is_flash_attn_2_available" in vars(module):
@@ -75,13 +81,16 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over packed sequences: (T, H, D)."""
-    if deterministic and not torch.are_deterministic_algorithms_enabled():
-        raise UnsupportedInputError(
-            "attnreg: got deterministic=True for a call, expected torch.use_deterministic_algorithms(True), "
-            "which all backends follow"
-        )
     lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
     left, right = window_size
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        if s_aux is not None:
+            raise UnsupportedInputError(
+                "attnreg: got deterministic=True for a call with sinks, expected "
+                "torch.use_deterministic_algorithms(True), which all backends follow"
+            )
+        alone = flash.Options(dropout_p, softmax_scale, causal, (left, right), softcap, None, deterministic)
+        return flash.attend_packed(q, k, v, lengths, alone)[0]
     options = Options(dropout_p, softmax_scale, softcap, s_aux)
     return attend(q, k, v, Packing(None, None, *lengths), (left, 0 if causal else right), options)
 

@@ -33,6 +33,9 @@ class SharedMask:
         structure: None if the mask is more than a window, documents and padding: then only `dense` says it.
         padding: which keys count, (B, S_k), and which queries (None: all); None if all of both do.
         is_overlaid: whether the mask lets queries see more than causality, a window and documents allow.
+        is_only_dense: whether there is, or may be, more in the mask than offsets of documents and the layer's
+            own window say.
+        has_documents: whether transformers has put documents into the mask.
     """
 
     # transformers passes an `attention_mask` that isn't of two dimensions on to the mask function: `generate`
@@ -46,9 +49,12 @@ class SharedMask:
         padding: tuple[Tensor, Tensor | None] | None,
         is_overlaid: bool,
         make_dense: Callable[[], Any],
+        is_only_dense: bool = False,
+        has_documents: bool = False,
     ) -> None:
         self.sizes, self.structure, self.padding = sizes, structure, padding
         self.is_overlaid, self._make_dense = is_overlaid, make_dense
+        self.is_only_dense, self.has_documents = is_only_dense, has_documents
         self._dense: Tensor | None = None
         self._packing: Packing | None = None
         self._is_packed = False
@@ -164,7 +170,11 @@ def shared_mask(
     if keys is not None and structure is not None:
         padding = _padding(keys, sizes, q_offset, kv_offset, structure.window[1] == 0 or _is_of_itself())
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
-    return SharedMask(sizes, structure, padding, is_overlaid, make_dense)
+    # Compiled code can't look into mask functions, but chunks are known by their size.
+    is_unread = torch.compiler.is_compiling() and not is_chunked
+    is_only_dense = structure is None and not is_unread
+    has_documents = not is_plain if torch.compiler.is_compiling() else _documents(mask_function) is not None
+    return SharedMask(sizes, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents)
 
 
 def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
@@ -178,8 +188,7 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
         return Structure((-1, 0))
     if mask_function is theirs.bidirectional_mask_function:
         return Structure((-1, -1))
-    nothing = torch.empty(0)
-    parts = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function).get("mask_functions", ())
+    parts, nothing = _parts(mask_function), torch.empty(0)
     if len(parts) != 2:
         return None
     remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
@@ -188,11 +197,29 @@ def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
         window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
         if window is not None and other is theirs.causal_mask_function:
             return Structure((window - 1, 0))
-        documents = _made_by(theirs.packed_sequence_mask_function(nothing), one).get("packed_sequence_mask")
+        documents = _documents(one)
         inner = _structure(_made_by(remapped, other).get("mask_function", other))
         if documents is not None and inner is not None:
             return inner._replace(documents=documents)
     return None
+
+
+def _parts(mask_function: Any) -> tuple[Any, ...]:
+    """Return the functions that have to agree on what is seen."""
+    from transformers import masking_utils as theirs
+
+    made: Any = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function)
+    return made.get("mask_functions", ())  # type: ignore[no-any-return]
+
+
+def _documents(mask_function: Any) -> Any:
+    """Return the numbers of each token's document that transformers has put into a mask function, or None."""
+    from transformers import masking_utils as theirs
+
+    like = theirs.packed_sequence_mask_function(torch.empty(0))
+    made = (_made_by(like, one) for one in (mask_function, *_parts(mask_function)))
+    found = (closure.get("packed_sequence_mask") for closure in made)
+    return next((numbers for numbers in found if numbers is not None), None)
 
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:

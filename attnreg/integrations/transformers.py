@@ -41,18 +41,24 @@ def install(*, behind: str | None = None) -> None:
     """
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
-    import transformers
+    check_version()
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)
     if behind is not None:
         behind_flash.stand_behind_flash()
+
+
+def check_version() -> None:
+    """Check that the installed transformers is one that attnreg knows."""
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
 
 
 def attention(
@@ -105,6 +111,8 @@ def _attend(
     if mask is not None:
         window = _window(mask, window, sizes[2])
     if given is not None:
+        if mask is not None and mask.is_only_dense:
+            return _masked(query, key, value, _dense_with_documents(mask, given), options)
         packing: Packing | None = given
     elif mask is None:
         packing = pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
@@ -205,6 +213,17 @@ def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others
         max_q if isinstance(max_q, int) else batch * length_q,
         max_k if isinstance(max_k, int) else batch * length_k,
     )  # fmt: skip
+
+
+def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
+    """Return a mask that says more than a packing can; it has to know of the documents itself."""
+    if len(given.cu_seq_q) > mask.sizes[0] + 1 and not mask.has_documents:
+        raise InvalidInputError(
+            "cu_seq_lens_q: got several documents in a row, and a mask that has chunks, or more, and doesn't "
+            "separate documents; expected use_cache=False and position_ids that start anew, by which "
+            "transformers sees them"
+        )
+    return mask.dense()
 
 
 def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -89,6 +89,19 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch_or(name: str) -> Callable[[str], str]:
+    """Parse a boolean as "1" or "0", or a name."""
+
+    def parse(text: str) -> str:
+        if text.casefold() == name:
+            return name
+        if text.casefold() not in _BOOLEANS:
+            raise ValueError(f"got {text!r}, expected one of {', '.join(_BOOLEANS)} or {name}")
+        return "1" if _boolean(text) else "0"
+
+    return parse
+
+
 VARIABLES = {
     "ATTNREG_BACKEND": Variable(
         _names, "the backend to prefer, or several separated by commas, the first preferred most"
@@ -131,7 +144,7 @@ VARIABLES = {
         "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed (1 or 0)",
     ),
     "ATTNREG_TRANSFORMERS": Variable(
-        _one_of("1", "0", "flash_attention_2"),
+        _switch_or("flash_attention_2"),
         "1: transformers knows attn_implementation='attnreg'; flash_attention_2: attnreg stands behind that "
         "name as well",
     ),

@@ -9,8 +9,8 @@ import pytest
 from packaging.version import Version
 from support.processes import forked, python
 
-from attnreg.errors import RegistrationError
-from attnreg.flash_attn import activation, bert_padding, functions, kvcache
+from attnreg.errors import RegistrationError, UnsupportedInputError
+from attnreg.flash_attn import activation, bert_padding, functions, kvcache, rotary
 
 # What a program does with flash-attn; it knows nothing of attnreg.
 PROGRAM = """
@@ -103,8 +103,8 @@ def test_what_stands_in_has_all_of_flash_attns_functions_and_is_gone_after():
     assert Version(stand_in.__version__) >= Version("2.8.3")
     assert importlib.metadata.metadata("flash-attn")["Summary"].startswith("attnreg.flash_attn")
     assert "flash-attn" not in {one.name for one in importlib.metadata.distributions(path=["."])}
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.layers'"):
-        importlib.import_module("flash_attn.layers")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.ops'"):
+        importlib.import_module("flash_attn.ops")
     activation.deactivate()
     activation.deactivate()
     with pytest.raises(ImportError, match=r"cannot import name|No module named"):
@@ -112,6 +112,19 @@ def test_what_stands_in_has_all_of_flash_attns_functions_and_is_gone_after():
     sys.modules.pop("flash_attn", None)  # the folder of these tests
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash-attn")
+
+
+def test_what_flash_attentions_own_tests_import_is_there_or_says_why_it_is_not():
+    activation.activate()
+    exec(  # noqa: S102
+        "from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM\n"
+        "from flash_attn.layers.rotary import apply_rotary_emb",
+        found := {},
+    )
+    assert found["apply_rotary_emb"] is rotary.apply_rotary_emb
+    assert found["USE_TRITON_ROCM"] is False
+    with pytest.raises(UnsupportedInputError, match=r"^_get_block_size_n: got a question about flash-attn's"):
+        found["_get_block_size_n"]("cuda", 64, True, False)
 
 
 def test_an_installed_flash_attn_stays_unless_it_is_to_be_replaced_and_then_comes_back(installed):

@@ -145,6 +145,9 @@ WRONG = {
     "batch: got 2 for q, 1 for k and 1 for v, expected equal ones": lambda q: (q, q[:1], q[:1], {}),
     "alibi_slopes: got [1.0], expected a tensor": lambda q: (q, q, q, {"alibi_slopes": [1.0]}),
     "dropout_p: got 1.5, expected 0 to 1": lambda q: (q, q, q, {"dropout_p": 1.5}),
+    "softcap: got None, expected 0 for none, or a number above 0 that float32 can hold": lambda q: (
+        q, q, q, {"softcap": None}
+    ),
     "softcap: got nan, expected 0 for none, or a number above 0 that float32 can hold": lambda q: (
         q, q, q, {"softcap": float("nan")}
     ),

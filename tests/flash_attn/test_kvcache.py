@@ -1,10 +1,13 @@
 """Decoding with a cache compared with attention over what a loop puts into one."""
 
+import math
+
 import pytest
 import torch
 from support import truth
 
-from attnreg import InvalidInputError
+import attnreg
+from attnreg import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn import flash_attn_with_kvcache
 from attnreg.measure.reference import attend
 
@@ -194,6 +197,7 @@ WRONG = {
     },
     f"{TABLES} (9, 4) and (9, 4), {OF_ROTARY}": rotary(9, 4),
     f"{TABLES} (12, 9) and (12, 9), {OF_ROTARY}": rotary(12, 9),
+    "k_cache: got 3 sequences for 4 of q, expected at least as many": {"q": torch.zeros(4, 1, HEADS, DIM)},
     "cache_batch_idx: got a tensor, expected None, as block_table says where keys are": {
         "cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]
     },
@@ -202,9 +206,70 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_arguments_that_contradict_each_other_are_refused(message):
+    q = torch.randn(BATCH, 1, HEADS, DIM)
     with pytest.raises(InvalidInputError) as error:
-        flash_attn_with_kvcache(torch.randn(BATCH, 1, HEADS, DIM), *cache(), **WRONG[message])
+        flash_attn_with_kvcache(
+            **dict(zip(("q", "k_cache", "v_cache"), (q, *cache()), strict=True)) | WRONG[message]
+        )
     assert str(error.value) == message
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+OF_BATCH = "expected int32 of shape (3,) on cpu"
+REFUSED = {
+    "window_size: got (-2, 0), expected (left, right), integers of -1 or more": {"window_size": (-2, 0)},
+    "softcap: got nan, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": math.nan},
+    "softcap: got None, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": None},
+    "scale: got nan, expected a finite number": {"softmax_scale": math.nan},
+    "num_splits: got -1, expected an integer of 0 or more": {"num_splits": -1},
+    "dtype: got query torch.float64, key torch.float32, value torch.float32, expected one dtype": {
+        "q": torch.randn(BATCH, 1, HEADS, DIM, dtype=torch.float64)
+    },
+    "cache_seqlens: got -1, expected 0 or more": {"cache_seqlens": ints(5, -1, 0)},
+    "cache_seqlens: got -3, expected 0 or more": {"cache_seqlens": -3},
+    f"cache_seqlens: got torch.int32 of shape (1,) on cpu, {OF_BATCH}": {"cache_seqlens": ints(5)},
+    f"cache_seqlens: got torch.float32 of shape (3,) on cpu, {OF_BATCH}": {"cache_seqlens": torch.ones(3)},
+    f"cache_batch_idx: got torch.float32 of shape (3,) on cpu, {OF_BATCH}": {
+        "cache_batch_idx": torch.ones(3)
+    },
+    "cache_batch_idx: got -1 at index 1, expected 0 to 2": {"cache_batch_idx": ints(0, -1, 2)},
+    "cache_batch_idx: got 7 at index 2, expected 0 to 2": {"cache_batch_idx": ints(0, 1, 7)},
+    f"cache_leftpad: got 2, expected a tensor, {OF_BATCH.removeprefix('expected ')}": {"cache_leftpad": 2},
+    "cache_leftpad: got 5 at index 0, expected 0 to 4": {"cache_leftpad": ints(5, 0, 0)},
+    "block_table[1]: got -1 at index 0, expected 0 to 2": {"block_table": ints(0, -1, 2)[:, None]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_call_that_is_refused_has_written_nothing_and_names_its_arguments(message):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    before = k_cache.clone(), v_cache.clone()
+    arguments = {"q": q, "k": TENSOR + 1, "v": TENSOR + 1, "cache_seqlens": 3} | REFUSED[message]
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **arguments)
+    assert str(error.value) == message
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+def test_a_call_that_no_backend_may_run_has_written_nothing():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    before = k_cache.clone()
+    arguments = {"k": TENSOR + 1, "v": TENSOR + 1, "cache_seqlens": 3, "alibi_slopes": torch.rand(HEADS)}
+    attnreg.configure({"strict": True})
+    with attnreg.use_backend("cpu"), pytest.raises(UnsupportedInputError):
+        flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+    assert torch.equal(k_cache, before)
+
+
+def test_a_page_that_no_token_lies_on_may_be_any_number():
+    pages, q = torch.randn(2, 4, 4, KEY_HEADS, DIM).unbind(), torch.randn(BATCH, 1, HEADS, DIM)
+    table = torch.tensor([[0, -1], [1, -1], [2, 9]], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, *pages, TENSOR, TENSOR, cache_seqlens=3, block_table=table)
+    keys, values = ([x[i] for i in range(BATCH)] for x in pages)
+    truth.assert_near(out, attended(q, keys, values)[0], torch.float32)
 
 
 def test_a_cache_that_is_no_tensor_is_refused():

@@ -121,8 +121,8 @@ def test_the_dropped_weights_are_refused_and_the_lse_alone_is_not():
     with pytest.raises(InvalidInputError) as error:
         flash_attn.flash_attn_func(*inputs, dropout_p=0.5, return_attn_probs=True)
     assert str(error.value) == (
-        "return_attn_probs: got True with dropout_p 0.5, expected False (no backend returns the dropped "
-        "weights), or dropout_p 0 for the LSE alone"
+        "return_attn_probs: got True with dropout_p 0.5, expected False (attnreg asks no kernel for the "
+        "dropped weights), or dropout_p 0 for the LSE alone"
     )
     assert flash_attn.flash_attn_func(*inputs, return_attn_probs=True)[1].shape == (BATCH, HEADS, 7)
 

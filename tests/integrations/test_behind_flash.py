@@ -12,8 +12,10 @@ from transformers.utils import import_utils
 
 import attnreg
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.integrations import behind_flash
 from attnreg.integrations.transformers import install
 from attnreg.measure.reference import attend
+from attnreg.varlen import autograd
 
 NAME = "flash_attention_2"
 
@@ -102,12 +104,29 @@ def test_a_library_that_calls_the_functions_of_flash_attn_by_transformers_gets_t
     assert attnreg.stats().calls == {"math": {"forward": 2, "backward": 0}}
 
 
+def test_a_call_may_ask_for_deterministic_gradients_by_itself(monkeypatch):
+    inputs = torch.randn(3, 2, 6, 4, 8, dtype=torch.float64).unbind()
+    seen, plan_for = [], autograd.plan_for
+
+    def looking(direction, query, key, value, call, *rest, **options):
+        seen.append((direction, call.deterministic))
+        return plan_for(direction, query, key, value, call, *rest, **options)
+
+    monkeypatch.setattr(autograd, "plan_for", looking)
+    query = inputs[0].clone().requires_grad_()
+    out = modeling_flash_attention_utils._flash_attention_forward(
+        query, *inputs[1:], None, 6, True, deterministic=True, attn_implementation=NAME
+    )
+    expected, _ = attend(*inputs, 8**-0.5, (-1, 0))
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert seen == [("forward", True), ("backward", True)]
+
+
 def test_what_these_functions_do_not_have_is_an_error():
     query = torch.randn(2, 6, 4, 8)
-    with pytest.raises(UnsupportedInputError, match="got deterministic=True for a call, expected torch"):
-        modeling_flash_attention_utils._flash_attention_forward(
-            query, query, query, None, 6, True, deterministic=True, attn_implementation=NAME
-        )
+    with pytest.raises(UnsupportedInputError, match="got deterministic=True for a call with sinks, expected"):
+        behind_flash.flash_attn_func(query, query, query, deterministic=True, s_aux=torch.randn(4))
 
 
 def test_another_name_is_an_error():

@@ -6,6 +6,7 @@ import transformers
 from support import transformers_models as models
 
 import attnreg
+from attnreg.errors import InvalidInputError
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -176,3 +177,41 @@ def test_a_compiled_model_has_no_graph_break_and_reads_nothing_back(read_backs):
         assert_close(models.by_document(out, batch, docs), expected)
         assert attnreg.stats().calls == {"math": {"forward": varlen_layers[form], "backward": 0}}
     assert read_backs == []
+
+
+def llama4():
+    """Return a Llama 4 whose first layer sees chunks of 8 tokens."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **models.DECODER, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8,
+        interleave_moe_layer_step=1, no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return eager.double().eval()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_chunks_of_a_packed_batch_hold_though_its_offsets_do_not_say_them(with_offsets, compiled):
+    docs, one = models.documents(), llama4()
+    expected = [models.results(one, {"input_ids": doc}) for doc in docs]
+    one.set_attn_implementation("attnreg")
+    batch = models.packed(docs, with_offsets) | {"use_cache": False}
+    # Without this function the chunks of a document begin with the row, not with the document.
+    if not hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this transformers lays chunks of packed batches by the row, with any implementation")
+    run = torch.compile(one, backend="eager") if compiled else one
+    with torch.no_grad():
+        assert_close(models.by_document(models.results(run, batch), batch, docs), [x[0] for x in expected])
+
+
+def test_offsets_with_a_mask_that_has_chunks_and_no_documents_are_refused():
+    one = llama4()
+    one.set_attn_implementation("attnreg")
+    # With a cache transformers doesn't look for documents.
+    batch = models.packed(models.documents(), True) | {"use_cache": True}
+    with pytest.raises(InvalidInputError, match=r"^cu_seq_lens_q: got several documents in a row"):
+        one(**batch)
+    single = models.packed(models.documents(lengths=(12,)), True)
+    torch.testing.assert_close(one(**single).logits, one(single["input_ids"]).logits)

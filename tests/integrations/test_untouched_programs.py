@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from support.processes import forked
+from support.command_line import in_a_process
+from support.processes import environment, forked
 
 # What of transformers attnreg registers with, in a package of its name.
 INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
@@ -53,7 +54,9 @@ def test_without_the_variable_nothing_waits_for_transformers(variables, tmp_path
 def test_a_value_that_is_none_is_a_warning_and_no_error_of_an_import(tmp_path):
     (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="flash")
     assert names == [{}, {}]
-    assert "ATTNREG_TRANSFORMERS: got 'flash', expected 1, 0 or flash_attention_2" in said
+    assert (
+        "ATTNREG_TRANSFORMERS: got 'flash', expected one of 1, true, yes, on, 0, false, no, off or " in said
+    )
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.7.0"])
@@ -63,3 +66,13 @@ def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(version, tm
     assert names == [{}, {}]
     message = f"RegistrationError: transformers: got {version}, expected 5.8 or later"
     assert f"attnreg is not installed in transformers: {message}" in said
+
+
+def test_flash_attn_is_there_for_who_asks_right_after_transformers_is_imported():
+    program = (
+        "import torch, transformers; from transformers.utils import is_flash_attn_2_available as available; "
+        "early = available(); from transformers import modeling_utils; "
+        "print(early, available(), transformers.utils.is_flash_attn_2_available())"
+    )
+    done = in_a_process("-c", program, env=environment(ATTNREG_TRANSFORMERS="flash_attention_2"))
+    assert (done.stdout, done.stderr) == ("True True True\n", "")

@@ -54,6 +54,7 @@ def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
     assert len(losses) == 3
     assert all(abs(float(packed) - float(padded)) < 1e-3 for packed, padded in losses)
     assert len(re.findall(r"^(?:packed|padded): [\d,]+ tokens/s", text, re.MULTILINE)) == 2
+    assert 0 < int(re.search(r"^(\d+)% of the padded batches is padding$", text, re.MULTILINE)[1]) < 90
     assert "'forward': 6, 'backward': 6" in text  # the padded training runs without attnreg
 
 

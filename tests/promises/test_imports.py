@@ -18,7 +18,7 @@ ROOT = Path(attnreg.__file__).parent
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
     "errors, settings, torchlib, contract, backends measure, _registry tuning, selection, dispatch, aten, "
-    "varlen, masks, flash_attn integrations, _autoload api explanation, parallel, testing, bench, demo, "
+    "varlen, masks, flash_attn, integrations, _autoload api explanation, parallel, testing, bench, demo, "
     "cli, __main__"
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS.split(",")) for room in rooms.split()}

@@ -48,6 +48,21 @@ def test_booleans_are_read_in_any_case(text, expected):
     assert read({"ATTNREG_STRICT": text}).strict is expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("true", "1"),
+        (" On", "1"),
+        ("1", "1"),
+        ("No", "0"),
+        ("0", "0"),
+        ("Flash_Attention_2", "flash_attention_2"),
+    ],
+)
+def test_transformers_take_a_boolean_or_a_name(text, expected):
+    assert read({"ATTNREG_TRANSFORMERS": text}).transformers == expected
+
+
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
 MASKS = "expected as_given or recognise"
 POLICIES = "expected measured, order, adaptive or batch_invariant"
@@ -72,7 +87,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
         ("ATTNREG_MASKS", "recognize", f"got 'recognize', {MASKS}; did you mean 'recognise'?"),
         ("ATTNREG_AS_FLASH_ATTN", "2", f"got '2', {BOOLEANS}"),
-        ("ATTNREG_TRANSFORMERS", "yes", "got 'yes', expected 1, 0 or flash_attention_2"),
+        ("ATTNREG_TRANSFORMERS", "flash", f"got 'flash', {BOOLEANS} or flash_attention_2"),
         ("ATTNREG_BUILD", "backgroud", f"got 'backgroud', {BUILDS}; did you mean 'background'?"),
     ],
 )

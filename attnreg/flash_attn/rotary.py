@@ -1,0 +1,82 @@
+"""Rotates heads by the positions of their tokens, as `flash_attn.layers.rotary.apply_rotary_emb` does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnreg.errors import InvalidInputError
+from attnreg.torchlib.modes import is_plain
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Return `x` with the first dims of each head rotated by the position of its token.
+
+    Args:
+        x: (B, S, H, D), or (T, H, D) with `cu_seqlens`.
+        cos, sin: (positions, rotary dim / 2).
+        interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, not those of two halves.
+        inplace: whether the result is written into `x`, which is returned then.
+        seqlen_offsets: the position of the first token of all sequences, or of each, (B,).
+        cu_seqlens: int32 (B + 1,), offsets of the sequences. Rows past the last offset stay as they are.
+        max_seqlen: not needed here.
+
+    Raises:
+        InvalidInputError: the shapes contradict each other. On a GPU positions aren't compared with the
+            number of those that the tables have.
+    """
+    dims = 4 if cu_seqlens is None else 3
+    if x.dim() != dims or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise InvalidInputError(
+            f"x, cos and sin: got shapes {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}, "
+            f"expected {dims} dimensions, equal tables (positions, rotary dim / 2) of at most the head dim"
+        )
+    count = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.shape != (count,) or seqlen_offsets.is_floating_point():
+            got = f"{seqlen_offsets.dtype} of shape {tuple(seqlen_offsets.shape)}"
+            raise InvalidInputError(f"seqlen_offsets: got {got}, expected integers of shape ({count},)")
+        first = seqlen_offsets
+    else:
+        first = torch.full((count,), seqlen_offsets, dtype=torch.int32, device=x.device)
+    if cu_seqlens is None:
+        out = rotated(x, positions(first, x.shape[1]), cos, sin, interleaved)
+    else:
+        tokens = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+        is_of_none = sequence >= count
+        sequence = sequence.clamp(max=max(count - 1, 0))
+        at = torch.where(is_of_none, 0, tokens - cu_seqlens[sequence] + first[sequence])
+        out = rotated(x[None], at[None], cos, sin, interleaved)[0]
+        out = torch.where(is_of_none[:, None, None], x, out)
+    return x.copy_(out) if inplace else out
+
+
+def positions(first: Tensor, count: int) -> Tensor:
+    """Return the positions (B, count) of tokens that begin at `first`, (B,)."""
+    return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
+
+
+def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return (B, S, H, D) rotated by positions (B, S) or (B, 1), computed in float32 at least."""
+    if not torch.compiler.is_compiling() and at.is_cpu and is_plain(at) and at.numel():
+        least, most = int(at.min()), int(at.max())
+        if least < 0 or most >= len(cos):
+            wrong = least if least < 0 else most
+            raise InvalidInputError(f"cos and sin: got position {wrong}, expected 0 to {len(cos) - 1}")
+    size, dtype = 2 * cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table.to(dtype)[at.long()][:, :, None] for table in (cos, sin))
+    head = x[..., :size].to(dtype)
+    one, other = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    both = one * cos - other * sin, one * sin + other * cos
+    turned = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., size:]), dim=-1)
