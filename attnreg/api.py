@@ -72,10 +72,8 @@ class Handle:
         self.remove()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a Handle can't be pickled or copied: it undoes a change of this process; "
-            "register the backend in the other process, or set ATTNREG_BACKEND for both"
-        )
+        told = "register the backend in the other process, or set ATTNREG_BACKEND for both"
+        raise TypeError(f"a Handle can't be pickled or copied: it undoes a change of this process; {told}")
 
     def __repr__(self) -> str:
         state = "registered" if self._registration is not None else "removed"
@@ -138,12 +136,11 @@ def list_backends() -> list[str]:
 def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> None:
     """Apply a settings file, or a `Settings` made in the program.
 
-    Each replaces the last of its kind. Settings of the program override those of a file; the
-    environment overrides both.
+    Each replaces the last of its kind. Settings of the program override those of a file; the environment
+    overrides both.
 
     Raises:
-        ConfigError: the file can't be read, or something is wrong: file, line, key, what was got
-            and what was expected.
+        ConfigError: it can't be read, or something is wrong: file, line, key, what was got and expected.
         RegistrationError: the routers can't be installed.
 
     Whatever was in force before an error stays so.
@@ -179,9 +176,9 @@ _outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_
 class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
-    Applies to this thread or task alone, and for the backward of what ran inside it. Names are tried
-    in the order given. Activation checkpointing repeats a forward inside the backward, after the
-    block has ended: there use `backend=` on the call, or `register_backend`.
+    Applies to this thread or task alone, for the backward of what ran inside it, and to forwards that
+    activation checkpointing repeats in a backward called inside; where `backward()` is called after the
+    block, use `backend=` on the call, or `register_backend`. Names are tried in the order given.
 
         with attnreg.use_backend("math"):
             out = F.scaled_dot_product_attention(query, key, value)
@@ -234,10 +231,9 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         ConfigError: the file can't be written, or has something else in it.
         RegistrationError: the routers can't be installed.
     """
-    try:
-        file = Path(path).absolute()
-    except TypeError:
-        raise ConfigError(f"record: got {path!r}, expected the path of a file") from None
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"record: got {path!r}, expected the path of a file")
+    file = Path(path).absolute()
     check_writable(file)
     aten.ensure()
     recording = trace.start(file)

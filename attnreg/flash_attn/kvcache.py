@@ -85,11 +85,11 @@ def flash_attn_with_kvcache(
         q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
         k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
     pages, seen = _pages(block_table, cache_batch_idx, batch, used), used + new
-    offsets_q, offsets_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
+    cu_seqlens_q, cu_seqlens_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
     table: Tensor | None = None
     if block_table is None and cache_batch_idx is None and cache_leftpad is None:
         # More backends take counts of keys than pages.
-        offsets_k = regular_offsets(batch, longest, k_cache)
+        cu_seqlens_k = regular_offsets(batch, longest, k_cache)
     else:
         longest *= pages.shape[1]
         if cache_leftpad is None:
@@ -105,7 +105,7 @@ def flash_attn_with_kvcache(
             return k_cache, v_cache
         return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
 
-    q, lengths = q.flatten(0, 1), (offsets_q, offsets_k, length_q, longest)
+    q, lengths = q.flatten(0, 1), (cu_seqlens_q, cu_seqlens_k, length_q, longest)
     if k is not None and v is not None:
         # Nothing is written for a call that is refused.
         check_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)

@@ -213,7 +213,7 @@ def test_many_short_sequences_of_many_heads_are_right_or_refused(named, ran):
     """FA2's backward computes in 32 bits where a sequence's sums begin, and would write anywhere."""
     lengths = (3, 1, 2, 2) * 1100
     given = gpu.packed(lengths, heads=(32, 32), dim=128)
-    tensors = (*given.qkv, given.offsets_q, given.offsets_q, 3, 3)
+    tensors = (*given.qkv, given.cu_seqlens_q, given.cu_seqlens_q, 3, 3)
     if named == "FA2":
         with pytest.raises(UnsupportedInputError, match=r"\(tokens \+ 128 \* sequences\) \* heads"):
             gpu.on(named)(*tensors)

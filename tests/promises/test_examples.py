@@ -116,7 +116,7 @@ def test_my_backend_takes_under_forty_lines():
 def test_my_backend_keeps_the_contract(one_thread, routers):
     left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
     report = check_backend(left["MINE"], device="cpu")
-    assert sum(not outcome.refused for outcome in report.outcomes) == 71
+    assert sum(not outcome.refused for outcome in report.outcomes) == 72
 
 
 def test_my_backend_is_right_in_output_and_gradients(routers):
