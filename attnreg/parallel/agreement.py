@@ -87,9 +87,11 @@ def refuse(group: Any, problem: Exception) -> NoReturn:
 
 
 def _on_cpu(group: Any) -> Any:
-    """Return a group of the same ranks that communicates on the CPU: the group itself if it can."""
-    if "cpu" in dist.get_backend_config(group):
-        return group
+    """Return a group of the same ranks that communicates on the CPU.
+
+    It isn't the group itself, even if that could: ranks of which some compare and others go on would receive
+    each other's messages, and gloo takes those that are too short.
+    """
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)
         # Unless it is told, the new group would wait for gloo's 30 minutes.

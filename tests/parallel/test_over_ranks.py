@@ -186,6 +186,7 @@ def test_a_rank_whose_kernel_raises_gets_its_error_and_the_others_the_timeout(tm
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     started = work.Ranks(2, tmp_path / "store", patience=4.0)
+    started.run(work.compare, "ring", BATCH)
     started.kill(1)
     with pytest.raises(AssertionError, match=r"rank 0: (.|\n)*Connection closed by peer"):
         started.run(work.compare, "ring", BATCH, only=[0])

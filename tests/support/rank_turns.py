@@ -50,12 +50,16 @@ def out_of_order(method, what, second=(0, 8, 20)):
     return said, max(difference)
 
 
-def another_batch_alone():
+def another_batch_alone(gathers=False):
     """Go on with one batch while the last rank turns to another; return the error that this rank gets."""
     two = _known("all_to_all", [0, 7, 20], [0, 8, 20])
     spread = two[1 if dist.get_rank() < dist.get_world_size() - 1 else 0]
     try:
-        _attend(spread, _inputs(spread)[1], group=spread)
+        out = _attend(two[1], _inputs(two[1])[1], group=two[1])
+        if gathers:
+            spread.gather(out)
+        else:
+            _attend(spread, _inputs(spread)[1], group=spread)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -100,14 +104,8 @@ def exchanges(detail=False):
 
 
 def timeouts():
-    """Return the timeouts of a group without a CPU backend, or so it says, and of the one that compares."""
-    config = dist.get_backend_config
-    agreement.dist.get_backend_config = lambda group: "cuda:nccl"
-    try:
-        other = agreement._on_cpu(dist.group.WORLD)
-    finally:
-        agreement.dist.get_backend_config = config
-        agreement._cpu_groups.clear()
+    """Return the timeouts of a group and of the one by which it compares."""
+    other = agreement._on_cpu(dist.group.WORLD)
     assert other is not dist.group.WORLD
     cpu = torch.device("cpu")
     return [group._get_backend(cpu).options._timeout for group in (dist.group.WORLD, other)]
