@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -234,11 +233,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         ConfigError: the file can't be written, or has something else in it.
         RegistrationError: the routers can't be installed.
     """
-    try:
-        file = Path(path).absolute()
-    except TypeError:
-        raise ConfigError(f"record: got {path!r}, expected the path of a file") from None
-    check_writable(file)
+    file = check_writable(path)
     aten.ensure()
     recording = trace.start(file)
     policy.watch(1)
