@@ -64,8 +64,8 @@ sanitize: $(READY) ## the tests of attnreg's C++, compiled by g++ with ASan and 
 fuzz: $(READY) ## random calls compared with float64; SECONDS=600, ARGS="--seed 3 --only 17" repeats one
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
-fuzz-gpu: $(READY) ## the same on a GPU, with each of BACKENDS
-	OMP_NUM_THREADS=2 $(PY) tests/fuzz.py --seconds $(SECONDS) --device cuda --backends $(BACKENDS) $(ARGS)
+fuzz-gpu: $(READY) ## the same on a GPU, with each of BACKENDS and efficient
+	OMP_NUM_THREADS=2 $(PY) tests/fuzz.py --seconds $(SECONDS) --device cuda --backends $(BACKENDS),efficient $(ARGS)
 
 # Two threads for each process: references are computed on the host, and with a thread for each core in every process
 # the tests took more than five times as long.

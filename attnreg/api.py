@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -231,10 +230,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         ConfigError: the file can't be written, or has something else in it.
         RegistrationError: the routers can't be installed.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"record: got {path!r}, expected the path of a file")
-    file = Path(path).absolute()
-    check_writable(file)
+    file = check_writable(path)
     aten.ensure()
     recording = trace.start(file)
     policy.watch(1)

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -219,8 +220,14 @@ def write(results: dict[str, dict[str, str | int]]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, begin, rest = text.partition("<!-- rows -->\n")
     _, end, after = rest.partition("<!-- end of rows -->")
-    where = f"On {' and '.join(sorted({one['processor'] for one in kept}))}; no GPU."
+    where = f"On {' and '.join(sorted({one['processor'] for one in kept}))}; no GPU.{left_out(results)}"
     PAGE.write_text(f"{before}{begin}{table(kept)}\n\n{where}\n{end}{after}", encoding="utf-8")
+
+
+def left_out(results: Container[str]) -> str:
+    """Return which rows have no results yet, as a sentence behind others; empty if all have some."""
+    names = [f"`{row.name}`" for row in ROWS if row.name not in results]
+    return f" Never run: {', '.join(names)}." if names else ""
 
 
 def wanted(names: str) -> list[Row]:

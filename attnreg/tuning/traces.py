@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -80,11 +81,15 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], sec
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
-def check_writable(path: Path) -> None:
-    """Check, before the first call, that calls can be recorded in a file; raises `ConfigError`."""
-    table.check_writable(path)
-    if path.exists():
-        read(path)
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """Return where a file is, checked before the first call to be one for recording; raises `ConfigError`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"record: got {path!r}, expected the path of a file")
+    file = Path(path).absolute()
+    table.check_writable(file)
+    if file.exists():
+        read(file)
+    return file
 
 
 def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 
 import matrix
@@ -59,3 +60,12 @@ def test_errors_count_as_failed_and_a_refusal_stands_where_the_counts_do(tmp_pat
         "| 2.10.0 |  | 3.11 |  | refused |  |  | 2026-11-23 |",
         "| 2.15.0 | CPU | 3.11.7 | 2.14.3, 26.3, 0.29.1, 15.0.0 | 2 | 3 | 4 | 2026-11-23 |",
     ]
+
+
+def test_the_page_names_the_rows_that_have_never_run():
+    known = {one["row"]: one for one in json.loads(matrix.RESULTS.read_text())}
+    said = matrix.left_out(known)
+    names = [row.name for row in matrix.ROWS]
+    assert matrix.left_out(names) == ""
+    assert matrix.left_out(names[2:]) == f" Never run: `{names[0]}`, `{names[1]}`."
+    assert f"; no GPU.{said}\n" in matrix.PAGE.read_text()
