@@ -277,6 +277,19 @@ def test_a_dense_call_with_an_option_of_packed_ones_has_a_note_that_says_so():
     )
 
 
+@pytest.mark.parametrize(
+    ("device", "facts", "noted"),
+    [
+        ("sm_90", {"bias": True}, True),
+        ("sm_90", {"bias": True, "heads_k": 32}, False),
+        ("sm_90", {}, False),
+        ("cpu", {"bias": True}, False),
+    ],
+)
+def test_that_torch_keeps_a_mask_with_shared_heads_to_its_math_kernel_has_a_note(device, facts, noted):
+    assert (call_spec.SHARED_HEADS in explain(spec(device, **facts)).notes) is noted
+
+
 def test_where_torchs_selector_decides_no_note_says_that_a_function_of_attnreg_runs_as_explained():
     assert explain(spec(dropout=0.1)).notes == (
         "nothing asks for a backend: torch's functions run torch's own kernels",

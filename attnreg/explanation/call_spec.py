@@ -48,6 +48,11 @@ NO_MASK_TO_READ = (
     "a boolean mask with structure is recognised, and the call then runs without it: attnreg.explain, given "
     "the call's own tensors, says on which backend"
 )
+SHARED_HEADS = (
+    "with a mask and enable_gqa torch's own selector takes its math kernel on a GPU, so that attnreg may "
+    "never see the call: repeat key and value over the query's heads (repeat_interleave), and the efficient "
+    "kernel can run it"
+)
 BOTTOM_RIGHT = (
     "the causal mask is aligned bottom-right here: the last query sees all keys. is_causal of "
     "F.scaled_dot_product_attention is aligned top-left, which is another mask unless there are as many keys "
@@ -90,6 +95,8 @@ def described(spec: AttentionSpec) -> CallSpec:
         notes.append(NO_MASK_TO_READ)
     if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
         notes.append(BOTTOM_RIGHT)
+    if spec.bias and not spec.varlen and spec.device.type == "cuda" and spec.heads_q != spec.heads_k:
+        notes.append(SHARED_HEADS)
     elsewhere = selected_for(spec) if front == SDPA else None
     return CallSpec(spec, elsewhere=elsewhere, notes=tuple(notes), front=front)
 
