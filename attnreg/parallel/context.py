@@ -251,9 +251,7 @@ class ContextParallel:
             agree(self.group, mine)
             self._agreed[kind] = method
         way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
-        out, lse = way.apply(query, key, value, work)
-        if given.sinks is not None:
-            out, lse = front.with_sinks(out, lse, given.sinks)
+        out, lse = way.apply(query, key, value, given.sinks, work)
         return out, lse if given.with_lse else None
 
     def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
@@ -262,8 +260,7 @@ class ContextParallel:
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
             return Work(plan, self.group, options)
-        with_lse = given.with_lse or given.sinks is not None
-        return WorkByHeads(plan, kind.window, self.group, options, with_lse)
+        return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
     def _choose(self, kind: Kind, device: torch.device) -> str:
         memory = self._memory
