@@ -37,7 +37,7 @@ active: Any = None
 is_loaded = False  # whether `load` has looked for it
 
 _module: Any = None  # what was loaded stays loaded: torch may have its code in use
-_plans: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+_plans: tuple[Callable[..., Any], ...] | None = None
 _pauses = 0
 _has_routers = False  # whether the routers over torch's ops are the module's
 
@@ -144,12 +144,17 @@ def forget() -> None:
         active, is_loaded = None, False
 
 
-def set_plans(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Say which functions of Python run the calls of `varlen_attn` that aren't kept."""
+def set_plans(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    with_sinks: Callable[..., Any],
+    grad_of_sinks: Callable[..., Any],
+) -> None:
+    """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and count sinks."""
     global _plans
-    _plans = forward, backward
+    _plans = forward, backward, with_sinks, grad_of_sinks
     if _module is not None:
-        _module.set_plans(forward, backward)
+        _module.set_plans(*_plans)
 
 
 def described(kept: Kept | bool | None) -> Any:

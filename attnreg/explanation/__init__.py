@@ -153,8 +153,7 @@ def explain(
             seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
-            check_sinks(query, sinks)
-            call_spec = call_spec._replace(spec=replace(call_spec.spec, grad_lse=True))
+            check_sinks(query, sinks)  # they decide nothing: any kernel runs them
         return _explained(call_spec, leading)
     alone = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),

@@ -23,6 +23,7 @@ from attnreg.parallel.stepwise import Options, without_values
 from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 # A group's query, key and value take so many bytes on a rank: smaller messages take longer than they hide.
 ENOUGH, MOST_GROUPS = 64 * 2**20, 4
@@ -165,7 +166,7 @@ class AttentionByHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: Work
     ) -> tuple[Tensor, Tensor | None]:
         inputs, ranks = _repeated(query, key, value, work.ranks), work.ranks
         most = max(work.batch.rows) * sum(x.shape[1] * x.shape[2] for x in inputs) * query.element_size()
@@ -174,13 +175,18 @@ class AttentionByHeads(torch.autograd.Function):
         sizes = [(x.shape[1] // (ranks * groups), x.shape[2]) for x in inputs]
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         wide = torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_empty((*query.shape[:2], 1), dtype=wide) if work.with_lse else None
+        sends_lse = work.with_lse or sinks is not None
+        lse = query.new_empty((*query.shape[:2], 1), dtype=wide) if sends_lse else None
         coming, returning, kept = [work.send(inputs, groups, n) for n in range(groups)], [], []
-        for pending in coming:
+        for number, pending in enumerate(coming):
             tensors: Any = tuple(work.came(pending, sizes))
             part, part_lse, *_ = run_forward(
                 tensors, work.call(tensors[0]), work.options.choice, work.options.needs_backward
             )
+            if sinks is not None:
+                # The heads that this rank computes: the ranks' sinks are the same, as their weights are.
+                of_group = sinks.view(ranks, groups, -1)[work.batch.rank, number]
+                part, part_lse = with_sinks(part, part_lse, of_group)
             if work.options.needs_backward:
                 kept += [*tensors, part, part_lse]
             back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)])
@@ -189,17 +195,23 @@ class AttentionByHeads(torch.autograd.Function):
             work.put_back(back, [out], groups, number)
             if lse is not None and back_lse is not None:
                 work.put_back(back_lse, [lse], groups, number)
-        ctx.save_for_backward(*kept)
-        ctx.work, ctx.shapes = work, (query.shape, key.shape, value.shape)
+        lse = None if lse is None else lse[..., 0].mT.contiguous()
+        of_sinks = () if sinks is None else (out, lse, sinks)
+        ctx.save_for_backward(*kept, *of_sinks)
+        ctx.work, ctx.shapes, ctx.groups = work, (query.shape, key.shape, value.shape), groups
         ctx.set_materialize_grads(False)
-        return out, None if lse is None else lse[..., 0].mT.contiguous()
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        work, shapes, saved = ctx.work, ctx.shapes, ctx.saved_tensors
+        work, shapes, saved, groups = ctx.work, ctx.shapes, ctx.saved_tensors, ctx.groups
+        of_sinks = None
+        if ctx.needs_input_grad[3] and not (grad_out is None and grad_lse is None):
+            of_sinks = grad_of_sinks(grad_out, saved[-3:-1], saved[-1], grad_lse)
+        if not work.options.needs_backward:
+            return None, None, None, of_sinks, None
         work.options.before_backward()
-        groups = len(saved) // 5
         # A rank without a gradient takes part all the same: the others wait for it.
         shape_out = *shapes[0][:2], shapes[2][2]
         grad_out = saved[0].new_zeros(shape_out) if grad_out is None else grad_out.contiguous()
@@ -227,7 +239,7 @@ class AttentionByHeads(torch.autograd.Function):
         ]
         for number, pending in enumerate(returning):
             work.put_back(pending, mine, groups, number)
-        return *(_summed(x, shape) for x, shape in zip(mine, shapes, strict=True)), None
+        return *(_summed(x, shape) for x, shape in zip(mine, shapes, strict=True)), of_sinks, None
 
 
 def _backward(

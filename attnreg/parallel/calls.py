@@ -7,7 +7,6 @@ import hashlib
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -113,11 +112,7 @@ def problem_of(
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
-        needed = [(spec, decision) for decision in decisions(spec, options.choice)]
-        if options.needs_backward and options.with_sinks:  # their gradient comes by the LSE's
-            spec = replace(spec, grad_lse=True)
-            needed[1:] = [(spec, decision) for decision in decisions(spec, options.choice)][1:]
-        for spec, decision in needed:
+        for decision in decisions(spec, options.choice):
             if decision.backend is None:
                 try:
                     refuse(spec, decision)

@@ -37,7 +37,6 @@ from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.parallel.ways import Choice, check_asked, choose, explain_context_parallel
 from attnreg.torchlib.modes import autocast, is_transformed
-from attnreg.varlen import front
 from attnreg.varlen.spread import spread_over
 
 __all__ = ["ContextParallel", "context_parallel"]
@@ -196,9 +195,7 @@ class ContextParallel(SpreadBatch):
         method = self._agreed[kind]
         self.taken[method] += 1
         way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
-        out, lse = way.apply(query, key, value, work)
-        if given.sinks is not None:
-            out, lse = front.with_sinks(out, lse, given.sinks)
+        out, lse = way.apply(query, key, value, given.sinks, work)
         return out, lse if given.with_lse else None
 
     def _compared(
@@ -232,12 +229,12 @@ class ContextParallel(SpreadBatch):
 
     def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
         choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
-        with_sinks, before = given.sinks is not None, self._before_backward
-        options = Options(kind.scale, kind.softcap, choice, kind.shape.needs_backward, with_sinks, before)
+        needs_backward = kind.shape.needs_backward
+        options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
             return Work(plan, self.group, options)
-        return WorkByHeads(plan, kind.window, self.group, options, given.with_lse or with_sinks)
+        return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
     def _before_backward(self) -> None:
         if not self._turn.lasts:

@@ -22,6 +22,7 @@ from attnreg.parallel.parts import Part, Plan, Put, Run, taken
 from attnreg.torchlib.layout import copy
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 
 class Options(NamedTuple):
@@ -31,7 +32,6 @@ class Options(NamedTuple):
     softcap: float
     choice: ScopedChoice | None
     needs_backward: bool
-    with_sinks: bool
     before_backward: Callable[[], None]
 
 
@@ -143,9 +143,13 @@ class StepwiseAttention(torch.autograd.Function):
     """Output and LSE of a rank's queries."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: Work
+    ) -> tuple[Tensor, Tensor]:
         out, lse, kept = _forward(query, key, value, work)
-        ctx.save_for_backward(query, key, value, out, lse, *kept)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
         return out, lse
@@ -153,11 +157,17 @@ class StepwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *kept = ctx.saved_tensors
+        query, key, value, out, lse, sinks, *kept = ctx.saved_tensors
+        of_sinks = None
+        if ctx.needs_input_grad[3] and not (grad_out is None and grad_lse is None):
+            of_sinks = grad_of_sinks(grad_out, (out, lse), sinks, grad_lse)
+        if not ctx.work.options.needs_backward:
+            return None, None, None, of_sinks, None
         ctx.work.options.before_backward()
         # A rank without any gradient takes part all the same: the others wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return *_backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work), None
+        grads = _backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work)
+        return *grads, of_sinks, None
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, list[Tensor]]:

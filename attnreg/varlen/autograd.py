@@ -22,6 +22,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.varlen import custom_op
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 T = TypeVar("T")
 
@@ -30,12 +31,20 @@ _SAVED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slo
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    choice: ScopedChoice | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE, as the kernel has laid them out."""
-    if wants_gradient(query, key, value):
-        return _VarlenAttention.apply(query, key, value, call, choice)  # type: ignore[no-untyped-call,no-any-return]
-    return run_forward((query, key, value), call, choice, needs_backward=False)[:2]
+    needs_backward = wants_gradient(query, key, value)
+    if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
+        given = query, key, value, sinks, call, choice, needs_backward
+        return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
+    out, lse, *_ = run_forward((query, key, value), call, choice, needs_backward=False)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def run_forward(
@@ -55,11 +64,20 @@ def run_forward(
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, choice: ScopedChoice | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        call: Call,
+        choice: ScopedChoice | None,
+        needs_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value
-        out, lse, rng_state, ctx.choice = run_forward(inputs, call, choice, needs_backward=True)
-        ctx.save_for_backward(*inputs, out, lse, rng_state, *(getattr(call, name) for name in _SAVED))
+        out, lse, rng_state, ctx.choice = run_forward(inputs, call, choice, needs_backward)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *(getattr(call, name) for name in _SAVED))
         asked = call.deterministic and not wants_deterministic()  # by the call itself
         without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
         ctx.call = call._replace(deterministic=asked, **without)
@@ -70,8 +88,14 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 5
-        call, (*tensors, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = ctx.call, ctx.saved_tensors
+            return (None,) * 7
+        call, (*tensors, sinks, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = (
+            ctx.call,
+            ctx.saved_tensors,
+        )
+        of_sinks = grad_of_sinks(grad_out, tensors[3:], sinks, grad_lse) if ctx.needs_input_grad[3] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, of_sinks, None, None, None
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
         if not torch.compiler.is_compiling():
@@ -84,7 +108,7 @@ class _VarlenAttention(torch.autograd.Function):
                 grad_out, *tensors, cu_seq_q, cu_seq_k, call.max_q, call.max_k, False, None, call.scale,
                 list(call.window), used, pages, "", number, call.softcap, grad_lse, slopes,
             )  # fmt: skip
-        return *grads, None, None
+        return *grads, of_sinks, None, None, None
 
 
 def run_backward(

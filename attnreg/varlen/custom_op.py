@@ -20,6 +20,7 @@ from attnreg.contract.validation import check
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import with_aliased_offsets
 from attnreg.varlen.plans import call_of, check_heads, run, window
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 
 # torch's own `torch_attn::_varlen_attn` has these arguments in this order, up to `num_splits`.
@@ -43,6 +44,7 @@ def forward(
     needs_backward: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
@@ -53,6 +55,8 @@ def forward(
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, *rest))
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
     # one that the torch.export.save of torch 2.11 can write, which knows no uint64.
     token = scope.choice_token(None if backend else choice, query).view(torch.int64).zero_()
@@ -80,6 +84,7 @@ def _forward_fake(
     needs_backward: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not enable_gqa:
         check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
@@ -138,8 +143,9 @@ def _backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size = inputs[:10]
-    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap, slopes = inputs[10:]
-    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes)
+    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap, slopes, sinks = inputs[10:]
+    options = seqused_k, block_table, slopes, sinks
+    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *options)
     ctx.numbers, ctx.last = (longest, is_causal, scale, window_size), (backend, 0, softcap)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
@@ -149,12 +155,18 @@ def _gradients(
     op: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return (None,) * 18
-    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes = ctx.saved_tensors
+        return (None,) * 19
+    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes, sinks = ctx.saved_tensors
+    of_sinks = None
+    if sinks is not None and ctx.needs_input_grad[18]:
+        of_sinks = grad_of_sinks(grad_out, (tensors[3], tensors[4]), sinks, grad_lse)
+    if not any(ctx.needs_input_grad[:3]):
+        return *(None,) * 18, of_sinks
     longest, is_causal, scale, window_size = ctx.numbers
     given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
     grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-    return (*op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse, slopes), *(None,) * 15)
+    grads = op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse, slopes)
+    return *grads, *(None,) * 15, of_sinks
 
 
 forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)

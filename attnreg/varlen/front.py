@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import call_cache, scope
-from attnreg.dispatch.calls import wants_batch_invariant, wants_gradient
+from attnreg.dispatch.calls import wants_gradient
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.layout import GRAPH_TREES
@@ -93,8 +93,8 @@ def varlen_attn(
         softcap: bound on the scores: `softcap * tanh(score / softcap)` takes the place of each scaled score
             before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
         sinks: (H,), for each head the score of one more key, without a value: the weights of a row's keys add
-            up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. A backward then
-            runs on a backend that takes a gradient of the LSE.
+            up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. Any backend runs
+            such a call, and its backward.
         alibi_slopes: float32 (H,) or (B, H): from each score `slope` times the distance of query and key is
             taken, aligned bottom-right (ALiBi). It has no gradient.
         dropout_p: probability of dropping an attention weight, the others grow by 1 / (1 - dropout_p). Which
@@ -152,10 +152,10 @@ def varlen_attn(
         ):
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
-                enable_gqa, 0 if choice is None else choice.number, returns_lse or sinks is not None,
+                enable_gqa, 0 if choice is None else choice.number, returns_lse, sinks,
             )  # fmt: skip
             if results is not None:
-                return _returned(results[0], results[1], returns_lse, sinks)
+                return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     check_tensors(
@@ -170,7 +170,7 @@ def varlen_attn(
     out: Tensor
     lse: Tensor
     plain = not compiling and is_plain(
-        query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes
+        query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, sinks
     )  # fmt: skip
     if dropout_p and not (plain or compiling):
         raise UnsupportedInputError(
@@ -180,17 +180,17 @@ def varlen_attn(
     if dropout_p or plain:
         options = scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
         if compiling:
-            out, lse = _attend_uncompiled(query, key, value, lengths, options, dropout_p, backend)
+            out, lse = _attend_uncompiled(query, key, value, lengths, options, sinks, dropout_p, backend)
         else:
-            out, lse = _attend(query, key, value, lengths, options, dropout_p, choice)
+            out, lse = _attend(query, key, value, lengths, options, sinks, dropout_p, choice)
     else:
         op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
             query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
             block_table, num_splits, backend or "", wants_gradient(query, key, value),
-            checked_softcap(softcap or 0.0), alibi_slopes,
+            checked_softcap(softcap or 0.0), alibi_slopes, sinks,
         )  # fmt: skip
-    return _returned(out, lse, returns_lse, sinks)
+    return (out, lse.float().contiguous()) if returns_lse else out
 
 
 def _attend(
@@ -199,12 +199,13 @@ def _attend(
     value: Tensor,
     lengths: Lengths,
     options: tuple[Any, ...],
+    sinks: Tensor | None,
     dropout_p: float,
     choice: ScopedChoice | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of a call with the further arguments of `call_of`."""
     call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
-    return attend(query, key, value, call, choice)
+    return attend(query, key, value, call, choice, sinks)
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
@@ -215,38 +216,13 @@ def _attend_uncompiled(
     value: Tensor,
     lengths: Lengths,
     options: tuple[Any, ...],
+    sinks: Tensor | None,
     dropout_p: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Do the same in a compiled program, between two of its graphs. Dynamo of torch 2.11 breaks a `Call`."""
     choice = scope.current() if backend is None else scope.exclusive(backend)
-    return _attend(query, key, value, lengths, options, dropout_p, choice)
-
-
-def _returned(
-    out: Tensor, lse: Tensor, with_lse: bool, sinks: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
-    return (out, lse.float().contiguous()) if with_lse else out
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results as if each row saw one more key, of a given score and without a value.
-
-    It takes no more of a kernel than a gradient of its LSE. Rows that see no key stay as they are.
-    """
-    unseen = lse == -torch.inf
-    # Masked before, too: a gradient of a row that gives none may be NaN, and so is one of -inf.
-    sinks, lse = sinks.to(lse.dtype)[:, None], lse.masked_fill(unseen, 0.0)
-    above = lse - sinks
-    if lse.is_cpu and not torch.compiler.is_compiling() and wants_batch_invariant():
-        # Torch computes contiguous numbers as vectors and those that are left over one by one, which rounds
-        # differently, by their place in the batch. Numbers with gaps between them it computes one by one.
-        lse, above = (torch.stack((x, x), dim=-1)[..., 0] for x in (lse, above))
-    share = above.sigmoid().masked_fill(unseen, 0.0)
-    out = (out * share.mT[..., None]).to(out.dtype)
-    return out, torch.logaddexp(lse, sinks).masked_fill(unseen, -torch.inf)
+    return _attend(query, key, value, lengths, options, sinks, dropout_p, choice)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -172,4 +173,4 @@ def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     return *grads, call_cache.described(kept)
 
 
-call_cache.set_plans(_plan, _plan_backward)
+call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)

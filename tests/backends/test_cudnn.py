@@ -12,6 +12,7 @@ from support import fake_cudnn, launchers
 from support.chosen_cases import is_for_fakes
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
+from support.sinks import assert_kernels_are_accurate
 from support.truth import assert_accurate
 
 from attnreg import Device
@@ -72,6 +73,10 @@ def test_every_case_that_it_takes_is_right_packed_ones_by_a_shared_plan_too(kern
     if case.varlen:
         request.getfixturevalue("shared_plans")
         assert_accurate(kernels, case)
+
+
+def test_sinks_are_served_by_both_of_its_kernels(kernels):
+    assert_kernels_are_accurate(kernels)
 
 
 def test_the_cases_above_include_those_that_cudnn_gets_wrong():

@@ -11,6 +11,7 @@ import torch
 from support import fake_fa2, launchers
 from support.fake_fa2 import SCHEMAS
 from support.packages import SHORT, gpu_spec, on_cpu, verified
+from support.sinks import assert_kernels_are_accurate
 
 import attnreg
 from attnreg.backends import fa2
@@ -84,6 +85,13 @@ def test_every_case_that_torchs_kernels_take_is_right(torchs):
     # Their backward doesn't take these; another backend's serves.
     of_lse = {"gradient of the LSE", "gradient of the LSE, few keys", "packed gradient of the LSE"}
     assert forwards == of_lse | {"packed seqused_k"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_are_served_by_both_of_its_kernels(torchs, dtype):
+    kernels = on_cpu(fa2.BACKEND).load()
+    assert_kernels_are_accurate(kernels, dtype)
+    assert_kernels_are_accurate(kernels, dtype, lens_q=(12, 5), lens_k=(4, 0))
 
 
 def test_the_package_runs_alibi_softcap_and_pages_and_nothing_else(torchs, package):

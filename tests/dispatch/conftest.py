@@ -14,6 +14,7 @@ from attnreg.aten.routing import Layout
 from attnreg.dispatch import call_cache, counters, state
 from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
+from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 
 @pytest.fixture
@@ -180,6 +181,7 @@ REST = {
     "enable_gqa": False,
     "choice": 0,
     "returns_lse": False,
+    "sinks": None,
 }
 
 
@@ -193,7 +195,7 @@ class PackedPlan(Plan):
         super().__init__()
         self.module = module
         self.knows_offsets = True
-        module.set_plans(self.plan_forward, self.plan_backward)
+        module.set_plans(self.plan_forward, self.plan_backward, with_sinks, grad_of_sinks)
 
     def described(self, direction, query, key, cu_seqlens_q, cu_seqlens_k, *rest):
         self.made.append(direction)

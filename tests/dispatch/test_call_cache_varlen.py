@@ -293,6 +293,31 @@ def test_scoped_calls_are_kept_and_their_backward_gets_the_choice(compiled, pack
     assert ran() == {"cpu": (1, 1)}
 
 
+def test_calls_with_sinks_are_kept_in_both_directions_by_the_entries_of_those_without(packed_plan, pair):
+    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
+    packed_plan.backward = lambda grad, *_: (grad * 1, grad * 2, grad * 3)
+    query, key, value = tensors(PACKED)
+    for leaf in (query, key, value):
+        leaf.requires_grad_()
+    sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
+    made = []
+    for given in (None, None, None, sinks):
+        with_plan, (out, _) = packed_plan.planned(query, key, value, pair, pair, sinks=given)
+        inputs = [query, key, value] if given is None else [query, key, value, sinks]
+        planned_back, grads = packed_plan.planned_back(out, inputs)
+        made.append((with_plan, planned_back))
+    assert made[-1] == made[-2] == (False, False)
+    lse = query.sum(-1).t()
+    share = (lse - sinks[:, None]).sigmoid().mT[..., None]
+    torch.testing.assert_close(out, (query + 1) * share)
+    # Kernels were given the gradient of the output as it came.
+    assert all(
+        torch.equal(grad, torch.full_like(grad, times))
+        for times, grad in zip((1, 2, 3), grads[:3], strict=True)
+    )
+    torch.testing.assert_close(grads[3], -((1 - share) * out.sum(-1, keepdim=True)).sum((0, 2)))
+
+
 # ---- errors and counts
 
 

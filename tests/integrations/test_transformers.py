@@ -53,8 +53,6 @@ def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(na
         assert_close(grads.values(), expected_grads.values())
         ran = {"forward": layers, "backward": layers}
         calls = {"math" if name == "Gemma2" else "cpu": ran}
-        if name == "GptOss":  # in float64 `math` alone has the gradient through the LSE that sinks take
-            calls = {"cpu": ran | {"backward": 0}, "math": ran | {"forward": 0}}
         assert attnreg.stats().calls == calls, form
 
 

@@ -51,6 +51,16 @@ def test_the_cpu_backend_computes_for_each_rank(ranks, method):
         assert_ran(counts, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_each_method
+def test_the_cpu_backend_serves_sinks_of_each_rank(ranks, method, dtype):
+    """Without a gradient of the LSE; in 16 bits also where a rank computes few of a row's keys."""
+    heads = 2 * len(ranks)
+    options = {"window": (-1, 0), "how": "zigzag", "heads": (heads, heads), "dims": (16, 16), "dtype": dtype}
+    counts = ranks.run(work.compare, method, BATCH, backend="cpu", with_lse=False, sinks=True, **options)
+    assert_ran(counts, "cpu")
+
+
 @by_each_method
 def test_options_reach_every_part(ranks, method):
     heads = 2 * len(ranks)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.cpu import choice
+from attnreg.backends.cpu import choice, torch_path
 from attnreg.backends.cpu.sequences import Sequences, sequences_of
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import AddressLauncher
@@ -83,7 +83,7 @@ class Compiled(NamedTuple):
         """Return the gradients of query, key and value."""
         sequences = sequences_of(q, k, call)
         if lse.dtype != torch.float32:
-            lse = self.forward(q, k, v, call)[1]
+            out, lse = torch_path.of_all_keys(self.forward(q, k, v, call), out, lse)
         grad_q, grad_k, grad_v = _backward_results(q, k, v)
         if not sequences.of_every_row:
             grad_q.zero_()

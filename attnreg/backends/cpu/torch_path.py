@@ -119,13 +119,14 @@ def backward(
     _check_options(call)
     if _needs_float64(q, lse):
         wide = q.double(), k.double(), v.double()
-        grads = backward(flash, grad_out.double(), *wide, *_forward(flash, *wide, call), call)
+        results = of_all_keys(_forward(flash, *wide, call), out, lse)
+        grads = backward(flash, grad_out.double(), *wide, *results, call)
         return grads[0].to(q.dtype), grads[1].to(q.dtype), grads[2].to(q.dtype)
     dtype = lse_dtype(q)
     if q.dtype != dtype and _sees_few(call):
-        out, lse = _forward(flash, q.to(dtype), k.to(dtype), v.to(dtype), call)
+        out, lse = of_all_keys(_forward(flash, q.to(dtype), k.to(dtype), v.to(dtype), call), out, lse)
     elif lse.dtype != dtype:
-        lse = forward(flash, q, k, v, call)[1]
+        out, lse = of_all_keys(forward(flash, q, k, v, call), out, lse)
     by_products = bfloat16.takes(q, call)
     if by_products or _is_packed(call):
         tensors = [*(_packed(x) for x in (grad_out, q, k, v, out)), lse.mT.reshape(-1, q.size(-2))]
@@ -139,6 +140,19 @@ def backward(
         grad.reshape(x.shape).to(q.dtype) for grad, x in zip(grads, (q, k, v), strict=True)
     )
     return grad_q, grad_k, grad_v
+
+
+def of_all_keys(own: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and LSE that a forward has just computed more exactly than those given.
+
+    Rows whose results are of more keys than the call's (with sinks, or over ranks) keep those given.
+    """
+    # What an LSE was rounded by is no key. In 16 bits the scores of another kernel may be off by more.
+    rounding = torch.finfo(lse.dtype).eps * (16 if out.dtype.itemsize == 2 else 2)
+    is_more = own[1] < lse - rounding * lse.abs().clamp(min=1.0)
+    return out.to(own[0].dtype).where(is_more.mT[..., None], own[0]), lse.to(own[1].dtype).where(
+        is_more, own[1]
+    )
 
 
 def _check_options(call: Call) -> None:

@@ -45,19 +45,19 @@ class Softmax:
 class Whole(NamedTuple):
     """The output and the LSE (b, H, S_q, 1) that a backward is given; maybe of more keys than it is given.
 
-    `eps` is that of the dtype that the LSE was given in.
+    `rounding` is how much of an LSE its kernel may have rounded it by.
     """
 
     out: Tensor
     lse: Tensor
-    eps: float
+    rounding: float
 
     def share(self, rows: slice, softmax: Softmax) -> Tensor:
         """Return how much of the weight of some rows is on the keys of `softmax`: 1 if it is all."""
         lse, here = self.lse[:, :, rows], softmax.peak + softmax.total.log()
         share = (here - lse).exp().nan_to_num(nan=1.0)  # -inf - -inf: a row without a key
         # Equal but for rounding; what the LSE has been rounded by is no share.
-        rounding = 16 * self.eps * lse.abs().clamp(min=1.0)
+        rounding = self.rounding * lse.abs().clamp(min=1.0)
         return share.masked_fill(share >= 1.0 - rounding.nan_to_num(posinf=1.0), 1.0)
 
     def delta(self, rows: slice, grad_out: Tensor) -> Tensor:

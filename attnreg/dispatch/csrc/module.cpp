@@ -83,12 +83,15 @@ PyObject* trust_offsets(PyObject*, PyObject* seconds) {
 }
 
 PyObject* set_plans(PyObject*, PyObject* args) {
-  PyObject *forward = nullptr, *backward = nullptr;
-  if (!PyArg_ParseTuple(args, "OO", &forward, &backward)) {
+  PyObject *forward = nullptr, *backward = nullptr, *rescale = nullptr, *of_sinks = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOO", &forward, &backward, &rescale, &of_sinks)) {
     return nullptr;
   }
-  Py_INCREF(forward);
-  Py_INCREF(backward);
+  for (PyObject* one : {forward, backward, rescale, of_sinks}) {
+    Py_INCREF(one);
+  }
+  with_sinks = rescale;
+  grad_of_sinks = of_sinks;
   plan_backward = backward;
   plan_forward = forward;
   Py_RETURN_NONE;
@@ -129,7 +132,7 @@ PyMethodDef functions[] = {
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
-    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`."},
+    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and those that count sinks in their results."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

@@ -11,7 +11,8 @@
 
 namespace attnreg {
 
-inline PyObject* plan_forward = nullptr;  // a function of `varlen.plans`; there as long as the process lives
+// Functions of `varlen.plans` and `varlen.sinks`; there as long as the process lives.
+inline PyObject *plan_forward = nullptr, *with_sinks = nullptr;
 
 // Whether something wants to see ops that this front doesn't call.
 inline bool is_observed() {
@@ -20,9 +21,10 @@ inline bool is_observed() {
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-inline void record(const Tensors& tensors, const VarlenCall& call, bool known, bool returns_lse, Tensors& results) {
+inline void record(
+    const Tensors& tensors, const at::Tensor& sinks, const VarlenCall& call, bool known, bool returns_lse, Tensors& results) {
   const auto node = make_node<VarlenBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2]));
+  node->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], sinks));
   node->call = call;
   node->known = known;
   node->returns_lse = returns_lse;
@@ -37,6 +39,7 @@ inline void record(const Tensors& tensors, const VarlenCall& call, bool known, b
   node->saved[4] = torch::autograd::SavedVariable(results[1], returns_lse);
   node->saved[5] = torch::autograd::SavedVariable(tensors[3], false);
   node->saved[6] = torch::autograd::SavedVariable(tensors[4], false);
+  node->saved[7] = torch::autograd::SavedVariable(sinks, false);
 }
 
 // Have Python run a forward by its plan; the caller owns the interpreter's lock.
@@ -54,18 +57,35 @@ inline Tensors planned_forward(
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last of the
-// arguments says whether the program gets the LSE.
+// Count sinks in the results of a kernel; the caller owns the interpreter's lock.
+inline Tensors results_with_sinks(const Tensors& results, const at::Tensor& sinks) {
+  std::vector<Object> given;
+  for (const at::Tensor& one : {results[0], results[1], sinks}) {
+    given.push_back(owned(THPVariable_Wrap(one)));
+  }
+  const Object returned = call_python(with_sinks, given);
+  return {THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 0)), THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 1))};
+}
+
+// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last two
+// arguments say whether the program gets the LSE, and are sinks that have been checked, or None.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;
   VarlenCall call{};
-  if (count != 13 || !enabled || !plan_forward || is_observed()) {
+  if (count != 14 || !enabled || !plan_forward || is_observed()) {
     Py_RETURN_NONE;
   }
   if (!read_varlen(arguments, tensors, call)) {
     PyErr_Clear();
     Py_RETURN_NONE;
+  }
+  at::Tensor sinks;
+  if (arguments[13] != Py_None) {
+    sinks = THPVariable_Unpack(arguments[13]);
+    if (!is_plain(sinks)) {
+      Py_RETURN_NONE;
+    }
   }
   const bool needs_gradient =
       c10::GradMode::is_enabled() && (tensors[0].requires_grad() || tensors[1].requires_grad() || tensors[2].requires_grad());
@@ -84,9 +104,12 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     if (!done) {
       results = planned_forward(arguments, needs_gradient, key, found.generation, known);
     }
+    if (sinks.defined()) {
+      results = results_with_sinks(results, sinks);
+    }
   }
-  if (needs_gradient) {
-    record(tensors, call, known, arguments[12] == Py_True, results);
+  if (needs_gradient || (c10::GradMode::is_enabled() && sinks.defined() && sinks.requires_grad())) {
+    record(tensors, sinks, call, known, arguments[12] == Py_True, results);
   }
   const Object out = owned(THPVariable_Wrap(results[0])), lse = owned(THPVariable_Wrap(results[1]));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;

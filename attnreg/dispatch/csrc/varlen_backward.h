@@ -19,7 +19,8 @@
 
 namespace attnreg {
 
-inline PyObject* plan_backward = nullptr;  // a function of `varlen.plans`; there as long as the process lives
+// Functions of `varlen.plans` and `varlen.sinks`; there as long as the process lives.
+inline PyObject *plan_backward = nullptr, *grad_of_sinks = nullptr;
 
 using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
 
@@ -35,7 +36,7 @@ auto make_node(Given&&... given) {
 
 // The backward of a call. It keeps what the forward had; torch checks that it hasn't been written to since.
 struct VarlenBackward final : public torch::autograd::Node {
-  std::array<torch::autograd::SavedVariable, 7> saved;  // query, key, value, output, LSE, both offsets
+  std::array<torch::autograd::SavedVariable, 8> saved;  // query, key, value, output, LSE, both offsets, sinks
   VarlenCall call{};
   bool known = false;  // whether every row was known to see a key
   bool returns_lse = false;  // whether the LSE is a result of the node, too
@@ -58,21 +59,28 @@ struct VarlenBackward final : public torch::autograd::Node {
     TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
     const at::Tensor grad_lse = returns_lse ? grads[1] : at::Tensor();
     if (!grads[0].defined() && !grad_lse.defined()) {
-      return torch::autograd::variable_list(3);
+      return torch::autograd::variable_list(4);
     }
     Tensors tensors{grads[0]};
     for (size_t i = 0; i < saved.size(); i++) {
       tensors.push_back(saved[i].unpack(is_result(i) ? getptr() : nullptr));
     }
     tensors[0] = grads[0].defined() ? as_memory(grads[0]) : at::zeros_like(tensors[4]);
-    torch::autograd::variable_list results;
+    const at::Tensor sinks = std::move(tensors.back());
+    tensors.pop_back();
+    torch::autograd::variable_list results(4);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      for (at::Tensor& one : gradients(tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse)) {
-        results.push_back(std::move(one));
+      if (should_compute_output(3)) {
+        results[3] = of_sinks(tensors[0], tensors[4], tensors[5], sinks, grad_lse);
+      }
+      if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2)) {
+        Tensors found = gradients(tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse);
+        std::move(found.begin(), found.end(), results.begin());
       }
     }
     if (c10::GradMode::is_enabled()) {
+      tensors.push_back(sinks);
       tensors.push_back(grad_lse);
       refuse_second(tensors, results);
     }
@@ -98,7 +106,8 @@ struct VarlenBackward final : public torch::autograd::Node {
     PackedArgs packed;
     for (auto& one : saved) {
       swapped.before(one);
-      packed.pack(one.unpack());
+      const at::Tensor tensor = one.unpack();
+      packed.pack(tensor.defined() ? c10::IValue(tensor) : c10::IValue());
     }
     packed.pack(call.max_q);
     packed.pack(call.max_k);
@@ -135,17 +144,34 @@ struct VarlenBackward final : public torch::autograd::Node {
       const torch::autograd::variable_list& grads, const std::vector<c10::IValue>& packed) {
     const bool has_lse = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !has_lse) {
-      return torch::autograd::variable_list(3);
+      return torch::autograd::variable_list(4);
     }
-    // Packed: query, key, value, output, LSE, both offsets, longest query and key, scale, window, choice.
+    // Packed: query, key, value, output, LSE, both offsets, sinks, longest query and key, scale, window, choice.
     const auto& p = packed;
     const c10::IValue none;
     const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(p[3].toTensor());
-    torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7],
-                            p[8], false, none, p[9], p[10], none, none, "", p[11], 0.0, has_lse ? c10::IValue(grads[1]) : none, none};
+    torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6],
+                            p[8], p[9], false, none, p[10], p[11], none, none, "", p[12], 0.0,
+                            has_lse ? c10::IValue(grads[1]) : none, none};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
     op.callBoxed(stack);
-    return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
+    torch::autograd::variable_list results{stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(), at::Tensor()};
+    if (p[7].isTensor()) {
+      const at::Tensor out = p[3].toTensor(), lse = p[4].toTensor(), sinks = p[7].toTensor();
+      results[3] = of_sinks(grad_out, out, lse, sinks, has_lse ? grads[1] : at::Tensor());
+    }
+    return results;
+  }
+
+  static at::Tensor of_sinks(
+      const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& sinks, const at::Tensor& grad_lse) {
+    const WithGil gil;
+    const Object results = owned(Py_BuildValue("(NN)", THPVariable_Wrap(out), THPVariable_Wrap(lse)));
+    std::vector<Object> given{owned(THPVariable_Wrap(grad_out)), results};
+    for (const at::Tensor& one : {sinks, grad_lse}) {
+      given.push_back(owned(THPVariable_Wrap(one)));  // None for one that is undefined
+    }
+    return THPVariable_Unpack(call_python(grad_of_sinks, given).get());
   }
 
   Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse) const {
@@ -189,7 +215,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     }
     const auto error = make_node<torch::autograd::NotImplemented>("the backward of attnreg.varlen_attn");
     error->set_next_edges(
-        torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3], tensors.back()));
+        torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3], tensors[tensors.size() - 2], tensors.back()));
     for (at::Tensor& one : results) {
       torch::autograd::set_history(one, error);
     }

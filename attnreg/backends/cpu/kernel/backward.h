@@ -55,7 +55,7 @@ class Backward {
     Panels q, q_columns, grad_out, grad_out_columns, grad_q;
     Panels k, k_columns, v_columns, weights, grad_scores, slopes;
     int64_t lanes;
-    float *base, *rest, *delta, *grad_lse;  // as `RowStatistics` has them
+    float *base, *rest, *delta, *grad_lse, *delta_of_out;  // as `RowStatistics` has them; by the output that was given
   };
 
   virtual void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const Turn& turn) {
@@ -128,7 +128,7 @@ class Backward {
         k_.panels(size, kKeys), k_columns_.panels(kKeys, size), v_columns_.panels(kKeys, value_size),
         weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys),
         scale_.is_capped ? slopes_.panels(kMaxPanels * kLanes, kKeys) : Panels{}, lanes,
-        base_.take(lanes), rest_.take(lanes), delta_.take(lanes), grad_lse_.take(lanes)};
+        base_.take(lanes), rest_.take(lanes), delta_.take(lanes), grad_lse_.take(lanes), delta_of_out_.take(lanes)};
     pack_rows(queries, task.row, task.rows, size, packed.q);
     pack_columns(queries, task.row, task.rows, size, scale_.sign, packed.q_columns);
     pack_rows(grads, task.row, task.rows, value_size, packed.grad_out);
@@ -197,6 +197,7 @@ class Backward {
 
   // Computes the same once more from scores, as plain PyTorch operations do.
   void compute_statistics(const Task& task, const Packed& packed) {
+    std::copy_n(packed.delta, packed.lanes, packed.delta_of_out);
     std::fill_n(packed.base, packed.lanes, -kInfinity);
     std::fill_n(packed.rest, packed.lanes, 0.0f);
     std::fill_n(packed.delta, packed.lanes, 0.0f);
@@ -223,9 +224,10 @@ class Backward {
         }
       });
     }
+    const auto lses = query_rows<Float32>(problem_.lse, task, problem_.group());
     for (int64_t row = 0; row < packed.lanes; row++) {
-      packed.delta[row] /= packed.rest[row];
-      packed.rest[row] = static_cast<float>(std::log2(double(packed.rest[row])));
+      const float given = row < task.rows ? *lses[task.row + row] : -kInfinity;
+      settle<Number>(given, packed.delta_of_out[row], scale_.size, packed.base[row], packed.rest[row], packed.delta[row]);
     }
   }
 
@@ -240,7 +242,7 @@ class Backward {
   const Scale scale_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_, grad_lse_;
+  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_, grad_lse_, delta_of_out_;
 };
 
 }  // namespace attnreg

@@ -3,6 +3,9 @@
 
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "problem.h"
 #include "products.h"
 
@@ -120,6 +123,28 @@ void softmax_of_tile(
   }
 }
 
+// Turns what was computed of a row's scores (the highest, the sum of weights, that of weights times their gradients) into
+// its statistics. A row whose LSE, as given, is of more keys than there are here (with sinks, or over ranks) keeps that,
+// and the delta of the output. What an LSE was rounded by is no key; in 16 bits another kernel's may be off by more.
+template <class Number>
+void settle(double given, float delta_of_out, double size, float& base, float& rest, float& delta) {
+  constexpr double kRounding = (std::is_same_v<Number, Float32> ? 2 : 16) * std::numeric_limits<float>::epsilon();
+  const double highest = base * size, own = highest + std::log(double(rest));
+  if (base == -kInfinity) {  // sees no key here
+    base = delta = 0.0f;
+    rest = kInfinity;
+  } else if (own < given - kRounding * std::max(1.0, std::abs(given))) {
+    delta = delta_of_out;
+    rest = static_cast<float>((given - highest) / kLog2);
+  } else {
+    delta /= rest;
+    rest = static_cast<float>(std::log2(double(rest)));
+  }
+}
+
+// Weights that add up to less than 1 by more than this leave some to keys elsewhere; less isn't seen in 16 bits.
+constexpr float kOfOthers = 0x1p-12f;
+
 // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum of
 // its weights times their gradients, less the gradient of its LSE, and that.
 struct RowStatistics {
@@ -132,7 +157,7 @@ template <class Number>
 void gradients_of_block(
     Panels weights, Panels grads, int64_t from, int64_t to, bool is_all, float to_exponent, const RowStatistics& of) {
   const Floats base = load<Floats>(of.base), rest = load<Floats>(of.rest), delta = load<Floats>(of.delta);
-  Floats sum{};
+  Floats sum{}, all{};
   int64_t row = from;
   for (; row < to; row++) {
     float *weight = weights.at(0, row), *grad = grads.at(0, row);
@@ -143,11 +168,13 @@ void gradients_of_block(
     store(weight, found);
     store(grad, grad_of_score);
     sum += grad_of_score;
+    all += found;
   }
   // The delta is that of an output in 16 bits. With few keys its rounding is most of a gradient's error, and plain
-  // PyTorch operations haven't got it: gradients of a row's scores add up to that of its LSE, mostly 0.
+  // PyTorch operations haven't got it: gradients of a row's scores add up to that of its LSE, mostly 0. Not so where the
+  // LSE is of more keys (with sinks, or over ranks): weights don't add up to 1 there.
   if (is_all && !std::is_same_v<Number, Float32>) {
-    sum -= load<Floats>(of.grad_lse);
+    sum = all > 1.0f - kOfOthers ? sum - load<Floats>(of.grad_lse) : Floats{};
     for (int64_t i = from; i < to; i++) {
       store(grads.at(0, i), load<Floats>(grads.at(0, i)) - load<Floats>(weights.at(0, i)) * sum);
     }

@@ -1,0 +1,63 @@
+"""Sinks: the results of a kernel as if each row saw one more key, of a given score and without a value.
+
+No kernel needs to know of them. Let L be log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's
+weight counted. A kernel's backward that is given out and L in the place of its forward's results returns the
+gradients of query, key and value: weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attnreg.dispatch.calls import wants_batch_invariant
+
+# On a CPU torch makes a copy of what it computes in a wider dtype: of so many rows at a time, which stays in
+# the cache, that took a fifth of the time.
+_ROWS = 128
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a forward's results with sinks, (H,), counted; writes to `out`, which is the kernel's own.
+
+    Rows that see no key stay as they are.
+    """
+    # Of -inf, the sink of a head without one, a row that sees no key would make NaN.
+    sinks = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
+    above = lse - sinks
+    if lse.is_cpu and wants_batch_invariant():
+        # Torch computes contiguous numbers as vectors and those that are left over one by one, which rounds
+        # differently, by their place in the batch. Numbers with gaps between them it computes one by one.
+        above, lse = (torch.stack((x, x), dim=-1)[..., 0] for x in (above, lse))
+    total = torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
+    for part, share in _parts(out, above.sigmoid_().mT[..., None]):
+        part.mul_(share)
+    return out, total.contiguous()
+
+
+def grad_of_sinks(
+    grad_out: Tensor | None, results: tuple[Tensor, Tensor], sinks: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """Return the gradient of sinks; `results` are what `with_sinks` has returned.
+
+    That of a score is its weight times (gradient of the weight - rowsum(grad_out * out) + grad_lse), and the
+    weight of a sink has no gradient, as it has no value.
+    """
+    out, lse = results
+    of_rows = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    if grad_out is not None:
+        # A sum with a wide zero is computed in its dtype, without a wide copy of the factors on a GPU.
+        zero = lse.new_zeros(1)
+        deltas = [torch.addcmul(zero, grad, part).sum(-1) for grad, part in _parts(grad_out, out)]
+        of_rows = of_rows - (deltas[0] if len(deltas) == 1 else torch.cat(deltas)).mT
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return torch.where(lse.isfinite(), weights * of_rows, 0.0).sum(-1).to(sinks.dtype)
+
+
+def _parts(rows: Tensor, others: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return some rows of both at a time where that is faster; in a graph their number may change."""
+    if rows.is_cpu and type(rows) is type(others) is Tensor:
+        return zip(torch.split(rows, _ROWS), torch.split(others, _ROWS), strict=True)
+    return ((rows, others),)
