@@ -14,9 +14,10 @@ from torch import Tensor
 
 from attnreg.dispatch.calls import wants_batch_invariant
 
-# On a CPU torch makes a copy of what it computes in a wider dtype: of so many rows at a time, which stays in
-# the cache, that took a fifth of the time.
-_ROWS = 128
+# How many rows are computed at a time. On a CPU torch makes copies of 16-bit numbers that it computes with in
+# a wider dtype: of few rows, which stay in the cache, that took a fifth of the time. On a GPU a product in
+# float32 of all rows of a long batch would be larger than any of its tensors.
+_ROWS, _ROWS_OF_GPU = 128, 8192
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,18 +47,20 @@ def grad_of_sinks(
     weight of a sink has no gradient, as it has no value.
     """
     out, lse = results
-    of_rows = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    of_rows = 0.0 if grad_lse is None else grad_lse.to(lse.dtype)
     if grad_out is not None:
         # A sum with a wide zero is computed in its dtype, without a wide copy of the factors on a GPU.
         zero = lse.new_zeros(1)
         deltas = [torch.addcmul(zero, grad, part).sum(-1) for grad, part in _parts(grad_out, out)]
         of_rows = of_rows - (deltas[0] if len(deltas) == 1 else torch.cat(deltas)).mT
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return torch.where(lse.isfinite(), weights * of_rows, 0.0).sum(-1).to(sinks.dtype)
+    # No weight is above 1 but by rounding; that of a row without a key is infinite here.
+    return torch.where(weights < 2.0, weights * of_rows, 0.0).sum(-1).to(sinks.dtype)
 
 
 def _parts(rows: Tensor, others: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return some rows of both at a time where that is faster; in a graph their number may change."""
-    if rows.is_cpu and type(rows) is type(others) is Tensor:
-        return zip(torch.split(rows, _ROWS), torch.split(others, _ROWS), strict=True)
-    return ((rows, others),)
+    """Return some rows of both at a time; all of them where a graph is traced, as their number may change."""
+    if not type(rows) is type(others) is Tensor:
+        return ((rows, others),)
+    count = _ROWS if rows.is_cpu else _ROWS_OF_GPU
+    return zip(torch.split(rows, count), torch.split(others, count), strict=True)

@@ -5,6 +5,7 @@ import torch
 from support import truth
 from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, integers, random_like, total
 from support.sinks import assert_accurate, by_the_formula
+from torch._dynamo import compiled_autograd
 
 import attnreg
 from attnreg.backends.cpu import compiled
@@ -42,7 +43,7 @@ def assert_right(given, sinks, attend=attnreg.varlen_attn, precision=None, **opt
 
 
 def drawn(dtype=torch.float32):
-    return SINKS.to(dtype).requires_grad_()
+    return SINKS.to(dtype, copy=True).requires_grad_()
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}], ids=str)
@@ -145,6 +146,33 @@ def test_a_compiled_function_gives_the_same(packed):
         attend=torch.compile(attnreg.varlen_attn, backend="aot_eager", fullgraph=True),
     )
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_autograd_gives_the_same(front, packed):
+    if front == "custom op":
+        pytest.skip("an op that compiled autograd traces as any other")
+    torch._dynamo.reset()
+    given, sinks = packed((100, 60)), drawn()  # more rows than are computed at a time
+    inputs = (*given[:3], sinks)
+    out = attnreg.varlen_attn(*given, sinks=sinks)
+    grad = random_like(out)
+    wanted = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        torch.autograd.backward(out, grad)
+    torch._dynamo.reset()
+    for leaf, other in zip(inputs, wanted, strict=True):
+        truth.assert_near(leaf.grad, other.double(), torch.float32)
+
+
+def test_gradients_of_gradients_are_an_error(front, packed):
+    given, sinks = packed(LENGTHS_Q, LENGTHS_K), drawn()
+    out = attnreg.varlen_attn(*given, sinks=sinks)
+    if front == "custom op":
+        pytest.skip("of the sinks alone there it is PyTorch's own operations, which have them")
+    (grad,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|not implemented|to not have been used"):
+        torch.autograd.grad(grad.sum(), sinks)
 
 
 def test_a_backend_without_a_gradient_of_the_lse_runs_the_backward_too(front, packed, fake, ran):
