@@ -11,13 +11,13 @@ from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 
 def by_the_formula(
-    query, key, value, offsets_q, offsets_k, sinks, causal=False, softcap=0.0, dtype=torch.float64
+    query, key, value, cu_seqlens_q, cu_seqlens_k, sinks, causal=False, softcap=0.0, dtype=torch.float64
 ):
     """Return output and LSE of a softmax over the scores and the sink, sequence by sequence, in a dtype."""
     query, key, value, sinks = (x.to(dtype) for x in (query, key, value, sinks))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     outs, lses = [], []
-    pairs = zip(*(itertools.pairwise(x.tolist()) for x in (offsets_q, offsets_k)), strict=True)
+    pairs = zip(*(itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
     for (q0, q1), (k0, k1) in pairs:
         scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * query.shape[-1] ** -0.5
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -47,8 +47,8 @@ def assert_accurate(attend, inputs, *rest, causal=False):
         out, lse = attend(*leaves, *rest)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
-    def formula(query, key, value, sinks, offsets_q, offsets_k):
-        return by_the_formula(query, key, value, offsets_q, offsets_k, sinks, causal, dtype=query.dtype)
+    def formula(query, key, value, sinks, cu_seqlens_q, cu_seqlens_k):
+        return by_the_formula(query, key, value, cu_seqlens_q, cu_seqlens_k, sinks, causal, dtype=query.dtype)
 
     query, _, value, _ = inputs
     grad = random_like(query.new_empty((*query.shape[:2], value.shape[-1])))
