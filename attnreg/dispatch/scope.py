@@ -11,7 +11,9 @@ the choice).
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -94,6 +96,27 @@ _IN_TORCHS_STATE = "attnreg_choice"
 _stash = torch._C._stash_obj_in_tls
 
 
+def _keep(choice: ScopedChoice | None) -> None:
+    kept = get_ident(), choice
+    if _takes_over:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _stash(_IN_TORCHS_STATE, kept)
+
+
+def _takes_over_references() -> bool:
+    """Return whether this torch drops a reference to what it keeps that it has never added: 2.11 does."""
+    kept = get_ident(), None
+    before = sys.getrefcount(kept)
+    _stash(_IN_TORCHS_STATE, kept)
+    takes_over = sys.getrefcount(kept) == before
+    if takes_over:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    return takes_over
+
+
+_takes_over = _takes_over_references()
+
+
 def current() -> ScopedChoice | None:
     """Return the choice in force for this thread or task."""
     return variable.get() or _inherited()
@@ -153,7 +176,7 @@ def on_enter(callback: Callable[[], object]) -> None:
 def _entered() -> None:
     for callback in _remembering:
         callback()
-    _stash(_IN_TORCHS_STATE, (get_ident(), variable.get()))
+    _keep(variable.get())
 
 
 # A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen

@@ -1,6 +1,7 @@
 """Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
 
 import contextlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 
@@ -200,6 +201,19 @@ def test_a_thread_of_autograds_inherits_the_choice_of_where_backward_was_called(
         with entered:
             out.sum().backward()
         assert ran() == expected
+
+
+def test_torch_keeps_a_reference_to_the_choice_it_passes_on():
+    """Torch 2.11 drops one that it hasn't added, which ended the process some blocks later."""
+    choice = choice_of("math")
+    kept = choice, object()
+    with attnreg.use_backend("cpu"):
+        before = [sys.getrefcount(one) for one in kept]
+        for _ in range(50):
+            scope._keep(kept)
+        assert [sys.getrefcount(one) for one in kept] == before
+        assert torch._C._get_obj_in_tls(scope._IN_TORCHS_STATE)[1] is kept
+        assert sys.getrefcount(kept) > 2
 
 
 def test_a_backward_in_another_thread_and_after_other_scopes_gets_its_own_choice(installed, ran):
