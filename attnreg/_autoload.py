@@ -159,7 +159,7 @@ def offer() -> None:
     """Make "attnreg" known to `torch.ops` and to `activate_flash_attention_impl`; never an error."""
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
-        ops.attnreg.__getattr__ = _load_op  # as of any module: asked for what it doesn't have
+        ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
     registry = sys.modules.get("torch.nn.attention._registry")
     if registry is None:
         return

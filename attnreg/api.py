@@ -210,7 +210,7 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        _outer.set((*_outer.get(), scope.current()))
+        _outer.set((*_outer.get(), scope.variable.get()))  # not what is inherited
         scope.enter(self._choice)
 
     def __exit__(self, *exc: object) -> None:

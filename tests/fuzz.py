@@ -279,6 +279,12 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 if (drawn.dropout or case.deterministic) and not found.wrong:
                     torch.manual_seed(number)
                     found = _repeated(now, found, results, run(now, given))
+                if drawn.dropout and results["out"].numel() >= 1000 and not found.wrong:
+                    torch.manual_seed(number + 1)
+                    if torch.equal(run(now, given)["out"], results["out"]):
+                        found = Found(
+                            "wrong", f"dropout {drawn.dropout} gives the same bits for another seed"
+                        )
             except UnsupportedInputError as error:
                 expected = drawn.request == "keyword" and drawn.backend in str(error)
                 found = Found("refused", "" if expected else f"refused: {error}")

@@ -138,6 +138,7 @@ class Entry:
             kernels = backend.load()
             if not isinstance(kernels, Kernels):
                 raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
+            Kernels(*kernels)  # which `_replace` doesn't check
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
         except KeyboardInterrupt:

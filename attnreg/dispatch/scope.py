@@ -97,7 +97,7 @@ _stash = torch._C._stash_obj_in_tls
 
 
 def _keep(choice: ScopedChoice | None) -> None:
-    kept = get_ident(), choice
+    kept = get_ident(), choice, _inherited()
     if _takes_over:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _stash(_IN_TORCHS_STATE, kept)
@@ -105,7 +105,7 @@ def _keep(choice: ScopedChoice | None) -> None:
 
 def _takes_over_references() -> bool:
     """Return whether this torch drops a reference to what it keeps that it has never added: 2.11 does."""
-    kept = get_ident(), None
+    kept = get_ident(), None, None
     before = sys.getrefcount(kept)
     _stash(_IN_TORCHS_STATE, kept)
     takes_over = sys.getrefcount(kept) == before
@@ -126,9 +126,10 @@ def _inherited() -> ScopedChoice | None:
     """Return, on a thread of autograd's, the choice in force where `backward()` was called."""
     if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_IN_TORCHS_STATE):
         return None
-    thread, choice = torch._C._get_obj_in_tls(_IN_TORCHS_STATE)
+    thread, choice, before = torch._C._get_obj_in_tls(_IN_TORCHS_STATE)
     # On the thread that entered it the context variable knows better: tasks of asyncio share that thread.
-    inherited: ScopedChoice | None = choice if thread != get_ident() else None
+    # `before` is what that thread had inherited itself, and does again where its block has ended.
+    inherited: ScopedChoice | None = before if thread == get_ident() else choice or before
     return inherited
 
 

@@ -71,7 +71,7 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
         "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
         "softcap": spec.softcap > 0.0,
         "alibi_slopes": spec.alibi,
-        "a gradient of the LSE": spec.grad_lse,
+        "gradient of the LSE": spec.grad_lse,
     }
     of_packed = {
         "seqused_k": spec.seqused_k,
@@ -81,6 +81,8 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
     named = ", ".join(name for name, given in (of_flash | of_packed).items() if given)
     if not named:
         return SDPA, []
+    if spec.bias:
+        return SDPA, [f"no function makes such a call: {SDPA} has no {named}, the others take no attn_bias"]
     only_packed = any(of_packed.values())
     front = VARLEN if only_packed else FLASH
     how = f"an option of {VARLEN}, which takes packed calls (--varlen, or an AttentionSpec with varlen=True)"

@@ -46,7 +46,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append keys and values to a cache, in place, and compute attention over what it holds then.
 
-    For inference: nothing has a gradient. A call that is refused has written nothing.
+    For inference: nothing has a gradient. A call that is refused before a kernel runs has written nothing.
 
     On a GPU the numbers in `cache_seqlens`, `cache_batch_idx`, `cache_leftpad` and `block_table` aren't
     checked, as that would wait for it: one below 0, or beyond the cache, is an error of CUDA, or keys of
@@ -73,7 +73,8 @@ def flash_attn_with_kvcache(
         The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
     """
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in given.items() if y is not None})
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
@@ -131,6 +132,12 @@ def _check(
         if tensor.dim() != 4:
             layout = "(batch, length, heads, head_dim)"
             raise InvalidInputError(f"{name}: got {tuple(tensor.shape)}, expected 4 dimensions {layout}")
+    if block_table is not None:
+        _check_integers("block_table", block_table, q, (len(q), "pages of a sequence"))
+        if not k_cache.shape[1]:
+            raise InvalidInputError(
+                f"k_cache: got {tuple(k_cache.shape)}, expected pages of at least one token"
+            )
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise InvalidInputError(
             f"v_cache: got shape {tuple(v_cache.shape)}, expected that of k_cache up to the head dim, "
@@ -171,12 +178,10 @@ def _check_places(
     new: int,
 ) -> None:
     """Check which keys a call is about; on a GPU all but the numbers, which it would have to wait for."""
-    if block_table is not None:
-        _check_integers("block_table", block_table, q, (len(q), "pages of a sequence"))
-        if _is_read(block_table, used):
-            counts = (-((used + new) // -k_cache.shape[1])).tolist()
-            for row, (pages, count) in enumerate(zip(block_table.tolist(), counts, strict=True)):
-                _check_each(f"block_table[{row}]", pages[:count], [len(k_cache) - 1] * count)
+    if block_table is not None and _is_read(block_table, used):
+        counts = (-((used + new) // -k_cache.shape[1])).tolist()
+        for row, (pages, count) in enumerate(zip(block_table.tolist(), counts, strict=True)):
+            _check_each(f"block_table[{row}]", pages[:count], [len(k_cache) - 1] * count)
     if places is not None:
         _check_integers("cache_batch_idx", places, q, (len(q),))
         if _is_read(places):

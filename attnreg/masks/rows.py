@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnreg.torchlib.layout import in_large_elements
+from attnreg.torchlib.modes import differentiable_once
 
 # Whether a row is in one packed call, in several, or in one of them several times.
 APART, OVERLAPPING, REPEATED = "apart", "overlapping", "repeated"
@@ -85,7 +85,7 @@ class _Chosen(torch.autograd.Function):
         return _taken(choices, *tensors)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = []
         wanted = ctx.needs_input_grad[1:]
@@ -102,7 +102,7 @@ class _Joined(torch.autograd.Function):
         return _joined(count, rows, results)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grad.index_select(0, rows) for rows in ctx.rows)
 

@@ -48,19 +48,20 @@ class SpreadBatch:
 
         Raises `RanksDifferError`, on every rank, if ranks differ in layout, shape or dtype.
         """
-        here, most = self.layout.rows[self.rank], max(self.layout.rows)
+        here, most, kind = self.layout.rows[self.rank], max(self.layout.rows), None
         try:
             check_tokens(tensor, dim, here, "of this rank")
+            rows = tensor.movedim(dim, 0)
+            kind = tuple(rows.shape[1:]), str(rows.dtype), rows.device.type
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise InvalidInputError(
                     "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
                 )
         except Exception as error:
-            if self._gathered and self._turn.lasts:
+            # As in a call: where the others gather what is agreed on, they don't wait for this rank's word.
+            if self._turn.lasts and (kind in self._gathered or (kind is None and self._gathered)):
                 raise
             refuse(self.group, error)
-        rows = tensor.movedim(dim, 0)
-        kind = tuple(rows.shape[1:]), str(rows.dtype), rows.device.type
         if kind not in self._gathered or not self._turn.lasts:
             names = "shape of a row", "dtype", "device"
             self._take_turn("gather", dict(zip(names, map(str, kind), strict=True)))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
 from attnreg.parallel.exchange import Pending
@@ -21,6 +20,7 @@ from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Run, as_runs, on_device, taken
 from attnreg.parallel.stepwise import Options, without_values
 from attnreg.torchlib.layout import copy
+from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 from attnreg.varlen.sinks import grad_of_sinks, with_sinks
@@ -203,7 +203,7 @@ class AttentionByHeads(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         work, shapes, saved, groups = ctx.work, ctx.shapes, ctx.saved_tensors, ctx.groups
         of_sinks = None

@@ -64,8 +64,8 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest
         wants_gradient(query, key, value),
     )  # fmt: skip
     # As a number: tensors are compared as objects, and each would be another kind.
+    check_scale(1.0 if given.scale is None else given.scale)
     scale = None if given.scale is None else float(given.scale)
-    check_scale(1.0 if scale is None else scale)
     softcap = checked_softcap(given.softcap) if given.softcap else 0.0
     chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
     asked = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)

@@ -149,6 +149,11 @@ class ContextParallel(SpreadBatch):
         if device is None:
             is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
             device = "cuda" if is_gpu else "cpu"
+        for name in call.keys() & {"method", "rates", "memory"}:
+            raise InvalidInputError(
+                f"{name}: got {call[name]!r}, expected none: the context has its own; "
+                "explain_context_parallel takes any"
+            )
         call |= {"method": self.method, "rates": self._rates, "memory": self._most(torch.device(device))}
         return explain_context_parallel(self.layout, **call)
 

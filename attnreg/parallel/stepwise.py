@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Part, Plan, Put, Run, taken
 from attnreg.torchlib.layout import copy
+from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
 from attnreg.varlen.sinks import grad_of_sinks, with_sinks
@@ -155,7 +155,7 @@ class StepwiseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sinks, *kept = ctx.saved_tensors
         of_sinks = None

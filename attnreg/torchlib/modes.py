@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -48,3 +52,26 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 def _is_cast(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype != torch.float64  # which autocast leaves as it is
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a second derivative of an `autograd.Function` an error, as `once_differentiable` of torch does.
+
+    Torch's leaves that out where no incoming gradient needs one itself, as of a loss that is linear in the
+    output: a penalty on such a gradient would then add nothing, without a word.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        # Inputs, too, as the derivative by them alone wouldn't come by here otherwise.
+        inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
+        leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in results]
+        text = b"trying to differentiate twice what attnreg computes, which has a first derivative alone"
+        found = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
+        return tuple(found[: len(leaves)])
+
+    return once

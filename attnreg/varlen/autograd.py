@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from attnreg.contract.backend import Call
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
@@ -21,6 +20,7 @@ from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.torchlib.locks import open_after_fork
+from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen import custom_op
 from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
@@ -85,7 +85,7 @@ class _VarlenAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * 7

@@ -59,7 +59,8 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
     """Check sinks: one floating-point number for each head of the query, on its device."""
     check_tensors(query=query, sinks=sinks)
     got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
-    if sinks.shape != query.shape[1:2] or not sinks.is_floating_point() or sinks.device != query.device:
+    fits = sinks.shape == query.shape[1:2] and sinks.device == query.device
+    if not (fits and sinks.is_floating_point() and not sinks.is_sparse):
         expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
         raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
 

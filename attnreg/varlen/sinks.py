@@ -54,8 +54,8 @@ def grad_of_sinks(
         deltas = [torch.addcmul(zero, grad, part).sum(-1) for grad, part in _parts(grad_out, out)]
         of_rows = of_rows - (deltas[0] if len(deltas) == 1 else torch.cat(deltas)).mT
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # No weight is above 1 but by rounding; that of a row without a key is infinite here.
-    return torch.where(weights < 2.0, weights * of_rows, 0.0).sum(-1).to(sinks.dtype)
+    # The weight of a row without a key is infinite here. A NaN stays one.
+    return torch.where(lse == -torch.inf, 0.0, weights * of_rows).sum(-1).to(sinks.dtype)
 
 
 def _parts(rows: Tensor, others: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

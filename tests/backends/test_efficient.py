@@ -123,7 +123,9 @@ REFUSED = {
     "window_size must be (-1, -1) or causal, got (3, 0)": {"window": (3, 0)},
     "a causal call must have no more queries than keys, got 65 and 64": {"window": (-1, 0), "max_q": 65},
     "attn_bias must be None with a causal mask, got a tensor": {"window": (-1, 0), "bias": True},
-    "max_k must be above 1 in float32, got 1: gradients that are 0 would be rounding errors": {"max_k": 1},
+    "max_k must be above 1 in float32, got 1: gradients that are 0 would be rounding errors": {
+        "max_k": 1, "needs_backward": True
+    },
     "dropout_p must be below 1, got 1.0": {"dropout": 1.0},
     "batch must be at most 65535 with dropout, got 70000": {"dropout": 0.1, "batch": 70000},
     "compute capability must be 8.0 or above for bfloat16, got 7.5": {
@@ -133,6 +135,11 @@ REFUSED = {
         "dropout": 0.1, "capturing": True
     },
 }  # fmt: skip
+
+
+def test_a_forward_of_one_key_is_taken_where_no_gradient_is_needed():
+    entry = Entry("efficient", "a test", dataclasses.replace(efficient.BACKEND, unavailable=lambda: None))
+    assert entry.reasons(gpu_spec(**FLOAT32, max_k=1, needs_backward=False), "forward") == ()
 
 
 @pytest.mark.parametrize(("reason", "changes"), REFUSED.items())

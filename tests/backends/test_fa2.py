@@ -353,7 +353,7 @@ SMALL = (
 )
 LARGE = "packed tensors must have fewer than 2**31 elements, got 2147483648"
 SUMS = (
-    "(tokens + 128 * sequences) * heads * head dim rounded up to 32 must be below 2**31 for a packed "
+    "(tokens + 128 * sequences) * heads * head dim rounded up to {} must be below 2**31 for a packed "
     "backward, got {}"
 )
 # With the tokens 2**31 sums of 32 heads of 104, which are 128.
@@ -388,7 +388,12 @@ KNOWN_ISSUE = (
         ("backward", {"device": "sm_120", "head_dim": 256, "dropout": 0.5}, SMALL.format(256)),
         ("forward", {"varlen": True, "tokens_q": 2**21, "tokens_k": 64}, LARGE),
         ("forward", {"varlen": True, **MANY_SHORT}, ""),
-        ("backward", {"varlen": True, **MANY_SHORT}, SUMS.format(2**31)),
+        ("backward", {"varlen": True, **MANY_SHORT}, SUMS.format(32, 2**31)),
+        (
+            "backward",
+            {"varlen": True, **MANY_SHORT, "batch": 2699, "head_dim": 160},
+            SUMS.format(64, 2147745792),
+        ),
         ("backward", {"varlen": True, **MANY_SHORT, "batch": 4063}, ""),
         ("backward", {**MANY_SHORT}, ""),
         ("forward", {"window": (4, -1), "max_q": 99}, KNOWN_ISSUE),

@@ -7,6 +7,8 @@ import torch
 from support.refusals import refusal
 
 from attnreg import Backend, Call, Capabilities, Kernels, RegistrationError
+from attnreg.contract.discovery import Entry
+from attnreg.errors import BackendUnavailableError
 
 ON_CPU = Capabilities(devices=("cpu",), dtypes=("float32",))
 ON_BOTH = Capabilities(devices=("cuda", "cpu"), dtypes=("float32",))
@@ -118,3 +120,9 @@ def test_a_call_is_causal_if_its_window_ends_at_the_diagonal_and_varlen_if_it_ha
 
 def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
     assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False, False, 0.0, None)
+
+
+def test_what_replace_has_put_in_is_checked_when_the_backend_loads():
+    backend = Backend(**LEAST | {"load": lambda: load()._replace(forward=3)})
+    with pytest.raises(BackendUnavailableError, match=r"Kernels\.forward: got 3, expected a function"):
+        Entry("mine", "a test", backend).kernels()

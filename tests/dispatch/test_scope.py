@@ -191,6 +191,24 @@ def test_a_thread_of_autograds_inherits_the_choice_of_where_backward_was_called(
             for _ in range(3):
                 Context().run(F.scaled_dot_product_attention, *inputs)
 
+    def forward_in_a_block_of_its_own(grad):
+        with monkeypatch.context() as patched:
+            patched.setattr(scope, "get_ident", lambda: -1)
+            own = Context()  # as of a thread that autograd keeps
+            own.run(in_a_block)
+            assert own.run(scope.variable.get) is None, "the outer choice stays in force on that thread"
+
+    def in_a_block():
+        with attnreg.use_backend("cpu"):
+            F.scaled_dot_product_attention(*inputs)
+        F.scaled_dot_product_attention(*inputs)
+
+    out = torch.ones(3, requires_grad=True) * 2
+    out.register_hook(forward_in_a_block_of_its_own)
+    with attnreg.use_backend("math"):
+        out.sum().backward()
+    assert ran() == {"cpu": (1, 0), "math": (1, 0)}
+
     for entered, expected in (
         (attnreg.use_backend("math"), {"math": (3, 0)}),
         (attnreg.use_backend("cpu"), {"cpu": (3, 0)}),

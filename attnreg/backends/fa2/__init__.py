@@ -101,11 +101,12 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
         )
     # csrc/flash_attn/src/flash_bwd_kernel.h: where a sequence's sums for dq begin is computed in 32 bits. If
     # these overflow, the kernel writes anywhere, and the CUDA context is lost.
-    sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // 32) * 32)
+    step = 32 if spec.head_dim <= 128 else 64
+    sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // step) * step)
     if spec.varlen and sums >= 2**31:
         yield (
-            "(tokens + 128 * sequences) * heads * head dim rounded up to 32 must be below 2**31 for a packed "
-            f"backward, got {sums}"
+            f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for a "
+            f"packed backward, got {sums}"
         )
     if spec.alibi or spec.softcap:
         yield from _package_reasons(spec)

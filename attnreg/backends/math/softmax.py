@@ -56,9 +56,9 @@ class Whole(NamedTuple):
         """Return how much of the weight of some rows is on the keys of `softmax`: 1 if it is all."""
         lse, here = self.lse[:, :, rows], softmax.peak + softmax.total.log()
         share = (here - lse).exp().nan_to_num(nan=1.0)  # -inf - -inf: a row without a key
-        # Equal but for rounding; what the LSE has been rounded by is no share.
-        rounding = self.rounding * lse.abs().clamp(min=1.0)
-        return share.masked_fill(share >= 1.0 - rounding.nan_to_num(posinf=1.0), 1.0)
+        # Equal but for rounding: what the LSE has been rounded by is no share.
+        has_more = (lse == torch.inf) | (here < lse - self.rounding * lse.abs().clamp(min=1.0))
+        return share.where(has_more, 1.0)
 
     def delta(self, rows: slice, grad_out: Tensor) -> Tensor:
         """Return what the softmax's backward subtracts in rows that see other keys as well."""
