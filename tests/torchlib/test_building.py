@@ -383,7 +383,8 @@ def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
         file.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("CXX", "CXX --an-option" if name == "named by CXX" else "")
-    monkeypatch.delenv("ROUTERS", raising=False)
+    for variable in ("ROUTERS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES"):  # of `make test ROUTERS=python`
+        monkeypatch.delenv(variable, raising=False)
     makefile = Path(building.__file__).parents[2] / "Makefile"
     said = subprocess.run(
         [make, "-s", "-f", makefile, "--eval", "found:; $(info $(ROUTERS))", "found"],
