@@ -6,7 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
+from support.cpu_calls import (
+    CAUSAL,
+    OPEN,
+    assert_gradients_are_the_same_with_any_threads,
+    assert_same,
+    dense,
+    ragged,
+    refuse,
+    solved,
+)
 from support.processes import forked
 from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
@@ -362,14 +371,7 @@ def test_the_memory_of_a_backward_is_bounded_with_many_threads(built_cpu_kernel)
 @pytest.mark.parametrize("magnitude", [1.0, 6.0])
 def test_gradients_do_not_depend_on_the_number_of_threads(kernels, magnitude):
     options = {"dtype": "float32", "window": CAUSAL, "magnitude": magnitude}
-    given = inputs(ragged((1100, 30, 600), heads=(4, 2), **options))
-    out, lse = kernels.forward(*given[:3], given.call)
-    found = []
-    for threads in (1, 2, 7, 64):
-        torch.set_num_threads(threads)
-        found.append(kernels.backward(given.grad_out, *given[:3], out, lse, given.call))
-    for each in found[1:]:
-        assert_same(each, found[0])
+    assert_gradients_are_the_same_with_any_threads(kernels, ragged((1100, 30, 600), heads=(4, 2), **options))
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)

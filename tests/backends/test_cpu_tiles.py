@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
+from support.cpu_calls import (
+    CAUSAL,
+    OPEN,
+    assert_gradients_are_the_same_with_any_threads,
+    assert_same,
+    dense,
+    ragged,
+    refuse,
+    solved,
+)
 from support.truth import assert_accurate
 
 from attnreg.backends.cpu import choice, compiled
@@ -102,14 +111,8 @@ def test_scores_that_rise_from_block_to_block_are_rescaled(tiles, highest):
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads(tiles):
-    given = inputs(ragged((1100, 30, 600), heads=(4, 2), dims=(64, 64), window=CAUSAL))
-    out, lse = tiles.forward(*given[:3], given.call)
-    found = []
-    for threads in (1, 2, 7, 64):
-        torch.set_num_threads(threads)
-        found.append(tiles.backward(given.grad_out, *given[:3], out, lse, given.call))
-    for each in found[1:]:
-        assert_same(each, found[0])
+    case = ragged((1100, 30, 600), heads=(4, 2), dims=(64, 64), window=CAUSAL)
+    assert_gradients_are_the_same_with_any_threads(tiles, case)
 
 
 def test_a_nan_stays_in_its_row_or_its_sequence(tiles):

@@ -3,6 +3,7 @@
 import torch
 
 from attnreg.measure import Case
+from attnreg.measure.inputs import inputs
 
 CAUSAL, OPEN = (-1, 0), (-1, -1)
 
@@ -21,6 +22,17 @@ def solved(kernels, q, k, v, grad_out, call):
     """Return the output, the LSE and the gradients."""
     out, lse = kernels.forward(q, k, v, call)
     return (out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call))
+
+
+def assert_gradients_are_the_same_with_any_threads(kernels, case):
+    given = inputs(case)
+    out, lse = kernels.forward(*given[:3], given.call)
+    found = []
+    for threads in (1, 2, 7, 64):
+        torch.set_num_threads(threads)
+        found.append(kernels.backward(given.grad_out, *given[:3], out, lse, given.call))
+    for each in found[1:]:
+        assert_same(each, found[0])
 
 
 def assert_same(found, expected, tolerance=0.0):
