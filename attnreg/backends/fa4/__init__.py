@@ -21,6 +21,11 @@ from attnreg.contract.spec import AttentionSpec
 # with (128, 64) some packed gradients of 4.0.0b36 on an H200 are others at each run.
 UNEQUAL = ((192, 128), (256, 128))
 
+# Head dims above 128 whose forward with pages is right. 4.0.0b36 on an H200: with (256, 80) it is another
+# one at each run, as it is with tiles of 144 keys (`_key_tile`); with 144 to 176 and 208 to 240 an illegal
+# memory access.
+PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
+
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
 
@@ -88,11 +93,16 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         return
     if _major(spec) == 12:
         yield "block_table must be None on sm_12x: no paged key-value cache"
-    if spec.head_dim % 16 or spec.head_dim_v % 16:
-        yield f"head dims must be multiples of 16 with pages, got {(spec.head_dim, spec.head_dim_v)}"
+    dims = spec.head_dim, spec.head_dim_v
+    if dims[0] % 16 or dims[1] % 16:
+        yield f"head dims must be multiples of 16 with pages, got {dims}"
+    elif _major(spec) == 9 and dims[0] > 128 and dims not in PAGED:
+        yield f"head dims above 128 must be one of {', '.join(map(str, PAGED))} with pages, got {dims}"
+    elif _key_tile(spec) == 144:
+        yield f"head_dim must not be 65 to 96 with pages and an open mask, got {dims[0]}"
     # Pages of the size of a tile are loaded whole, unwritten keys included; a NaN there would spread,
     # and a pool of pages can't be copied at each call.
-    if spec.page_size == _key_tile(spec):
+    elif spec.page_size == _key_tile(spec):
         yield f"page size must not be that of a key tile, got {spec.page_size}"
 
 

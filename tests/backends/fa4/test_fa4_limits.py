@@ -137,6 +137,7 @@ def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(fields, for
 
 
 KEY_TILE = "page size must not be that of a key tile, got {}"
+PAGED = "head dims above 128 must be one of (192, 128), (192, 192), (256, 128), (256, 256) with pages, got {}"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,13 @@ KEY_TILE = "page size must not be that of a key tile, got {}"
     [
         (16, {}, ""),
         (128, {}, KEY_TILE),
-        (144, {"head_dim": 96}, KEY_TILE),
-        (128, {"head_dim": 96}, ""),
+        (16, {"head_dim": 96}, "head_dim must not be 65 to 96 with pages and an open mask, got 96"),
+        (16, {"head_dim": 96, "window": (-1, 0)}, ""),
         (128, {"head_dim": 96, "window": (-1, 0)}, KEY_TILE),
+        (16, {"head_dim": 112}, ""),
+        (16, {"head_dim": 208}, PAGED.format((208, 208))),
+        (16, {"head_dim": 256, "head_dim_v": 80}, PAGED.format((256, 80))),
+        (16, {"head_dim": 256, "head_dim_v": 128}, ""),
         (96, {"head_dim": 192, "window": (5, 0)}, KEY_TILE),
         (112, {"head_dim": 192}, KEY_TILE),
         (80, {"head_dim": 256}, KEY_TILE),
