@@ -230,7 +230,7 @@ def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(
     assert (explanation.backend, explanation.backward.backend) == ("math", "math")
     explanation = explain(*inputs, attn_mask=mask.requires_grad_())
     assert (explanation.backend, explanation.backward.backend) == ("math", "efficient")
-    assert explanation.backward.source == "the gradient of attn_bias"
+    assert explanation.backward.rejected["math"] == (efficient.ALONE[1],)
 
 
 def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):

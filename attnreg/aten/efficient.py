@@ -10,6 +10,8 @@ output, and it doesn't lay out such an LSE.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +39,8 @@ LSE_STEP = 32  # kAlignLSE of torch's kernel
 TOKEN = 3  # the result that carries a choice: the offset of the random state
 
 # The contract's backwards return no such gradient.
-FOR_BIAS = Preference("the gradient of attn_bias", (EFFICIENT.name,), exclusive=True)
+ALONE = EFFICIENT.name, "attn_bias needs a gradient, which torch's efficient kernel alone computes"
+FOR_BIAS = Preference("the gradient of attn_bias", (), alone=ALONE)
 
 
 def _forward(given: EfficientForward, routed: RoutedCall) -> Served:
@@ -45,7 +48,7 @@ def _forward(given: EfficientForward, routed: RoutedCall) -> Served:
         return routed.untouched(why)
     dropout, choice = given.dropout_p, routed.choice
     if dropout > 0.0 and given.bias is not None and given.bias.requires_grad:
-        choice = make_choice(FOR_BIAS)  # the backward has to draw the same mask
+        choice = _with_bias(choice)  # the backward has to draw the same mask
     tensors, call = _in_contract(given)
     # Autograd asks for the LSE where it records the call.
     plan = calls.plan_for("forward", *tensors, call, choice, routed.native, given.compute_log_sumexp)
@@ -79,14 +82,14 @@ def _backward(given: EfficientBackward, routed: RoutedCall) -> Served:
     tensors, call = _in_contract(given, rng_state)
     choice = routing.backward_choice(routed, dropout)
     if given.bias_requires_grad:
-        choice = _choice_for_bias(choice, dropout)
+        choice = _with_bias(choice, dropout)
     plan = calls.plan_for("backward", *tensors, call, choice, routed.native)
     if plan.is_native:
         return routed.run_native(plan, keeps=dropout == 0.0)
-    if given.bias_requires_grad:
+    if given.bias_requires_grad:  # a larger batch is cut, by the contract
+        batch = given.query.shape[0]
         raise UnsupportedInputError(
-            "attn_bias needs a gradient, which torch's efficient kernel alone computes, for a batch of at "
-            f"most {GRID}, got {given.query.shape[0]}: split the batch"
+            f"{ALONE[1]}, for a batch of at most {GRID}, got {batch}: split the batch"
         )
     grad_out, out = (x if call.cu_seqlens_q is None else x[0] for x in (given.grad_out, given.out))
     grads = plan.run(grad_out, *tensors, out, _from_op(given.logsumexp, tensors[0], call), call)
@@ -140,15 +143,15 @@ def _in_contract(
     return calls.to_bshd(query, key, value, call), call
 
 
-def _choice_for_bias(choice: ScopedChoice | None, dropout: float) -> ScopedChoice:
-    """Return the choice of a backward that also gives the gradient of the bias: torch's own kernel."""
-    drawn_by = choice.preference.names if choice is not None and choice.preference is not None else ()
-    if dropout > 0.0 and drawn_by != FOR_BIAS.names:
+def _with_bias(choice: ScopedChoice | None, drawn: float = 0.0) -> ScopedChoice:
+    """Return the choice of a call that also gives the gradient of the bias; `drawn`: a backward's dropout."""
+    preference = FOR_BIAS if choice is None or choice.preference is None else choice.preference
+    if drawn > 0.0 and preference.names != ALONE[:1]:
         raise UnsupportedInputError(
-            "attn_bias needs a gradient, which torch's efficient kernel alone computes, but the mask of "
-            f"dropout_p {dropout} was drawn by {', '.join(drawn_by)}: use_backend({EFFICIENT.name!r})"
+            f"{ALONE[1]}, but the mask of dropout_p {drawn} was drawn by {', '.join(preference.names)}: "
+            f"use_backend({EFFICIENT.name!r})"
         )
-    return make_choice(FOR_BIAS)
+    return make_choice(replace(preference, alone=ALONE))
 
 
 def _to_op(lse: Tensor, call: Call) -> Tensor:

@@ -39,10 +39,12 @@ class Preference:
 
     Attributes:
         source: where the preference comes from: `"ATTNREG_BACKEND"`, `"register_backend('FA4')"`.
-        names: the backends, the most preferred first.
+        names: the backends, the most preferred first; none if it only says who runs the call `alone`.
         devices: the settings keys of the devices that it applies to ("cpu", "cuda", "sm_90"); None for all.
         exclusive: whether nothing else may run (`backend=` on a call).
         required: whether it is an error if one of them can't load here.
+        alone: the one backend that can run the call, and the reason against all others; None if its spec
+            says all there is to know.
     """
 
     source: str
@@ -50,6 +52,7 @@ class Preference:
     devices: tuple[str, ...] | None = None
     exclusive: bool = False
     required: bool = True
+    alone: tuple[str, str] | None = None
 
     def applies_to(self, device: Device) -> bool:
         """Whether it is a preference for that device."""
@@ -172,9 +175,13 @@ def _selected(
     native: str = "",
     prediction: Prediction | None = None,
 ) -> Decision:
-    wanted = [preference for preference in policy.preferences if preference.applies_to(spec.device)]
+    wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
+    alone = next((one.alone for one in policy.preferences if one.alone), None)
     only = next((preference for preference in wanted if preference.exclusive), None)
     found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
+    if alone is not None:
+        for name in found.keys() - {alone[0].casefold()}:
+            found[name] += (alone[1],)
     able = {name for name, reasons in found.items() if not reasons}
     # Every backend, the first choice first, with the source of its position.
     ranked: dict[str, str] = {}

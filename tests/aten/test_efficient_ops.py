@@ -13,6 +13,7 @@ from support.known import know
 from support.packages import on_cpu
 
 import attnreg
+from attnreg.aten.efficient import ALONE
 from attnreg.backends import efficient as backend
 from attnreg.backends import math
 from attnreg.errors import UnsupportedInputError
@@ -119,18 +120,30 @@ def test_a_row_that_the_bias_hides_entirely_pairs_with_either_backward(route, ra
     assert_near([result[0], *grads], inputs, truth.dense(*inputs, bias)[0])
 
 
-def test_the_gradient_of_a_bias_comes_from_torchs_kernel_whoever_ran_the_forward(route, ran):
+@pytest.mark.parametrize("enter", [attnreg.register_backend, attnreg.use_backend])
+def test_the_gradient_of_a_bias_comes_from_torchs_kernel_whoever_ran_the_forward(route, ran, enter):
     route(native_kernels())
-    attnreg.register_backend("math")
     leaf = F.pad(ADDED[:1], (0, 2)).requires_grad_()
     inputs = qkv()
-    out = call(inputs, bias=leaf[..., :6].expand(2, 4, 6, 6))[0]
-    got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
+    with enter("math"):
+        out = call(inputs, bias=leaf[..., :6].expand(2, 4, 6, 6))[0]
+        got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
+    fallback = [row for row in attnreg.stats().fallbacks if row.backend == "math"]
     assert ran() == {"math": (1, 0), "efficient": (0, 1)}
+    assert [(row.reason, row.count) for row in fallback] == [(ALONE[1], 1)]
     expected, _ = truth.dense(*inputs, leaf[..., :6])
     right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
     for one, other in zip(got, right, strict=True):
         truth.assert_near(one, other.double())
+
+
+def test_strict_makes_it_an_error_that_another_backend_gives_the_gradient_of_a_bias(route):
+    route(native_kernels())
+    attnreg.configure({"strict": True})
+    with attnreg.register_backend("math"):
+        out = call(qkv(), bias=in_steps(ADDED).requires_grad_())[0]
+        with pytest.raises(UnsupportedInputError, match="strict"):
+            out.sum().backward()
 
 
 def test_with_dropout_the_gradient_of_a_bias_has_torchs_kernel_run_the_forward_too(route, ran):
