@@ -354,7 +354,7 @@ SMALL = (
 LARGE = "packed tensors must have fewer than 2**31 elements, got 2147483648"
 SUMS = (
     "(tokens + 128 * sequences) * heads * head dim rounded up to {} must be below 2**31 for a packed "
-    "backward, got {}"
+    "backward with softcap, got {}"
 )
 # With the tokens 2**31 sums of 32 heads of 104, which are 128.
 MANY_SHORT = {"batch": 4064, "tokens_q": 4096, "tokens_k": 4096} | dict.fromkeys(("heads_q", "heads_k"), 32)
@@ -388,19 +388,27 @@ KNOWN_ISSUE = (
         ("backward", {"device": "sm_120", "head_dim": 256, "dropout": 0.5}, SMALL.format(256)),
         ("forward", {"varlen": True, "tokens_q": 2**21, "tokens_k": 64}, LARGE),
         ("forward", {"varlen": True, **MANY_SHORT}, ""),
-        ("backward", {"varlen": True, **MANY_SHORT}, SUMS.format(32, 2**31)),
-        (
-            "backward",
-            {"varlen": True, **MANY_SHORT, "batch": 2699, "head_dim": 160},
-            SUMS.format(64, 2147745792),
-        ),
-        ("backward", {"varlen": True, **MANY_SHORT, "batch": 4063}, ""),
-        ("backward", {**MANY_SHORT}, ""),
+        ("backward", {"varlen": True, **MANY_SHORT}, ""),
         ("forward", {"window": (4, -1), "max_q": 99}, KNOWN_ISSUE),
     ],
 )
 def test_what_it_refuses_and_why(direction, changes, reason):
     assert reasons(direction, **changes) == ((reason,) if reason else ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"varlen": True}, SUMS.format(32, 2**31)),
+        ({"varlen": True, "batch": 2699, "head_dim": 160}, SUMS.format(64, 2147745792)),
+        ({"varlen": True, "batch": 4063}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_package_is_not_given_more_sums_than_it_can_count(package, changes, reason):
+    package()
+    found = reasons("backward", **MANY_SHORT | {"softcap": 30.0} | changes)
+    assert found == ((reason,) if reason else ())
 
 
 # Loading

@@ -99,17 +99,18 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
             "head_dim must be at most 192, or above 224 without dropout, on compute capability "
             f"8.6 to 8.9 and 12, got {spec.head_dim}"
         )
-    # csrc/flash_attn/src/flash_bwd_kernel.h: where a sequence's sums for dq begin is computed in 32 bits. If
-    # these overflow, the kernel writes anywhere, and the CUDA context is lost.
-    step = 32 if spec.head_dim <= 128 else 64
-    sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // step) * step)
-    if spec.varlen and sums >= 2**31:
-        yield (
-            f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for a "
-            f"packed backward, got {sums}"
-        )
     if spec.alibi or spec.softcap:
         yield from _package_reasons(spec)
+        # csrc/flash_attn/src/flash_bwd_kernel.h up to 2.8.3: where a sequence's sums for dq begin is computed
+        # in 32 bits. If these overflow, the kernel writes anywhere, and the CUDA context is lost. Torch's
+        # kernels don't (https://github.com/Dao-AILab/flash-attention/pull/2260).
+        step = 32 if spec.head_dim <= 128 else 64
+        sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // step) * step)
+        if spec.varlen and sums >= 2**31:
+            yield (
+                f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for "
+                f"a packed backward with {'alibi_slopes' if spec.alibi else 'softcap'}, got {sums}"
+            )
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
