@@ -51,7 +51,7 @@ def assert_accurate(attend, inputs, *rest, causal=False):
         return by_the_formula(query, key, value, cu_seqlens_q, cu_seqlens_k, sinks, causal, dtype=query.dtype)
 
     query, _, value, _ = inputs
-    grad = random_like(query.new_empty((*query.shape[:2], value.shape[-1])))
+    grad = random_like(query.new_empty((*query.shape[:2], value.shape[-1]))).to(query.device)
     got = results(attend, query.dtype, *rest)
     truth, plain = (results(formula, dtype, *rest[:2]) for dtype in (torch.float64, query.dtype))
     for name, *three in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, plain, truth, strict=True):
