@@ -40,6 +40,8 @@ class Case:
             which weights were dropped; so no sequence may have more keys than the value's head dim.
         softcap: bound on the scores, 0 for none.
         grad_lse: whether the LSE has a gradient, too.
+        sinks: whether each row has one more key, without a value, that the kernels don't know of: their
+            backward is given the output and the LSE with it counted.
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         batch_invariant: whether a sequence has to have the same bits in every batch.
@@ -68,6 +70,7 @@ class Case:
     dropout: float = 0.0
     softcap: float = 0.0
     grad_lse: bool = False
+    sinks: bool = False
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
@@ -219,6 +222,8 @@ SHAPES: tuple[Case, ...] = (
     _dense("gradient of the LSE, few keys", 65, 3, grad_lse=True, grad_layout="expanded"),
     _varlen("packed gradient of the LSE", *RAGGED_UNEQUAL, grad_lse=True, tail=17, poison=True),
     _varlen("packed gradient of the LSE, softcap", *RAGGED, grad_lse=True, softcap=2.0, heads=(4, 1)),
+    _dense("sinks", 113, 203, sinks=True, heads=(4, 2), window=CAUSAL),
+    _varlen("packed sinks", *RAGGED_UNEQUAL, sinks=True, heads=(4, 2), tail=17, poison=True),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
     _varlen("packed num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),

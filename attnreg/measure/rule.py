@@ -19,7 +19,7 @@ from attnreg.measure import promises
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Guarded, inputs
 from attnreg.measure.invariance import check_batch_invariant
-from attnreg.measure.reference import Results, attention, kept_weights
+from attnreg.measure.reference import Results, attention, kept_weights, with_sinks
 
 FACTOR = 2.0
 # With a softcap: GPU kernels take the tanh that the hardware approximates, as flash-attention's tests allow.
@@ -90,6 +90,8 @@ def measure(
     """
     given = inputs(case, device, seed)
     guarded, kernels = Guarded(given), promises.checked(kernels)
+    if case.sinks:
+        kernels = _with_sinks(kernels)
     results = [promises.run_both(kernels, guarded.inputs)]
     kept = kept_weights(case, results[0][0]) if case.dropout else None
     truth = attention(case, given, torch.float64, kept)
@@ -138,6 +140,11 @@ def measure_taken(
         return {}, declined
     errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed)
     return errors, forwards or declined
+
+
+def _with_sinks(kernels: Kernels) -> Kernels:
+    """Return the kernels with sinks counted between forward and backward, as callers of theirs do."""
+    return kernels._replace(forward=lambda *given: with_sinks(*kernels.forward(*given)), specialize=None)
 
 
 def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:

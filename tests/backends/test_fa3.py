@@ -73,8 +73,14 @@ class Package(packages.Package):
         assert not (lse == torch.inf).any()
         leaves = [given[name].double().requires_grad_() for name in "qkv"]
         with torch.enable_grad():
-            out, _ = self.attention(given, *leaves)
-            grads = torch.autograd.grad(out, leaves, given["dout"].double(), materialize_grads=True)
+            out, own = self.attention(given, *leaves)
+            # The weights are exp(score - LSE), and the sum over grad_out * out is that of the output given.
+            own = own.masked_fill(own == -torch.inf, 0.0)
+            grad_out = (
+                given["dout"].double() * (own.detach() - lse).exp().nan_to_num(posinf=0.0).mT[..., None]
+            )
+            grad_lse = ((out.detach() - given["out"].double()) * grad_out).nan_to_num().sum(-1).mT
+            grads = torch.autograd.grad((out, own), leaves, (grad_out, grad_lse), materialize_grads=True)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
             given[name].copy_(grad)
         return tuple(torch.empty(0) for _ in range(self.returns))
