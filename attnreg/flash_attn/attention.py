@@ -110,7 +110,11 @@ def check_packed(
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
     if torch.compiler.is_compiling() or not is_plain(*tensors):
         return
-    q, k, v = autocast(q, k, v)
+    # A plan depends on dtypes and shapes: no copy of a cache is made for it.
+    numbers = autocast(*(x.new_empty(()) for x in (q, k, v)))
+    q, k, v = (
+        x if x.dtype == one.dtype else one.expand(x.shape) for x, one in zip((q, k, v), numbers, strict=True)
+    )
     call = options.call(q, lengths, seqused_k, block_table, num_splits)
     plan_for("forward", q, k, v, call, scope.current(), needs_backward=False)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.modes import is_plain
+from attnreg.varlen.plans import check_tensors
 
 
 def apply_rotary_emb(
@@ -34,6 +35,13 @@ def apply_rotary_emb(
         InvalidInputError: the shapes contradict each other. On a GPU positions aren't compared with the
             number of those that the tables have.
     """
+    given = {"x": x, "cos": cos, "sin": sin} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    check_tensors(**given)
+    if cu_seqlens is not None and (
+        cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        got = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise InvalidInputError(f"cu_seqlens: got {got}, expected int32 of shape (sequences + 1,)")
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise InvalidInputError(
@@ -46,6 +54,10 @@ def apply_rotary_emb(
             got = f"{seqlen_offsets.dtype} of shape {tuple(seqlen_offsets.shape)}"
             raise InvalidInputError(f"seqlen_offsets: got {got}, expected integers of shape ({count},)")
         first = seqlen_offsets
+    elif not isinstance(seqlen_offsets, int):
+        raise InvalidInputError(
+            f"seqlen_offsets: got {seqlen_offsets!r}, expected a whole number or a tensor"
+        )
     else:
         first = torch.full((count,), seqlen_offsets, dtype=torch.int32, device=x.device)
     if cu_seqlens is None:

@@ -8,8 +8,9 @@ from support import truth
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
-from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.flash_attn import attention, flash_attn_with_kvcache
 from attnreg.measure.reference import attend
+from attnreg.torchlib import modes
 
 BATCH, ROOM, HEADS, KEY_HEADS, DIM = 3, 12, 4, 2, 16
 LENGTHS = torch.tensor([5, 0, 9], dtype=torch.int32)
@@ -262,6 +263,16 @@ def test_a_call_that_no_backend_may_run_has_written_nothing():
     with attnreg.use_backend("cpu"), pytest.raises(UnsupportedInputError):
         flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
     assert torch.equal(k_cache, before)
+
+
+def test_under_autocast_the_check_of_a_call_copies_no_cache(monkeypatch):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    cast = []
+    monkeypatch.setattr(attention, "autocast", lambda *given: cast.append(given) or modes.autocast(*given))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, TENSOR + 1, TENSOR + 1, cache_seqlens=3)
+    assert out.dtype == torch.bfloat16
+    assert [[x.numel() for x in given] for given in cast] == [[1, 1, 1]]
 
 
 def test_a_page_that_no_token_lies_on_may_be_any_number():

@@ -72,6 +72,11 @@ WRONG = {
     "seqlen_offsets: got torch.int64 of shape (3,), expected integers of shape (2,)": {
         "seqlen_offsets": torch.zeros(3, dtype=torch.int64)
     },
+    "seqlen_offsets: got 1.5, expected a whole number or a tensor": {"seqlen_offsets": 1.5},
+    "cu_seqlens: got [0, 5], expected a tensor": {"cu_seqlens": [0, 5]},
+    "cu_seqlens: got torch.float32 of shape (2,), expected int32 of shape (sequences + 1,)": {
+        "cu_seqlens": torch.tensor([0.0, 5.0])
+    },
     "x, cos and sin: got shapes (2, 5, 2, 8), (20, 3) and (20, 3), expected 3 dimensions, equal tables "
     "(positions, rotary dim / 2) of at most the head dim": {"cu_seqlens": torch.tensor([0, 5])},
 }
