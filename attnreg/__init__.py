@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from attnreg.parallel.balance import spread_documents
     from attnreg.parallel.context import ContextParallel, context_parallel
     from attnreg.parallel.layout import Layout, Piece
-    from attnreg.parallel.ways import explain_context_parallel
+    from attnreg.parallel.methods import explain_context_parallel
     from attnreg.selection.decision import Decision
     from attnreg.settings.config import Settings
     from attnreg.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
@@ -65,7 +65,7 @@ _HOMES = {
     "parallel.balance": "spread_documents",
     "parallel.context": "ContextParallel context_parallel",
     "parallel.layout": "Layout Piece",
-    "parallel.ways": "explain_context_parallel",
+    "parallel.methods": "explain_context_parallel",
     "selection.decision": "Decision",
     "settings.config": "Settings",
     "varlen.front": "AuxRequest varlen_attn varlen_attn_out",

@@ -1,4 +1,4 @@
-"""Attention over tokens that are spread over GPUs: each way, against one GPU and against torch's own.
+"""Attention over tokens that are spread over GPUs: each method, against one GPU and against torch's own.
 
     python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200] [--ours]
     python -m benchmarks.context_parallel --out FILE --device cpu --small
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=200.0, help="begin no further measurement after so long"
     )
-    parser.add_argument("--ours", action="store_true", help="leave torch's ways out")
+    parser.add_argument("--ours", action="store_true", help="leave torch's methods out")
     parser.add_argument("--small", action="store_true", help="short lengths, to try the program")
     options = parser.parse_args()
     if options.backend is None and options.device == "cuda":

@@ -1,4 +1,4 @@
-"""What 8 and 64 ranks would take each way, by attnreg's model of time: nothing is measured.
+"""What 8 and 64 ranks would take by each method, by attnreg's model of time: nothing is measured.
 
     python -m benchmarks.context_parallel_simulated --out FILE.json --plot FILE.png
 
@@ -40,7 +40,7 @@ def ends_of(batch: str, tokens: int) -> list[int]:
 
 
 def simulate() -> list[dict[str, Any]]:
-    """Return a row for each setting, batch, size and way."""
+    """Return a row for each setting, batch, size and method."""
     rows = []
     for (ranks, where, rates), (batch, how), tokens in itertools.product(SETTINGS, BATCHES.items(), TOKENS):
         window = (4096 if "window" in batch else -1, 0)
@@ -48,13 +48,13 @@ def simulate() -> list[dict[str, Any]]:
         choice = attnreg.explain_context_parallel(
             layout, heads=HEADS, heads_k=HEADS_K, head_dim=DIM, window_size=window, rates=rates
         )
-        one = sum(choice.pairs) * 4 * HEADS * DIM * 3.5 / rates.flops
-        shares = {way.name: one / (ranks * way.seconds) for way in choice.ways if not way.refusal}
+        alone = sum(choice.pairs) * 4 * HEADS * DIM * 3.5 / rates.flops
+        shares = {one.name: alone / (ranks * one.seconds) for one in choice.methods if not one.refusal}
         rows.append(
             {
                 "ranks": ranks, "where": where, "batch": batch, "tokens": tokens, "chosen": choice.method,
                 "imbalance": choice.imbalance, "shares": shares,
-                "memory": {way.name: way.memory for way in choice.ways if not way.refusal},
+                "memory": {one.name: one.memory for one in choice.methods if not one.refusal},
             }
         )  # fmt: skip
     return rows
@@ -72,8 +72,10 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     ):
         place = axes[line][column]
         here = [row for row in rows if row["ranks"] == ranks and row["batch"] == batch]
-        for way in ("all_to_all", "all_gather", "ring"):
-            place.plot(TOKENS, [row["shares"].get(way, float("nan")) for row in here], marker="o", label=way)
+        for method in ("all_to_all", "all_gather", "ring"):
+            place.plot(
+                TOKENS, [row["shares"].get(method, float("nan")) for row in here], marker="o", label=method
+            )
         place.set_title(f"{ranks} ranks, {where}\n{batch}", fontsize=9)
         place.set_xscale("log", base=2)
         place.set_ylim(0, 1.05)
@@ -94,7 +96,7 @@ def main() -> None:
     rows = simulate()
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:
-        shares = "  ".join(f"{way} {share:.2f}" for way, share in row["shares"].items())
+        shares = "  ".join(f"{method} {share:.2f}" for method, share in row["shares"].items())
         print(f"{row['ranks']:>2}  {row['batch']:<42}{row['tokens']:>9,}  {row['chosen']:<11} {shares}")
     if options.plot:
         draw(rows, options.plot)

@@ -122,7 +122,7 @@ def problem_of(
 
 
 def check_refused(refused: dict[str, object]) -> None:
-    """Refuse options that no way takes."""
+    """Refuse options that no method takes."""
     for name, got in refused.items():
         if got is not None and (isinstance(got, Tensor) or got):
             given = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)

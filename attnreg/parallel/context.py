@@ -32,10 +32,10 @@ from attnreg.parallel.calls import (
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
+from attnreg.parallel.methods import Choice, check_asked, choose, explain_context_parallel
 from attnreg.parallel.parts import prepared
 from attnreg.parallel.steps import Needs, gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.parallel.ways import Choice, check_asked, choose, explain_context_parallel
 from attnreg.torchlib.modes import autocast, is_transformed
 from attnreg.varlen.spread import spread_over
 
@@ -199,8 +199,8 @@ class ContextParallel(SpreadBatch):
             work = self._compared(kind, given, (query, key, value))
         method = self._agreed[kind]
         self.taken[method] += 1
-        way: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
-        out, lse = way.apply(query, key, value, given.sinks, work)
+        function: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
+        out, lse = function.apply(query, key, value, given.sinks, work)
         return out, lse if given.with_lse else None
 
     def _compared(

@@ -1,4 +1,4 @@
-"""What a call takes each way: a model of time and memory, from the layout and from shapes alone."""
+"""What a call takes by each method: a model of time and memory, from the layout and from shapes alone."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a call would take one way.
+class Estimate:
+    """What a call would take by one method.
 
     Attributes:
         name: "all_to_all", "all_gather" or "ring".
         seconds: an estimate, of the forward and, if there is one, the backward.
         received: bytes that each rank receives in the forward.
         memory: bytes that the most loaded rank needs at most besides its own inputs and results.
-        refusal: why the call can't go that way; empty if it can.
+        refusal: why the call can't go by it; empty if it can.
     """
 
     name: str
@@ -139,13 +139,13 @@ class _Call:
         return max(row[(rank - distance) % len(row)] for rank, row in enumerate(self.received))
 
 
-def ways(needs: Needs, shape: Shape, rates: Rates) -> tuple[Way, ...]:
-    """Return what a call takes each way."""
+def estimates(needs: Needs, shape: Shape, rates: Rates) -> tuple[Estimate, ...]:
+    """Return what a call takes by each method."""
     call = _Call(needs, shape, rates)
     return _all_to_all(call), _all_gather(call), _ring(call)
 
 
-def _all_to_all(call: _Call) -> Way:
+def _all_to_all(call: _Call) -> Estimate:
     """Every rank has the same work; the first group's message and the last one's answer are waited for."""
     layout, shape, rates, ranks = call.layout, call.shape, call.rates, call.layout.ranks
     repeated = 1 if shape.heads_k % ranks == 0 else max(ranks // shape.heads_k, 1)
@@ -167,10 +167,10 @@ def _all_to_all(call: _Call) -> Way:
     refusal = unsupported(shape.heads, shape.heads_k, ranks)
     # A backward has what the forward kept, gradients as kernels give them, packed and in the ranks' order.
     held = 4 * there + 2 * back if shape.needs_backward else 3 * (there + back)
-    return Way(ALL_TO_ALL, seconds, received, call.most * held, refusal)
+    return Estimate(ALL_TO_ALL, seconds, received, call.most * held, refusal)
 
 
-def _all_gather(call: _Call) -> Way:
+def _all_gather(call: _Call) -> Estimate:
     """What needs no keys of others is computed while they come, and while their gradients go back."""
     shape, rates = call.shape, call.rates
     totals = [sum(row) for row in call.received]
@@ -186,7 +186,7 @@ def _all_gather(call: _Call) -> Way:
         slowest = max(slowest, seconds)
         if moving:
             memory = max(memory, totals[rank] + sent + _copied(call, rank))
-    return Way(ALL_GATHER, slowest, tuple(totals), memory)
+    return Estimate(ALL_GATHER, slowest, tuple(totals), memory)
 
 
 def _copied(call: _Call, rank: int) -> int:
@@ -203,7 +203,7 @@ def _copied(call: _Call, rank: int) -> int:
     return keys + queries + call.layout.rows[rank] * shape.row_out
 
 
-def _ring(call: _Call) -> Way:
+def _ring(call: _Call) -> Estimate:
     """Each step is as slow as its slowest rank, and the next one's keys come meanwhile."""
     shape, rates, ranks = call.shape, call.rates, call.layout.ranks
     merged = call.most * shape.row_out
@@ -222,7 +222,7 @@ def _ring(call: _Call) -> Way:
         if factor != 1.0:
             seconds += rates.moving(call.coming(call.distances[-1])) if len(call.distances) > 1 else 0.0
     memory = _of_ring(call, most, 3 * wide * merged) if len(call.distances) > 1 else 0
-    return Way(RING, seconds, tuple(map(sum, call.received)), memory)
+    return Estimate(RING, seconds, tuple(map(sum, call.received)), memory)
 
 
 def _of_ring(call: _Call, most: int, merging: int) -> int:

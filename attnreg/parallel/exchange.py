@@ -1,7 +1,7 @@
 """Rows of tensors between the ranks of a process group, by `torch.distributed`'s all-to-all.
 
-All three ways move rows by this one collective. Where a rank sends to one other rank only, NCCL and gloo send
-nothing to the others. NCCL runs it beside what is computed until `wait`.
+All three methods move rows by this one collective. Where a rank sends to one other rank only, NCCL and gloo
+send nothing to the others. NCCL runs it beside what is computed until `wait`.
 """
 
 from __future__ import annotations

@@ -427,5 +427,5 @@ def memory(method, cu_seq, *, how, window, heads):
     choice = attnreg.explain_context_parallel(
         layout, heads=heads[0], heads_k=heads[1], head_dim=dim, window_size=window
     )
-    (said,) = (way.memory for way in choice.ways if way.name == method)
+    (said,) = (one.memory for one in choice.methods if one.name == method)
     return peak, inputs[0].nbytes + sum(x.nbytes for x in inputs), said

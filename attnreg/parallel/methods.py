@@ -1,4 +1,4 @@
-"""Which way a distributed call goes: what each of the three would take, by a model of time and memory.
+"""Which method a distributed call goes by: what each of the three would take, by a model of time and memory.
 
 It looks at the layout and at shapes alone, so all ranks come to the same choice, and so does
 `explain_context_parallel` without a GPU.
@@ -14,7 +14,7 @@ import torch
 
 from attnreg.contract.spec import canonical_dtype
 from attnreg.errors import InvalidInputError, did_you_mean
-from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Rates, Shape, Way, ways
+from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Estimate, Rates, Shape, estimates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.steps import Needs
 from attnreg.varlen.plans import window
@@ -26,12 +26,12 @@ METHODS = (ALL_TO_ALL, ALL_GATHER, RING)
 
 @dataclass(frozen=True)
 class Choice:
-    """The three ways of a call, and the one that is taken.
+    """What a call would take by each of the three methods, and the one that is taken.
 
     Attributes:
-        method: the way that is taken.
+        method: the one that is taken.
         reason: why.
-        ways: what each would take.
+        methods: what each would take.
         pairs: for each rank how many pairs of query and key its own queries see.
         rows: for each rank how many tokens it has.
         others: what "auto" takes in its place, in this order, where no kernel can run that method's calls.
@@ -39,7 +39,7 @@ class Choice:
 
     method: str
     reason: str
-    ways: tuple[Way, ...]
+    methods: tuple[Estimate, ...]
     pairs: tuple[int, ...]
     rows: tuple[int, ...]
     others: tuple[str, ...] = ()
@@ -59,10 +59,10 @@ class Choice:
             "",
             f"{'method':<12}{'time':>10}{'received, most':>18}{'memory':>12}",
         ]
-        for way in self.ways:
-            most = max(way.received, default=0)
-            numbers = f"{way.seconds * 1e3:>7.2f} ms{most / 2**20:>14.1f} MiB{way.memory / 2**20:>8.1f} MiB"
-            lines.append(f"{way.name:<12}" + (f"  no: {way.refusal}" if way.refusal else numbers))
+        for one in self.methods:
+            most = max(one.received, default=0)
+            numbers = f"{one.seconds * 1e3:>7.2f} ms{most / 2**20:>14.1f} MiB{one.memory / 2**20:>8.1f} MiB"
+            lines.append(f"{one.name:<12}" + (f"  no: {one.refusal}" if one.refusal else numbers))
         lines += ["", f"{'rank':<6}{'tokens':>10}{'pairs':>16}{'of the mean':>14}"]
         mean = sum(self.pairs) / len(self.pairs)
         for rank, (rows, pairs) in enumerate(zip(self.rows, self.pairs, strict=True)):
@@ -84,34 +84,34 @@ def check_asked(method: object, rates: object, memory: object) -> None:
 
 
 def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | None) -> Choice:
-    """Return what each way would take, and the one that is taken.
+    """Return what each method would take, and the one that is taken.
 
-    Raises `InvalidInputError` if the way that is asked for can't be taken.
+    Raises `InvalidInputError` if the method that is asked for can't be taken.
     """
     ranks = range(needs.layout.ranks)
     pairs = tuple(sum(needs.pairs(rank, source) for source in ranks) for rank in ranks)
-    found = ways(needs, shape, rates)
-    by_name = {way.name: way for way in found}
+    found = estimates(needs, shape, rates)
+    by_name = {one.name: one for one in found}
     if method != "auto":
         if by_name[method].refusal:
             raise InvalidInputError(f"method: got {method!r}, but {by_name[method].refusal}")
         names, reason = [method], "asked for"
     else:
-        names, reason = _cheapest([way for way in found if not way.refusal], memory)
+        names, reason = _cheapest([one for one in found if not one.refusal], memory)
     return Choice(names[0], reason, found, pairs, needs.layout.rows, tuple(names[1:]))
 
 
-def _cheapest(possible: list[Way], memory: int | None) -> tuple[list[str], str]:
+def _cheapest(possible: list[Estimate], memory: int | None) -> tuple[list[str], str]:
     """Return the methods, the best first, and why it is."""
-    fitting = [way for way in possible if memory is None or way.memory <= memory]
-    fitting.sort(key=lambda way: way.seconds)
-    rest = sorted((way for way in possible if way not in fitting), key=lambda way: way.memory)
+    fitting = [one for one in possible if memory is None or one.memory <= memory]
+    fitting.sort(key=lambda one: one.seconds)
+    rest = sorted((one for one in possible if one not in fitting), key=lambda one: one.memory)
     reason = "the fastest"
     if not fitting:
         reason = "takes the least memory, and none has enough"
-    elif faster := [way.name for way in rest if way.seconds < fitting[0].seconds]:
+    elif faster := [one.name for one in rest if one.seconds < fitting[0].seconds]:
         reason = f"the fastest for which there is memory (not {', '.join(faster)})"
-    return [way.name for way in fitting + rest], reason
+    return [one.name for one in fitting + rest], reason
 
 
 def explain_context_parallel(
@@ -129,7 +129,7 @@ def explain_context_parallel(
     rates: Rates | None = None,
     memory: int | None = None,
 ) -> Choice:
-    """Say which way a call would go, what each way would take, and how the work is spread over the ranks.
+    """Say by which method a call would go, what each would take, and how the work is spread over the ranks.
 
     Needs no GPU and no process group. Times are estimates by `rates`.
 

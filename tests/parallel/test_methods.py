@@ -1,4 +1,4 @@
-"""Promises of the choice between the ways: what it says is what is moved, and memory decides before time."""
+"""Promises of the choice of a method: what it says is what is moved, and memory decides before time."""
 
 import itertools
 import json
@@ -26,8 +26,8 @@ def explained(cu_seq, ranks=2, how="zigzag", **options):
     return attnreg.explain_context_parallel(layout, **options)
 
 
-def way(choice, name):
-    (found,) = [way for way in choice.ways if way.name == name]
+def estimate(choice, name):
+    (found,) = [one for one in choice.methods if one.name == name]
     return found
 
 
@@ -40,12 +40,12 @@ def test_bytes_received_are_those_of_the_steps(how, window):
     for name, steps in (("all_gather", gathering), ("ring", rotating)):
         of_ranks = [steps(Needs(layout, window[0], 0), rank) for rank in range(4)]
         rows = [sum(step.received for step in mine) for mine in of_ranks]
-        assert way(choice, name).received == tuple(bytes_of_row * count for count in rows)
+        assert estimate(choice, name).received == tuple(bytes_of_row * count for count in rows)
 
 
 def test_all_to_all_is_refused_where_heads_do_not_divide():
     choice = explained(WHOLE, 3, heads=16)
-    assert "multiple of the 3 ranks" in way(choice, "all_to_all").refusal
+    assert "multiple of the 3 ranks" in estimate(choice, "all_to_all").refusal
     assert choice.method != "all_to_all"
     with pytest.raises(InvalidInputError, match="query heads must be a multiple of the 3 ranks, got 16"):
         explained(WHOLE, 3, heads=16, method="all_to_all")
@@ -53,7 +53,7 @@ def test_all_to_all_is_refused_where_heads_do_not_divide():
 
 def test_the_ring_is_taken_where_there_is_no_memory_for_the_others():
     choice = explained(WHOLE, 8, heads_k=2)
-    least = min(choice.ways, key=lambda one: one.memory)
+    least = min(choice.methods, key=lambda one: one.memory)
     assert least.name == "ring"
     bound = explained(WHOLE, 8, heads_k=2, memory=least.memory)
     assert bound.method == "ring"
@@ -68,17 +68,17 @@ def test_a_slow_link_makes_moving_little_worth_more():
     cu_seq = [0, 4000, 8000, 12000, 16000]
     slow, fast = (explained(cu_seq, 2, "balanced", rates=Rates(link=link)) for link in (1e9, 1e15))
     assert slow.method in ("all_gather", "ring")
-    assert way(slow, "all_gather").received == (0, 0)
-    assert way(slow, "all_to_all").seconds > 10 * way(slow, "all_gather").seconds
-    assert way(fast, "all_to_all").seconds < way(slow, "all_to_all").seconds
+    assert estimate(slow, "all_gather").received == (0, 0)
+    assert estimate(slow, "all_to_all").seconds > 10 * estimate(slow, "all_gather").seconds
+    assert estimate(fast, "all_to_all").seconds < estimate(slow, "all_to_all").seconds
 
 
 def test_an_imbalance_is_shown_and_costs_time():
     even, uneven = explained(WHOLE, 4, "zigzag"), explained(WHOLE, 4, "contiguous")
     assert even.imbalance < 1.001
     assert uneven.imbalance > 1.7
-    assert way(uneven, "all_gather").seconds > 1.5 * way(even, "all_gather").seconds
-    assert way(uneven, "all_to_all").seconds <= way(even, "all_to_all").seconds
+    assert estimate(uneven, "all_gather").seconds > 1.5 * estimate(even, "all_gather").seconds
+    assert estimate(uneven, "all_to_all").seconds <= estimate(even, "all_to_all").seconds
     assert sum(uneven.pairs) == 65536 * 65537 // 2
     lines = str(uneven).splitlines()
     assert lines[0].startswith(uneven.method)
@@ -87,7 +87,7 @@ def test_an_imbalance_is_shown_and_costs_time():
 
 def test_a_choice_is_plain_data_for_json():
     found = json.loads(json.dumps(explained(DOCUMENTS).to_dict()))
-    assert found["method"] in {one["name"] for one in found["ways"]}
+    assert found["method"] in {one["name"] for one in found["methods"]}
     assert found["imbalance"] >= 1.0
 
 
@@ -113,9 +113,9 @@ def test_the_way_that_is_chosen_was_measured_to_be_the_fastest_or_nearly(case):
         [0, *itertools.accumulate(batch.lengths)], 2, batch.how, window_size=(batch.left, 0)
     )
     choice = attnreg.explain_context_parallel(layout, heads=16, head_dim=128, window_size=(batch.left, 0))
-    fastest = min(seconds[way] for way in ("all_to_all", "all_gather", "ring"))
+    fastest = min(seconds[method] for method in ("all_to_all", "all_gather", "ring"))
     assert seconds[choice.method] < 1.04 * fastest
-    assert way(choice, choice.method).seconds == pytest.approx(seconds[choice.method], rel=0.15)
+    assert estimate(choice, choice.method).seconds == pytest.approx(seconds[choice.method], rel=0.15)
 
 
 @pytest.mark.parametrize("case", MEASURED)
@@ -136,7 +136,7 @@ def test_measured_peaks_are_within_what_is_said_and_what_the_kernel_takes(case):
     peaks = {one["side"]: one["memory"] for one in case["rows"]}
     first = {"causal, 65,536": {"all_gather"}, "causal, 16,384": {"all_to_all", "all_gather", "ring"}}
     for side in ("all_to_all", "all_gather", "ring", "auto"):
-        said = way(choice, choice.method if side == "auto" else side).memory
+        said = estimate(choice, choice.method if side == "auto" else side).memory
         checked = 960 * 2**20 if side in first.get(case["name"], ()) else 0
         assert peaks[side] <= 1.15 * 4 * rows * row + said + 1.5 * 2 * rows * row + checked, side
 
