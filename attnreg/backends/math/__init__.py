@@ -98,9 +98,10 @@ def backward(
             mask = Mask(call, group, query.shape[1])
             of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
             of_out, of_all = (group.queries.gather(x, work) for x in results)
-            # The forward's products may have had another shape, and so have summed in another order; in 16
-            # bits the scores of another kernel may be off by more.
-            rounding = torch.finfo(lse.dtype).eps * (16 if q.dtype.itemsize == 2 else 4)
+            # The forward's products may have had another shape, and so have summed in another order: scores
+            # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
+            terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
+            rounding = torch.finfo(lse.dtype).eps * terms
             whole = Whole(of_out, of_all, rounding)
             part_q, part_k, part_v = _attend_backward(grad, query, key, value, whole, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
