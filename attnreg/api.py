@@ -22,7 +22,6 @@ from attnreg.dispatch import scope, trace
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving
 from attnreg.selection import policy
-from attnreg.selection.decision import Preference
 from attnreg.tuning.traces import check_writable
 
 if TYPE_CHECKING:  # it takes 0.1 s to import, and most programs need no settings file
@@ -193,14 +192,8 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        found = [_registry.find(name) for name in names]
+        self._choice = scope.preferred(names)
         aten.ensure()
-        for entry in found:
-            entry.kernels()
-        quoted = ", ".join(repr(entry.name) for entry in found)
-        self._choice = scope.make_choice(
-            Preference(f"use_backend({quoted})", tuple(entry.name for entry in found))
-        )
 
     def __call__(self, func: F) -> F:
         later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction

@@ -28,6 +28,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
             got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
             raise _wrong(what, got, f"one {what}")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise _wrong(name, str(tensor.layout), "torch.strided")
     if not query.dtype.is_floating_point:
         raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
     rank = 3 if call.varlen else 4
@@ -86,8 +89,8 @@ def _check_varlen(query: Tensor, call: Call) -> None:
                 name, f"length {offsets.shape[0]}", f"{expected}, as cu_seq_q has length {batch + 1}"
             )
     for name, longest in (("max_q", call.max_q), ("max_k", call.max_k)):
-        if longest < 0:
-            raise _wrong(name, str(longest), "0 or more")
+        if not 0 <= longest < 2**31:  # kernels count it in 32 bits
+            raise _wrong(name, str(longest), "0 or more" if longest < 0 else "less than 2**31")
 
 
 def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None:
@@ -160,6 +163,8 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
+    if isinstance(scale, Tensor):  # the host would have to wait for it, and its gradient would be lost
+        raise _wrong("scale", "a tensor", "a finite number")
     try:
         is_finite = math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer

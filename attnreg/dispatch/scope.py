@@ -46,8 +46,8 @@ class ScopedChoice:
 _lock = open_after_fork(threading.Lock())
 _choices: list[ScopedChoice] = []
 _by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
-# What `exclusive` found, with the registry's generation then.
-_exclusive: dict[tuple[str, str], tuple[object, ScopedChoice]] = {}
+# Choices by names, source and whether they are exclusive, with the registry's generation then.
+_by_names: dict[tuple[tuple[str, ...], str, bool], tuple[object, ScopedChoice]] = {}
 MOST_NAMES = 64
 _remembering: list[Callable[[], object]] = []
 _waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
@@ -139,17 +139,33 @@ def inherited_number() -> int:
     return choice.number if choice is not None else 0
 
 
+def preferred(names: tuple[str, ...]) -> ScopedChoice:
+    """Return the choice for a `use_backend` block; raises if a backend is unknown or can't load here."""
+    return _named(names, "", exclusive=False)
+
+
 def exclusive(name: str, source: str = "") -> ScopedChoice:
     """Return the choice for `backend=` on a call; raises if it is unknown or can't load here."""
-    kept = _exclusive.get((name, source)) if isinstance(name, str) else None
+    return _named((name,), source, exclusive=True)
+
+
+def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice:
+    try:
+        kept = _by_names.get((names, source, exclusive))
+    except TypeError:  # what can't be hashed is no name
+        kept = None
     if kept is not None and kept[0] is _registry.generation:
-        return kept[1]  # each call with `backend=` comes here
-    generation, entry = _registry.generation, _registry.find(name)
-    entry.kernels()
-    choice = make_choice(Preference(source or f"backend={entry.name!r}", (entry.name,), exclusive=True))
-    if len(_exclusive) >= MOST_NAMES:
-        _exclusive.clear()
-    _exclusive[name, source] = generation, choice
+        return kept[1]  # each call with `backend=` comes here, and each block that is entered
+    generation, found = _registry.generation, [_registry.find(name) for name in names]
+    for entry in found:
+        entry.kernels()
+    quoted = ", ".join(repr(entry.name) for entry in found)
+    source_or_own = source or (f"backend={quoted}" if exclusive else f"use_backend({quoted})")
+    backends = tuple(entry.name for entry in found)
+    choice = make_choice(Preference(source_or_own, backends, exclusive=exclusive))
+    if len(_by_names) >= MOST_NAMES:
+        _by_names.clear()
+    _by_names[names, source, exclusive] = generation, choice
     return choice
 
 

@@ -33,12 +33,16 @@ from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 Lengths = tuple[Tensor, Tensor | None, int, int]
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 1  # numbers of lists in lists fill lines
+
+
 def check_tensors(**given: object) -> None:
     """Check that arguments are tensors, or None where they may be; a list would fail inside torch."""
     for name, tensor in given.items():
         is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
         if not (isinstance(tensor, Tensor) or is_left_out):
-            raise InvalidInputError(f"{name}: got {reprlib.repr(tensor)}, expected a tensor")
+            raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
         if name == "alibi_slopes" and isinstance(tensor, Tensor) and tensor.requires_grad:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
 

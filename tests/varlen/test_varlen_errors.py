@@ -85,6 +85,7 @@ BAD = [
     ({"seqused_k": integers(3, 4, 5)}, f"seqused_k: got length 3, expected 2, {ROWS}"),
     ({"max_q": -1}, "max_q: got -1, expected 0 or more"),
     ({"max_k": -1}, "max_k: got -1, expected 0 or more"),
+    ({"max_k": 2**31}, "max_k: got 2147483648, expected less than 2**31"),
     ({"max_q": 3}, "max_q: got 3, expected at least 4, the longest sequence"),
     ({"max_k": 3}, "max_k: got 3, expected at least 4, the longest sequence"),
     ({"max_q": 4.0}, "max_q: got 4.0, expected an integer"),
@@ -126,7 +127,8 @@ BAD = [
     ),
     ({"scale": "x"}, "scale: got 'x', expected a finite number"),
     ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),
-    ({"scale": torch.ones(2)}, "scale: got tensor([1., 1.]), expected a finite number"),
+    ({"scale": torch.ones((), requires_grad=True)}, "scale: got a tensor, expected a finite number"),
+    ({"query": torch.randn(1, 1, 1).to_sparse()}, "query: got torch.sparse_coo, expected torch.strided"),
     (
         PAGED | {"key": K},
         "key: got shape (7, 4, 16), expected 4 dimensions (pages, page size, heads, head_dim)",
@@ -158,6 +160,11 @@ def test_bad_input_is_an_error_and_changes_nothing(front, ran, wrong, message, g
 
 
 # Values that only a CPU can check for nothing: a kernel would read past the end, or another sequence.
+def test_lists_of_numbers_are_not_shown_in_full():
+    with pytest.raises(InvalidInputError, match=r"^query: got \[\[\.\.\.\]\], expected a tensor$"):
+        attnreg.varlen_attn([[[1.0] * 99] * 99], K, K, CU, CU, 4, 4)
+
+
 BAD_VALUES = [
     ({"seqused_k": integers(-1, 2)}, "seqused_k: got -1 at index 0, expected 0 to 3, the number of keys"),
     ({"seqused_k": integers(3, 5)}, "seqused_k: got 5 at index 1, expected 0 to 4, the number of keys"),
