@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,15 @@ FORMER_NAMES = (
     "known_as", "shorter_way", "short_way", "short_ways", "long_way", "LazyAgain", "OpCall", "AddressCall",
     "DeviceAnswer", "take_stamp", "read_stamp", "heads_first", "ends_q", "ends_k", "came_before",
     "offsets_q", "offsets_k", "examine", "examines", "examined", "examination",
+    "NOT_ASKED", "PROVEN_RELEASES", "PROVEN_SOON", "launches_are_proven", "proven_release",
+    "_is_whole", "serve_masks", "take_turn", "served by python",
 )  # fmt: skip
+# The same of names that are also words of sentences: nothing in attnreg's Python is called so.
+FORMER_IDENTIFIERS = {
+    "asked", "told", "turned", "served", "unserved", "declines", "proven", "covered", "is_whole", "lasts",
+}  # fmt: skip
+# What may be called `Turn`: backends that take turns at the calls of a kind.
+TURNS = {"attnreg/selection/turns.py"}
 
 
 def lines_of(file):
@@ -69,6 +78,28 @@ def test_the_names_of_former_mechanisms_do_not_come_back():
         if wanted.search(line)
     }
     assert found == {}
+
+
+def identifiers(file):
+    with file.open("rb") as source:
+        return {one.string for one in tokenize.tokenize(source.readline) if one.type == tokenize.NAME}
+
+
+def test_former_identifiers_do_not_come_back(tmp_path):
+    def amiss(file):
+        return {name for name in identifiers(file) if name.strip("_").lower() in FORMER_IDENTIFIERS}
+
+    (tmp_path / "one.py").write_text('"""asked"""\n_ASKED = x.told(turned=1)  # served\nis_asked = "asked"\n')
+    assert amiss(tmp_path / "one.py") == {"_ASKED", "told", "turned"}
+    files = list((ROOT / "attnreg").rglob("*.py"))
+    assert {str(file.relative_to(ROOT)): found for file in files if (found := amiss(file))} == {}
+
+
+def test_one_thing_is_called_a_turn():
+    wanted = re.compile(r"\b(class|struct) Turn\b")
+    files = [file for file in (ROOT / "attnreg").rglob("*") if file.suffix in {".py", ".h", ".cpp"}]
+    found = {file.relative_to(ROOT).as_posix() for file in files if wanted.search(file.read_text("utf-8"))}
+    assert found == TURNS
 
 
 def texts(source):
