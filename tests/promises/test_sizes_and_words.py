@@ -1,4 +1,4 @@
-"""Promises about the source: how long a file may be, how many modules lie outside of rooms, plain words."""
+"""Promises about the source: how long files and functions may be, modules outside of rooms, plain words."""
 
 import ast
 import re
@@ -38,6 +38,18 @@ FORMER_IDENTIFIERS = {
 # What may be called `Turn`: backends that take turns at the calls of a kind.
 TURNS = {"attnreg/selection/turns.py"}
 
+# The most lines of a function without its signature and docstring, and functions that have more: only ever
+# less, until they keep the limit.
+BODY_LIMIT = 40
+LONGER_BODIES = {
+    "attnreg/varlen/front.py varlen_attn": 76,
+    "attnreg/explanation/__init__.py explain": 49,
+    "attnreg/cli/bench.py _run": 48,
+    "attnreg/dispatch/planning.py make_plan": 44,
+    "attnreg/flash_attn/kvcache.py flash_attn_with_kvcache": 42,
+    "attnreg/testing/cases.py _drawn": 41,
+}
+
 
 def lines_of(file):
     return len(file.read_text(encoding="utf-8").splitlines())
@@ -55,6 +67,32 @@ def test_no_file_is_longer_than_its_limit(pattern):
 
 def test_every_file_with_a_limit_of_its_own_exists():
     assert [file for file in LONGER if not (ROOT / file).is_file()] == []
+
+
+def bodies(source):
+    """Return how many lines each function of a module has between its signature or docstring and its end."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            code = node.body[ast.get_docstring(node) is not None :]
+            length = node.end_lineno - code[0].lineno + 1 if code else 0
+            found[node.name] = max(length, found.get(node.name, 0))  # of methods of one name the longest
+    return found
+
+
+def test_no_functions_body_is_longer_than_its_limit():
+    source = 'def f(\n    a,\n):\n    """Do.\n\n    More."""\n    a = 1\n    # why\n\n    return a\n'
+    assert bodies(source) == {"f": 4}
+    assert bodies('def g():\n    """Do."""\n\n\nclass A:\n    def h(self): ...\n') == {"g": 0, "h": 1}
+    lengths = {
+        f"{file.relative_to(ROOT).as_posix()} {name}": length
+        for file in (ROOT / "attnreg").rglob("*.py")
+        for name, length in bodies(file.read_text("utf-8")).items()
+    }
+    too_long = {name: n for name, n in lengths.items() if n > LONGER_BODIES.get(name, BODY_LIMIT)}
+    assert too_long == {}
+    short_enough = [name for name in LONGER_BODIES if lengths.get(name, 0) <= BODY_LIMIT]
+    assert short_enough == [], "these are gone or keep the limit: take them out of LONGER_BODIES"
 
 
 def test_modules_are_in_rooms():
