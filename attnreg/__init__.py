@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     # Torch first: importing it may import attnreg's own modules, which then have to be whole.
     importlib.import_module("torch")
     hook = importlib.import_module("attnreg._autoload")
-    if not hook.asked:
+    if not hook.variables_are_set:
         hook.activate()
     found = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
     globals()[name] = found

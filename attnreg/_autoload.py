@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS = "ATTNREG_TRANSFORMERS"
 # Where transformers keeps the names of attention functions; its own `__init__` imports it when it is needed.
-_READY = "transformers.modeling_utils"
+_MODELING_UTILS = "transformers.modeling_utils"
 # Where it says whether flash-attn is there. Programs take the function from there right after their import.
-_ASKED = "transformers.utils.import_utils"
+_IMPORT_UTILS = "transformers.utils.import_utils"
 
 
 # Alone it asks for no backend, as it is about programs that do; a value that is wrong has to be said.
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
-# Whether the environment has asked for something.
-asked = False
+# Whether a variable of attnreg's that asks for something is set, so that `activate` has done what it can.
+variables_are_set = False
 
 
 def _is_way(value: str) -> bool:
@@ -45,7 +45,7 @@ def activate() -> None:
 
     `import torch` calls it, and the first use of a name of attnreg: a program may set a variable in between.
     """
-    global asked
+    global variables_are_set
     offer()
     # In any case: "attnreg_backend" does nothing on Linux, so a warning has to say so.
     if not any(
@@ -53,7 +53,7 @@ def activate() -> None:
         for name, value in os.environ.items()
     ):
         return
-    asked = True
+    variables_are_set = True
     from attnreg.errors import ConfigError
 
     try:
@@ -96,8 +96,8 @@ def _install_behind_transformers() -> None:
     if mode in ("", "0"):
         return
     if mode != "1":
-        _after_import(_ASKED, _say_flash_attn_is_there)
-    _after_import(_READY, functools.partial(_install_in_transformers, mode))
+        _after_import(_IMPORT_UTILS, _say_flash_attn_is_there)
+    _after_import(_MODELING_UTILS, functools.partial(_install_in_transformers, mode))
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:

@@ -70,8 +70,8 @@ class Handle:
         self.remove()
 
     def __reduce__(self) -> NoReturn:
-        told = "register the backend in the other process, or set ATTNREG_BACKEND for both"
-        raise TypeError(f"a Handle can't be pickled or copied: it undoes a change of this process; {told}")
+        advice = "register the backend in the other process, or set ATTNREG_BACKEND for both"
+        raise TypeError(f"a Handle can't be pickled or copied: it undoes a change of this process; {advice}")
 
     def __repr__(self) -> str:
         state = "registered" if self._registration is not None else "removed"
@@ -229,14 +229,14 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     aten.ensure()
     recording = trace.start(file)
     policy.watch(1)
-    bypassed.ask(1)
+    bypassed.observe(1)
     failing = True
     try:
         yield
         failing = False
     finally:
         policy.watch(-1)
-        bypassed.ask(-1)
+        bypassed.observe(-1)
         trace.stop(recording)
         try:
             recording.write()

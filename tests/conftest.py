@@ -52,7 +52,7 @@ def pytest_configure(config):
     gc.disable()  # until the tests are collected, of which it would take a quarter of the time
     offsets.TRUSTED = config.getoption("--trust-offsets")
     # The first use of a name of attnreg would obey the variables of the test that it is in.
-    _autoload.asked = True
+    _autoload.variables_are_set = True
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import torch
 
 from attnreg import _registry
 from attnreg.aten import bypassed, cpu, cudnn, efficient, flash, nested
-from attnreg.aten.routing import TORCH_VERSION, Layout, Route, Served, router
+from attnreg.aten.routing import TORCH_VERSION, Layout, Route, RouterResult, router
 from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
@@ -157,7 +157,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     return remove_all
 
 
-def _register(library: Any, op: str, key: str, function: Callable[..., Served], layout: Layout) -> None:
+def _register(library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: Layout) -> None:
     """Register a router, with a library of torch's or with the compiled call cache."""
 
     def results_alone(*args: Any, **kwargs: Any) -> Any:

@@ -143,47 +143,47 @@ def _against_flash_on_cpu(
 
 
 _lock = open_after_fork(threading.Lock())
-_asked = 0
-_looks = False
+_observers = 0
+_observes = False
 
 # Runs the calls whose mask it recognises, and returns None for all others; see the room `masks`.
-serve_masks: Callable[[SdpaCall], Tensor | None] | None = None
-_serves = False
+run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
+_recognises = False
 
 
-def ask(more: int) -> None:
+def observe(more: int) -> None:
     """Count one more (1) or less (-1) that wants calls to be seen."""
-    global _asked
+    global _observers
     with _lock:
-        _asked += more
+        _observers += more
     follow()
 
 
 def follow() -> None:
     """Look at calls if somebody asks for it now, and don't if nobody does; likewise for masks."""
-    global _looks, _serves
-    _looks, _serves = _asked > 0, False
+    global _observes, _recognises
+    _observes, _recognises = _observers > 0, False
     if policy.are_read():
         now = policy.sources()
-        _looks = _looks or bool(strict(now) or now.environment.record)
-        _serves = serve_masks is not None and masks(now) == RECOGNISE
+        _observes = _observes or bool(strict(now) or now.environment.record)
+        _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
-        wanted = _looks or (_serves and name == SDPA_NAME)
+        wanted = _observes or (_recognises and name == SDPA_NAME)
         if getattr(place, name) in (torchs, looking):  # not what other code has put there
             setattr(place, name, looking if wanted else torchs)
 
 
 def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
     """Return torch's function, with a look at its arguments before each call."""
-    serves = torchs is torch._C._nn.scaled_dot_product_attention
+    takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
     @functools.wraps(torchs)
     def looking(*arguments: Any, **options: Any) -> Any:
         found = None
         if not torch.compiler.is_compiling():
-            if serves and _serves and (result := _served(arguments, options)) is not None:
+            if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
                 return result
-            if _looks:
+            if _observes:
                 with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
                     found = look(*arguments, **options)
         if found is not None:
@@ -199,13 +199,13 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
     return looking
 
 
-def _served(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
     """Return the result of a call whose mask is recognised, else None."""
     try:
         call = SdpaCall(*arguments, **options)
     except TypeError:  # torch's function says what is wrong
         return None
-    return None if serve_masks is None else serve_masks(call)
+    return None if run_recognised is None else run_recognised(call)
 
 
 def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
@@ -231,10 +231,10 @@ def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
     policy_now, choice = state().policy, scope.current()
     scoped = choice.preference if choice is not None else None
     device = device_of(tensor.device)
-    asked = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
-    if policy_now.strict and asked:
+    given = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
+    if policy_now.strict and given:
         raise UnsupportedInputError(
-            f"{SDPA} sends this call to {found.kernel}, so that no backend of {asked[0].source} sees it, and "
+            f"{SDPA} sends this call to {found.kernel}, so that no backend of {given[0].source} sees it, and "
             f"strict ({policy_now.strict}) makes that an error: {found.reason}"
         )
 

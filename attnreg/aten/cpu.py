@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from attnreg.aten import routing
-from attnreg.aten.routing import Layout, Route, RoutedCall, Served
+from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import to_bshd
@@ -19,7 +19,7 @@ CPU = Native("cpu")
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
+def _forward(given: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
     if given.dropout_p > 0.0:
         return routed.untouched("dropout_p")
     call = routing.call_of(given, given.attn_mask)
@@ -45,7 +45,7 @@ def _forward(given: SdpaCpuForward, routed: RoutedCall) -> Served:
     return (out, lse), kept
 
 
-def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> Served:
+def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> RouterResult:
     call = routing.call_of(given, given.attn_mask)
     plan = routing.dense_plan("backward", given, routed, call, routed.choice)
     if plan.is_native:

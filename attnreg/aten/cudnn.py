@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.aten import routing
-from attnreg.aten.routing import Layout, Route, RoutedCall, Served
+from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.dispatch.calls import (
@@ -39,7 +39,7 @@ TOKEN_MAJOR_LSE = routing.TORCH_VERSION < (2, 14)
 TOKEN = 7  # the result that carries a choice: the offset of the random state
 
 
-def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
+def _forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
     if given.cum_seq_q is None:
         return _dense_forward(given, routed)
     if given.return_debug_mask or given.attn_bias is not None or _is_top_left(given):
@@ -63,7 +63,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> Served:
     return routing.with_choice(result, TOKEN, choice), None
 
 
-def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
+def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> RouterResult:
     if _is_top_left(given):
         return routed.untouched("a packed call with a mask aligned top-left")
     inputs = given.query, given.key, given.value
@@ -76,7 +76,7 @@ def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> Served:
     return lse.contiguous(), None
 
 
-def _dense_forward(given: CudnnForward, routed: RoutedCall) -> Served:
+def _dense_forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
     if given.seqused_k is not None or given.block_table is not None:
         return routed.untouched("seqused_k or block_table of a dense call")
     if given.return_debug_mask:
@@ -118,7 +118,7 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
-def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
+def _backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
     if given.cum_seq_q is None:
         return _dense_backward(given, routed)
     if given.attn_bias is not None or _is_top_left(given):
@@ -134,7 +134,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     return plan.run(given.grad_out, *inputs, given.out, lse, call), None
 
 
-def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
+def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
     dropout, rng_state = given.dropout_p, None
     if dropout > 0.0:
         rng_state = torch.stack((given.philox_seed, given.philox_offset)).view(torch.uint64)
@@ -148,7 +148,7 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> Served:
     return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
-def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> Served:
+def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> RouterResult:
     # Torch 2.11 keeps its graphs by the strides of query, key and value, without the gradient's: one laid out
     # otherwise than that of an earlier call would be read wrongly.
     grad_out = with_strides(given.grad_out, given.out.stride())

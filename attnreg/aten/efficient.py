@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.aten import routing
-from attnreg.aten.routing import Layout, Route, RoutedCall, Served
+from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import EfficientBackward, EfficientForward, SdpaCpuForward
 from attnreg.contract.backend import Call
 from attnreg.contract.capabilities import GRID
@@ -43,7 +43,7 @@ ALONE = EFFICIENT.name, "attn_bias needs a gradient, which torch's efficient ker
 FOR_BIAS = Preference("the gradient of attn_bias", (), alone=ALONE)
 
 
-def _forward(given: EfficientForward, routed: RoutedCall) -> Served:
+def _forward(given: EfficientForward, routed: RoutedCall) -> RouterResult:
     if why := _only_torchs(given):
         return routed.untouched(why)
     dropout, choice = given.dropout_p, routed.choice
@@ -73,7 +73,7 @@ def _forward(given: EfficientForward, routed: RoutedCall) -> Served:
     return routing.with_choice((out, lse, seed, offset, call.max_q, max_k), TOKEN, choice), None
 
 
-def _backward(given: EfficientBackward, routed: RoutedCall) -> Served:
+def _backward(given: EfficientBackward, routed: RoutedCall) -> RouterResult:
     if why := _only_torchs(given):
         return routed.untouched(why)
     dropout, rng_state = given.dropout_p, None

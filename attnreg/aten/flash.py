@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.aten import routing
-from attnreg.aten.routing import Layout, Route, RoutedCall, Served
+from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts
@@ -31,7 +31,7 @@ OP = "_flash_attention"
 FORWARD_ONLY = ("seqused_k", "block_table", "alibi_slopes")
 
 
-def _forward(given: FlashForward, routed: RoutedCall) -> Served:
+def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
     if given.return_debug_mask:
         return routed.untouched("return_debug_mask")
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
@@ -78,14 +78,14 @@ def _laid_out(result: Tensor, model: Tensor) -> Tensor:
     return routing.with_strides_of(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
 
 
-def _forward_inplace(given: Any, routed: RoutedCall) -> Served:
+def _forward_inplace(given: Any, routed: RoutedCall) -> RouterResult:
     # The results of torch's kernel for this op aren't those that `_forward` expects of an original.
     results, _ = _forward(FlashForward(*given[1:]), routed._replace(original=None, native=None))
     given.out.copy_(results[0])
     return results[1], None
 
 
-def _backward(given: FlashBackward, routed: RoutedCall) -> Served:
+def _backward(given: FlashBackward, routed: RoutedCall) -> RouterResult:
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
     call = _call(given, None, None, None, given.rng_state if dropout > 0.0 else None, None)
     choice = routing.backward_choice(routed, dropout)

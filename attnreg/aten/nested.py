@@ -61,7 +61,7 @@ def why_torchs(
 
     `leading` is the choice for this call alone, instead of the one in force.
     """
-    if not _is_asked(query, leading):
+    if not _selects_backend(query, leading):
         return "nothing asks for a backend"
     return "; ".join(_against_flash(query, key, value, is_causal))
 
@@ -71,7 +71,7 @@ def is_dense_inside(query: Any) -> bool:
     return query.layout is torch.jagged and query._ragged_idx == 1
 
 
-def _is_asked(query: Tensor, leading: Preference | None) -> bool:
+def _selects_backend(query: Tensor, leading: Preference | None) -> bool:
     policy, choice = state().policy, scope.current()
     first = leading or (choice.preference if choice is not None else None)
     device = device_of(query.device)

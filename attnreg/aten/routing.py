@@ -33,7 +33,7 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 # An op's results, and how the call cache is to run further calls; True where nothing is registered, so that
 # every call of the op is torch's own.
-Served = tuple[Any, Kept | bool | None]
+RouterResult = tuple[Any, Kept | bool | None]
 
 
 class Layout(NamedTuple):
@@ -75,7 +75,7 @@ class Route(NamedTuple):
     op: str
     keys: tuple[str, ...]
     arguments: Callable[..., Any]
-    serve: Callable[[Any, RoutedCall], Served]
+    serve: Callable[[Any, RoutedCall], RouterResult]
     native: Native
     layout: Layout
     token: str = ""
@@ -132,7 +132,7 @@ class RoutedCall(NamedTuple):
         keeps = keeps and plan.is_checked and call_cache.load() is not None
         return result, Kept(None, plan) if keeps else None
 
-    def untouched(self, why: str) -> Served:
+    def untouched(self, why: str) -> RouterResult:
         """Run torch's own kernel on a call that only it understands; refuse where it has none."""
         if self.original is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
@@ -141,7 +141,7 @@ class RoutedCall(NamedTuple):
 
 def router(
     route: Route, original: Callable[..., Any] | None, unknown: frozenset[str] = frozenset()
-) -> Callable[..., Served]:
+) -> Callable[..., RouterResult]:
     """Return the function that serves a route's calls; `unknown` are arguments of a newer torch."""
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
@@ -154,7 +154,7 @@ def router(
         )
     no_gradients = (None,) * len(getattr(torch.ops.aten, op).default._schema.returns)
 
-    def routed(*args: Any, **kwargs: Any) -> Served:
+    def routed(*args: Any, **kwargs: Any) -> RouterResult:
         if unknown and (further := sorted(unknown & kwargs.keys())):
             reason = f"argument {', '.join(further)} is of a newer torch than attnreg knows"
             return RoutedCall(op, original, args, kwargs, native, None).untouched(reason)

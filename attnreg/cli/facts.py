@@ -128,8 +128,8 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
     found = []
     for name in select(spec, "forward", entries, in_force).order:
         entry = entries[name.casefold()]
-        served = entry.backend is not None and device.type in entry.backend.devices
-        if served and name.casefold() not in in_force.disabled and not entry.unavailable():
+        has_device = entry.backend is not None and device.type in entry.backend.devices
+        if has_device and name.casefold() not in in_force.disabled and not entry.unavailable():
             source = sources.get(name.casefold(), default_source(spec))
             found.append({"backend": name, "source": source})
     return {"order": found, "problem": problem}

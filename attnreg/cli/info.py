@@ -240,10 +240,10 @@ def _table_rows(found: list[dict[str, Any]]) -> Rows:
 
 
 def _router_rows(found: dict[str, Any], problem: str) -> Rows:
-    compiled, unserved = found["compiled"], found["untouched_programs"]
+    compiled, trouble = found["compiled"], found["untouched_programs"]
     calls = "run by attnreg's backends" if found["serving"] else "run by torch, as no backend is selected"
     yield "routers", "installed" if found["installed"] else "not installed"
-    yield "repeated calls", f"served by {'Python' if compiled['problem'] else 'the compiled call cache'}"
+    yield "repeated calls", f"run by {'Python' if compiled['problem'] else 'the compiled call cache'}"
     if compiled["file"] and compiled["problem"]:
         yield "", f"the compiled call cache is not used: {compiled['problem']}"
     yield "calls", "refused: see the problems above" if problem else calls
@@ -251,7 +251,7 @@ def _router_rows(found: dict[str, Any], problem: str) -> Rows:
         yield "shadowed", f"torch.nn.attention has activated {found['shadowed_by']!r} above the routers"
     yield (
         "programs that import only torch",
-        f"can't use attnreg: {unserved}" if unserved else "use attnreg if a variable selects a backend",
+        f"can't use attnreg: {trouble}" if trouble else "use attnreg if a variable selects a backend",
     )
 
 

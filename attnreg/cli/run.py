@@ -72,7 +72,7 @@ def run(
     if stats:
         from attnreg.aten import bypassed
 
-        bypassed.ask(1)
+        bypassed.observe(1)
         atexit.register(_print_stats)
     context.obj.append(functools.partial(_start, name, arguments, as_module))
 

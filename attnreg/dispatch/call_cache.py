@@ -165,7 +165,7 @@ def described(kept: Kept | bool | None) -> Any:
     if isinstance(launcher, (OpLauncher, AddressLauncher)):
         kind = "op" if isinstance(launcher, OpLauncher) else "addresses"
         launcher = kind, launcher, *launcher.described()
-    return launcher, kept.plan.counters, kept.plan.declines, *kept[2:]
+    return launcher, kept.plan.counters, kept.plan.decline_reason, *kept[2:]
 
 
 def module_for_routers() -> Any:

@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         try:
             results = self.kernel(*inputs)
         except Exception as error:
-            reason = self.declines(error)
+            reason = self.decline_reason(error)
             if reason is None:
                 raise
             state().plans.pop(self.key, None)
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         counters.count(self.counters)
         return results
 
-    def declines(self, error: BaseException) -> str | None:
+    def decline_reason(self, error: BaseException) -> str | None:
         """Return why an error of the kernel, or of a launcher, declines the call; None if it doesn't.
 
         Counts it as a failure unless the kernel declines, and sets the backend aside where it says so.

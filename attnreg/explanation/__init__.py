@@ -204,8 +204,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
     )
-    unserved = described.front == SDPA and not spec.varlen  # while nothing is asked for
-    is_asked = now.active or leading is not None or not unserved or spec.device.simulated
+    runs_torchs_kernel = described.front == SDPA and not spec.varlen  # while nothing asks for a backend
+    is_asked = now.active or leading is not None or not runs_torchs_kernel or spec.device.simulated
     unasked = "" if is_asked else UNASKED
     return Explanation(spec, decided["forward"], decided.get("backward"), notes, unasked)
 

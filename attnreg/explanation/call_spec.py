@@ -27,7 +27,7 @@ from attnreg.settings.environment import RECOGNISE
 from attnreg.torchlib.modes import autocast
 from attnreg.varlen.plans import Lengths, call_of, check_heads, window
 
-NOT_ASKED = (
+SDPA_KERNEL_IGNORED = (
     "sdpa_kernel has no effect on attnreg.varlen_attn (torch's own obeys it from torch 2.15 on): choose by "
     "backend= or use_backend"
 )
@@ -211,4 +211,4 @@ def packed(
     spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
-    return CallSpec(spec, notes=() if all_allowed else (NOT_ASKED,), front=VARLEN)
+    return CallSpec(spec, notes=() if all_allowed else (SDPA_KERNEL_IGNORED,), front=VARLEN)

@@ -90,5 +90,5 @@ def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) 
     head = x[..., :size].to(dtype)
     one, other = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
     both = one * cos - other * sin, one * sin + other * cos
-    turned = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., size:]), dim=-1)
+    rotated = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+    return torch.cat((rotated.to(x.dtype), x[..., size:]), dim=-1)

@@ -89,8 +89,8 @@ def pack(batches: list[Batch]) -> list[Packing | None]:
     numbers = [[] if one.padding is None else [_facts(*one.padding).flatten()] for one in batches]
     for one, of_one in zip(batches, numbers, strict=True):
         of_one += [] if one.starts is None else [one.starts.flatten().int()]
-    asked = [x for of_one in numbers for x in of_one]
-    parts = iter(torch.split(read(torch.cat(asked)), [len(x) for x in asked]))
+    unread = [x for of_one in numbers for x in of_one]
+    parts = iter(torch.split(read(torch.cat(unread)), [len(x) for x in unread]))
     return [_known(one, [next(parts) for _ in of_one]) for one, of_one in zip(batches, numbers, strict=True)]
 
 

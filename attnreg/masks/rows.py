@@ -108,8 +108,8 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(count: int, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    like, is_whole = parts[0], sum(map(len, rows)) == count
-    all_rows = (like.new_empty if is_whole else like.new_zeros)((count, *like.shape[1:]))
+    like, fills_all_rows = parts[0], sum(map(len, rows)) == count
+    all_rows = (like.new_empty if fills_all_rows else like.new_zeros)((count, *like.shape[1:]))
     for one, part in zip(rows, parts, strict=True):
         _put(all_rows, one, part)
     return all_rows

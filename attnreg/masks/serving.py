@@ -42,7 +42,7 @@ MOST_KINDS = 64
 
 def follow() -> None:
     """Recognise masks if the settings in force ask for it, and look at calls if somebody does."""
-    bypassed.serve_masks = serve
+    bypassed.run_recognised = serve
     bypassed.follow()
 
 

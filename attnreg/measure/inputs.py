@@ -68,15 +68,7 @@ def inputs(
         if case.tail:
             q[-case.tail :], grad[-case.tail :] = torch.nan, torch.nan
     q, k, v, grad = _laid_out(case, q, k, v, grad)
-    bias = None
-    if case.bias == "key padding":
-        lens = case.max_k - torch.arange(len(case.lens_k)) % 3 * (case.max_k // 3)
-        bias = (torch.arange(case.max_k) < lens[:, None])[:, None, None, :].to(device)
-    elif case.bias == "additive":
-        bias = normal(heads_q, case.max_q, case.max_k)
-        bias[:, ::5] = -torch.inf  # these rows see no key
-        bias = bias.to(device, q.dtype)
-    call = _call(case, torch.device(device), table, bias)
+    call = _call(case, torch.device(device), table, _bias(case, normal, q))
     if case.grad_lse:
         shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
         call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
@@ -84,6 +76,17 @@ def inputs(
         state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
         call = call._replace(rng_state=state.to(device).view(torch.uint64))
     return Inputs(q, k, v, grad, call)
+
+
+def _bias(case: Case, normal: Callable[..., Tensor], q: Tensor) -> Tensor | None:
+    if case.bias == "key padding":
+        lens = case.max_k - torch.arange(len(case.lens_k)) % 3 * (case.max_k // 3)
+        return (torch.arange(case.max_k) < lens[:, None])[:, None, None, :].to(q.device)
+    if case.bias == "additive":
+        bias = normal(case.heads[0], case.max_q, case.max_k)
+        bias[:, ::5] = -torch.inf  # these rows see no key
+        return bias.to(q.device, q.dtype)
+    return None
 
 
 def copies(case: Case, device: torch.device, count: int) -> list[Inputs]:

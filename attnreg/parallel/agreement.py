@@ -22,7 +22,7 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-class Turn:
+class BatchAgreement:
     """Whether a group's calls are of one batch, on this rank and so on all of them.
 
     A batch gets a number when ranks compare it for the first time, so it is the same on all ranks. Ranks that
@@ -33,13 +33,13 @@ class Turn:
         self._group, self._number = group, 0
 
     @property
-    def lasts(self) -> bool:
+    def holds(self) -> bool:
         """Whether ranks needn't compare: their call before was of this batch, too."""
         is_last = 0 < self._number == _last.get(self._group)
         # As torch itself compares all that ranks do with TORCH_DISTRIBUTED_DEBUG=DETAIL.
         return is_last and torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL
 
-    def take(self, mine: dict[str, str], can: bool = True) -> bool:
+    def compare(self, mine: dict[str, str], can: bool = True) -> bool:
         """Compare the batch and what else has to be the same; returns whether all ranks can do what is next.
 
         Raises `RanksDifferError` on every rank, as `agree`.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
-from attnreg.parallel.agreement import Turn, refuse
+from attnreg.parallel.agreement import BatchAgreement, refuse
 from attnreg.parallel.calls import check_offsets, check_tokens, texts_of_layout
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device
@@ -33,7 +33,7 @@ class SpreadBatch:
 
     def __init__(self, group: Any, layout: Layout) -> None:
         self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
-        self._turn = Turn(group)
+        self._agreement = BatchAgreement(group)
         self._gathered: set[tuple[object, ...]] = set()  # what of tensors ranks have agreed on
         self._made: dict[tuple[object, ...], Any] = {}
         self._known_offsets: list[tuple[Tensor, int]] = []
@@ -59,12 +59,12 @@ class SpreadBatch:
                 )
         except Exception as error:
             # As in a call: where the others gather what is agreed on, they don't wait for this rank's word.
-            if self._turn.lasts and (kind in self._gathered or (kind is None and self._gathered)):
+            if self._agreement.holds and (kind in self._gathered or (kind is None and self._gathered)):
                 raise
             refuse(self.group, error)
-        if kind not in self._gathered or not self._turn.lasts:
+        if kind not in self._gathered or not self._agreement.holds:
             names = "shape of a row", "dtype", "device"
-            self._take_turn("gather", dict(zip(names, map(str, kind), strict=True)))
+            self._compare("gather", dict(zip(names, map(str, kind), strict=True)))
             self._gathered.add(kind)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[:here] = rows
@@ -92,9 +92,9 @@ class SpreadBatch:
         """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
         return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
 
-    def _take_turn(self, call: str, mine: dict[str, str], can: bool = True) -> bool:
+    def _compare(self, call: str, mine: dict[str, str], can: bool = True) -> bool:
         """Compare layout and call, which all ranks do; returns whether all of them can."""
-        return self._turn.take(texts_of_layout(self.layout) | {"call": call} | mine, can)
+        return self._agreement.compare(texts_of_layout(self.layout) | {"call": call} | mine, can)
 
     def _rows(self, rank: int, device: torch.device) -> Tensor:
         return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))

@@ -68,11 +68,11 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest
     scale = None if given.scale is None else float(given.scale)
     softcap = checked_softcap(given.softcap) if given.softcap else 0.0
     chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
-    asked = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
+    backends = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
     gradients = query.requires_grad, key.requires_grad, value.requires_grad
     return Kind(
         shape, bound, canonical_dtype(query.dtype), query.device.type, scale, softcap,
-        given.sinks is not None, given.with_lse, gradients, asked,
+        given.sinks is not None, given.with_lse, gradients, backends,
     )  # fmt: skip
 
 

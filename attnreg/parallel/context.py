@@ -190,10 +190,10 @@ class ContextParallel(SpreadBatch):
                 self._check_offsets(name, tensor)
         except Exception as error:
             # Where the others make a call that isn't compared, they don't wait for this rank's word.
-            if self._turn.lasts and (kind in self._agreed or (kind is None and self._agreed)):
+            if self._agreement.holds and (kind in self._agreed or (kind is None and self._agreed)):
                 raise
             refuse(self.group, error)
-        if kind in self._agreed and self._turn.lasts:
+        if kind in self._agreed and self._agreement.holds:
             work = self._work(self._agreed[kind], kind, given, query.device)
         else:
             work = self._compared(kind, given, (query, key, value))
@@ -221,7 +221,7 @@ class ContextParallel(SpreadBatch):
                 mine = texts(kind, device, methods[number])
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
                 refuse(self.group, error)
-            if self._take_turn("forward", mine, problem is None):
+            if self._compare("forward", mine, problem is None):
                 break
         self._agreed[kind] = methods[number]
         return work
@@ -242,8 +242,8 @@ class ContextParallel(SpreadBatch):
         return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
     def _before_backward(self) -> None:
-        if not self._turn.lasts:
-            self._take_turn("backward", {})
+        if not self._agreement.holds:
+            self._compare("backward", {})
 
     def _most(self, device: torch.device) -> int | None:
         """Return the memory that "auto" may take."""

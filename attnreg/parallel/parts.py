@@ -90,7 +90,7 @@ class Plan(NamedTuple):
         is_long: whether a row's output comes from more than `MOST_ROUNDED` calls.
         is_long_k: the same of the gradient of a key.
         kept: the parts, by step and place in it, whose keys a backward that keeps them finds copied.
-        is_whole: whether every query has a result of some call, so that nothing has to be cleared before.
+        fills_all_rows: whether every query has a result of some call, so that nothing is cleared before.
         whole_k: of which rows, those received in a step or this rank's own, 0, every key has a gradient.
     """
 
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     is_long: bool
     is_long_k: bool
     kept: tuple[tuple[int, int], ...]
-    is_whole: bool
+    fills_all_rows: bool
     whole_k: frozenset[int]
 
 
@@ -214,8 +214,8 @@ def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: in
     kept = tuple(
         (n, m) for n, step in enumerate(steps) for m, part in enumerate(step.parts) if part.copies_keys
     )
-    is_whole = bool((results[0] > 0).all())
-    return Plan(steps, backward, keeps, is_long, is_long_k, kept if keeps else (), is_whole, whole_k)
+    fills_all_rows = bool((results[0] > 0).all())
+    return Plan(steps, backward, keeps, is_long, is_long_k, kept if keeps else (), fills_all_rows, whole_k)
 
 
 def _puts(

@@ -100,7 +100,7 @@ class Needs:
         own, found = united((begin, end) for _, begin, end in pieces), []
         for number, piece in enumerate(pieces):
             (span,) = self.seen(rank, number, [(cu_seq[piece.document], cu_seq[piece.document + 1])])
-            found.append((span, piece.document not in self.layout.cut or _covered(span.keys[0], own)))
+            found.append((span, piece.document not in self.layout.cut or _lies_within(span.keys[0], own)))
         return found
 
     def alone(self, rank: int) -> int:
@@ -173,5 +173,5 @@ def _keys(layout: Layout, source: int, number: int, rank: int) -> Sequence[Range
     return united((begin, end) for _, begin, end in by_rank.get(source, ()))
 
 
-def _covered(one: Range, ranges: Iterable[Range]) -> bool:
+def _lies_within(one: Range, ranges: Iterable[Range]) -> bool:
     return any(begin <= one[0] and one[1] <= end for begin, end in ranges)

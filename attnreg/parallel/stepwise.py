@@ -72,15 +72,15 @@ class Sums:
     """Results of rows, some of which have several: these are written, or added to what is there."""
 
     def __init__(
-        self, like: Tensor, dtype: torch.dtype, is_whole: bool = False, value: Tensor | None = None
+        self, like: Tensor, dtype: torch.dtype, fills_all_rows: bool = False, value: Tensor | None = None
     ) -> None:
-        self._like, self._dtype, self._is_whole, self._value = like, dtype, is_whole, value
+        self._like, self._dtype, self._fills_all_rows, self._value = like, dtype, fills_all_rows, value
 
     @property
     def value(self) -> Tensor:
         """All rows; 0 where nothing has been written, unless every row will be."""
         if self._value is None:
-            made = torch.empty_like if self._is_whole else torch.zeros_like
+            made = torch.empty_like if self._fills_all_rows else torch.zeros_like
             self._value = made(self._like, dtype=self._dtype)
         return self._value
 
@@ -174,8 +174,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Ten
     """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
     plan, wide = work.plan, _wide(query.dtype)
     dtype = wide if plan.is_long else query.dtype
-    outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.is_whole)
-    lses = Sums(query.new_empty(query.shape[:2]), wide, plan.is_whole)
+    outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.fills_all_rows)
+    lses = Sums(query.new_empty(query.shape[:2]), wide, plan.fills_all_rows)
     keys, kept = Keys(key, value, work), []
     for number, step in enumerate(plan.steps):
         sources = _sources(key, value, number, keys.of(number))
@@ -224,7 +224,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan, (query, key, value) = work.plan, inputs
     wide = _wide(query.dtype)
-    sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.is_whole)
+    sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.fills_all_rows)
     own = [Sums(x, wide if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
     keys, returning = None if plan.keeps else Keys(key, value, work), None
     kept_of = dict(zip(plan.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))

@@ -36,7 +36,7 @@ call_cache_in_use: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
-_told = ""  # which implementation above the routers has been warned of
+_warned_of = ""  # which implementation above the routers has been warned of
 
 
 def check_version() -> None:
@@ -112,9 +112,9 @@ def shadow_note() -> str:
 
 def warn_if_shadowed() -> None:
     """Warn once of an implementation that was activated after the routers were installed."""
-    global _told
+    global _warned_of
     name = shadowed_by() if call_cache_in_use is not None else ""
-    if name != _told:
-        _told = name
+    if name != _warned_of:
+        _warned_of = name
         if name:
             log.warning("%s", shadow_note())

@@ -138,7 +138,7 @@ def checked(library: Library) -> Path:
     try:
         file = file.resolve(strict=True)
         problem, found = caches.unsafe(file), file.stat()
-        if not problem and not _is_whole(file, found.st_ino, found.st_size, found.st_mtime_ns):
+        if not problem and not _digest_matches(file, found.st_ino, found.st_size, found.st_mtime_ns):
             problem = "it is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
@@ -151,7 +151,7 @@ def checked(library: Library) -> Path:
 
 
 @functools.lru_cache(maxsize=16)
-def _is_whole(file: Path, *_: int) -> bool:
+def _digest_matches(file: Path, *_: int) -> bool:
     """Return whether a file ends with the digest of its contents: one that is cut off crashes its process."""
     contents = memoryview(file.read_bytes())
     return DIGEST(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]

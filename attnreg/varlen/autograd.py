@@ -78,9 +78,9 @@ class _VarlenAttention(torch.autograd.Function):
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *(getattr(call, name) for name in _SAVED))
-        asked = call.deterministic and not wants_deterministic()  # by the call itself
+        is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
         without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
-        ctx.call = call._replace(deterministic=asked, **without)
+        ctx.call = call._replace(deterministic=is_by_call, **without)
         ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
         return out, lse
 

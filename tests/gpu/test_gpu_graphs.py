@@ -187,7 +187,7 @@ def test_no_host_sync_in_forward_or_backward(named):
 
 def peak(step):
     """Return how much device memory a step takes at most, its results included."""
-    # FA4 records the second call, proves the recording on a later one, and reads what the device found.
+    # FA4 records the second call, compares the recording with a later one, and reads what the device found.
     for _ in range(8):
         step()
         torch.cuda.synchronize()

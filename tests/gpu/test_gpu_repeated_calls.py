@@ -224,7 +224,7 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(
         (out, lse), forward = python_of("flash_attn", kernels.forward, query, key, value, call)
         given = (grad, query, key, value, out, lse, call)
         grads, backward = python_of("flash_attn", kernels.backward, *given)
-        torch.cuda.synchronize()  # so that the device has reported on offsets and proofs
+        torch.cuda.synchronize()  # so that the device has reported on offsets and comparisons
         right, right_lse = expected_of(query, key, value, grad, call)
         gpu.assert_near((out, *grads), right)
         truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import rank_turns as work
+from support import rank_batches as work
 
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import spread_documents

@@ -1,7 +1,8 @@
-"""Promises about the source: how long a file may be, how many modules lie outside of rooms, plain words."""
+"""Promises about the source: how long files and functions may be, modules outside of rooms, plain words."""
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,27 @@ FORMER_NAMES = (
     "known_as", "shorter_way", "short_way", "short_ways", "long_way", "LazyAgain", "OpCall", "AddressCall",
     "DeviceAnswer", "take_stamp", "read_stamp", "heads_first", "ends_q", "ends_k", "came_before",
     "offsets_q", "offsets_k", "examine", "examines", "examined", "examination",
+    "NOT_ASKED", "PROVEN_RELEASES", "PROVEN_SOON", "launches_are_proven", "proven_release",
+    "_is_whole", "serve_masks", "take_turn", "served by python",
 )  # fmt: skip
+# The same of names that are also words of sentences: nothing in attnreg's Python is called so.
+FORMER_IDENTIFIERS = {
+    "asked", "told", "turned", "served", "unserved", "declines", "proven", "covered", "is_whole", "lasts",
+}  # fmt: skip
+# What may be called `Turn`: backends that take turns at the calls of a kind.
+TURNS = {"attnreg/selection/turns.py"}
+
+# The most lines of a function without its signature and docstring, and functions that have more: only ever
+# less, until they keep the limit.
+BODY_LIMIT = 40
+LONGER_BODIES = {
+    "attnreg/varlen/front.py varlen_attn": 76,
+    "attnreg/explanation/__init__.py explain": 49,
+    "attnreg/cli/bench.py _run": 48,
+    "attnreg/dispatch/planning.py make_plan": 44,
+    "attnreg/flash_attn/kvcache.py flash_attn_with_kvcache": 42,
+    "attnreg/testing/cases.py _drawn": 41,
+}
 
 
 def lines_of(file):
@@ -46,6 +67,32 @@ def test_no_file_is_longer_than_its_limit(pattern):
 
 def test_every_file_with_a_limit_of_its_own_exists():
     assert [file for file in LONGER if not (ROOT / file).is_file()] == []
+
+
+def bodies(source):
+    """Return how many lines each function of a module has between its signature or docstring and its end."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            code = node.body[ast.get_docstring(node) is not None :]
+            length = node.end_lineno - code[0].lineno + 1 if code else 0
+            found[node.name] = max(length, found.get(node.name, 0))  # of methods of one name the longest
+    return found
+
+
+def test_no_functions_body_is_longer_than_its_limit():
+    source = 'def f(\n    a,\n):\n    """Do.\n\n    More."""\n    a = 1\n    # why\n\n    return a\n'
+    assert bodies(source) == {"f": 4}
+    assert bodies('def g():\n    """Do."""\n\n\nclass A:\n    def h(self): ...\n') == {"g": 0, "h": 1}
+    lengths = {
+        f"{file.relative_to(ROOT).as_posix()} {name}": length
+        for file in (ROOT / "attnreg").rglob("*.py")
+        for name, length in bodies(file.read_text("utf-8")).items()
+    }
+    too_long = {name: n for name, n in lengths.items() if n > LONGER_BODIES.get(name, BODY_LIMIT)}
+    assert too_long == {}
+    short_enough = [name for name in LONGER_BODIES if lengths.get(name, 0) <= BODY_LIMIT]
+    assert short_enough == [], "these are gone or keep the limit: take them out of LONGER_BODIES"
 
 
 def test_modules_are_in_rooms():
@@ -69,6 +116,28 @@ def test_the_names_of_former_mechanisms_do_not_come_back():
         if wanted.search(line)
     }
     assert found == {}
+
+
+def identifiers(file):
+    with file.open("rb") as source:
+        return {one.string for one in tokenize.tokenize(source.readline) if one.type == tokenize.NAME}
+
+
+def test_former_identifiers_do_not_come_back(tmp_path):
+    def amiss(file):
+        return {name for name in identifiers(file) if name.strip("_").lower() in FORMER_IDENTIFIERS}
+
+    (tmp_path / "one.py").write_text('"""asked"""\n_ASKED = x.told(turned=1)  # served\nis_asked = "asked"\n')
+    assert amiss(tmp_path / "one.py") == {"_ASKED", "told", "turned"}
+    files = list((ROOT / "attnreg").rglob("*.py"))
+    assert {str(file.relative_to(ROOT)): found for file in files if (found := amiss(file))} == {}
+
+
+def test_one_thing_is_called_a_turn():
+    wanted = re.compile(r"\b(class|struct) Turn\b")
+    files = [file for file in (ROOT / "attnreg").rglob("*") if file.suffix in {".py", ".h", ".cpp"}]
+    found = {file.relative_to(ROOT).as_posix() for file in files if wanted.search(file.read_text("utf-8"))}
+    assert found == TURNS
 
 
 def texts(source):

@@ -364,7 +364,7 @@ def count_recorded(package):
 
 # Which directions enter the package's Python.
 BOTH, NEITHER = ["forward", "backward"], []
-PROVEN_SOON = [BOTH, BOTH, BOTH, NEITHER]
+CONFIRMED_SOON = [BOTH, BOTH, BOTH, NEITHER]
 
 
 def offered(case):

@@ -184,7 +184,7 @@ def test_info_says_why_nothing_is_compiled(cache, compiler, monkeypatch):
     assert f"{os.devnull} can't be written to" in info()["call cache"]["reason"]
     words = " ".join(CliRunner().invoke(app, ["info"]).output.split())
     assert f"call cache not built: {os.devnull} can't be written to" in words
-    assert "repeated calls served by Python" in words
+    assert "repeated calls run by Python" in words
 
 
 # Loading

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa4 import compiled_kinds
-from attnreg.backends.fa4.package import PackageCall, functions, launches_are_proven, quiet, release
+from attnreg.backends.fa4.package import PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.recording import Description, describe
 from attnreg.backends.fa4.replay import Replays
 from attnreg.contract.backend import Call, Kernels
@@ -43,7 +43,7 @@ def load() -> Kernels:
     Raises:
         BackendUnavailableError: the release's functions aren't those that the adapter knows.
     """
-    adapter = _Adapter(*functions(), Replays(launches_are_proven()))
+    adapter = _Adapter(*functions(), Replays(release_is_tested()))
     return Kernels(adapter.forward, adapter.backward, adapter.specialize)
 
 
@@ -120,7 +120,7 @@ class _Adapter(NamedTuple):
         return grad_q, grad_k, grad_v
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-        """Return the replay of such a call once its recipe is proven. See `contract.launchers`."""
+        """Return the replay of such a call once its recipe is confirmed. See `contract.launchers`."""
         if direction == "backward" and not tensors[-1].is_contiguous():
             return None  # the LSE would have to be copied first
         recipe = self.replays.find(describe(call, *tensors))

@@ -29,7 +29,7 @@ KNOWN = "4.0.0b19 to 4.0.0b36"
 
 # The exact releases whose recorded launches may be replayed (`replay`). To add one, install it, list it here
 # and run `make test-gpu BACKENDS=FA4`: it may stay if everything passes. README.md has the details.
-PROVEN_RELEASES = ("4.0.0b36",)
+TESTED_RELEASES = ("4.0.0b36",)
 
 _BOTH = (
     *("q", "k", "v", "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right"),
@@ -98,14 +98,14 @@ def release() -> str:
     return f"{PACKAGE} {installed()}"
 
 
-def launches_are_proven() -> bool:
-    """Whether the installed release is one of `PROVEN_RELEASES`; logs if not."""
-    if installed() in PROVEN_RELEASES:
+def release_is_tested() -> bool:
+    """Whether the installed release is one of `TESTED_RELEASES`; logs if not."""
+    if installed() in TESTED_RELEASES:
         return True
     log.info(
         "FA4: each call goes through the Python of %s, as its launches may be replayed only for %s",
         release(),
-        ", ".join(PROVEN_RELEASES),
+        ", ".join(TESTED_RELEASES),
     )
     return False
 

@@ -28,7 +28,7 @@ ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
 PLAIN = (type(None), bool, int, float, str)
 
 # The size of a call (elements of the query times the longest keys) above which a GPU is busy for far longer
-# than the package's Python takes on the host: a replay would gain nothing, and its proof take memory.
+# than the package's Python takes on the host: a replay would gain nothing, and its comparison take memory.
 LARGEST = 2**39
 
 Description = tuple[object, ...]

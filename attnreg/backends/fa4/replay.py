@@ -1,10 +1,10 @@
-"""Repeated calls without the package's Python: their recorded launches, replayed once they are proven.
+"""Repeated calls without the package's Python: their recorded launches, replayed once they are confirmed.
 
 Two calls of one description launch the same kernels with the same numbers, so a call's launches can be
 recorded and repeated. What the recording missed would be left out silently, so a recipe is used only once the
 device has found, on rearranged copies of a later call's tensors, that it gives the package's results.
-README.md has each step. Only for the releases in `package.PROVEN_RELEASES`; nothing is recorded or proven in
-a CUDA graph's capture.
+README.md has each step. Only for the releases in `package.TESTED_RELEASES`; nothing is recorded or confirmed
+in a CUDA graph's capture.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from attnreg.torchlib.readback import AsyncReadback
 # Descriptions that are kept; when there are more, all are forgotten. Packed batches bring ever new ones.
 MOST = 4096
 # With more than so many, batches come in ever new sizes, and a description may come once for each layer and
-# never again. Its proof, two more calls, then waits for as many later calls as make up for it.
+# never again. Its comparison, two more calls, then waits for as many later calls as make up for it.
 FEW, WAIT = 256, 32
 
-# What the device reports of a proof; 2 is `readback.PENDING`. Values of which none is finite show nothing,
-# as gradients of a loss that was scaled too far.
-REFUTED, PROVEN, INCONCLUSIVE = 0, 1, 3
+# What the device reports of a comparison; 2 is `readback.PENDING`. Values of which none is finite show
+# nothing, as gradients of a loss that was scaled too far.
+REFUTED, CONFIRMED, INCONCLUSIVE = 0, 1, 3
 
 # By how much of its largest value a result may differ: backwards add up in any order, so that not even the
 # package repeats itself. A result that is rounding alone may differ by a part of the largest of all.
@@ -46,15 +46,15 @@ class _Entry:
     Attributes:
         recipe: None as long as none was recorded, and if there is none to be used.
         closed: whether nothing more will be tried: its recipe is refuted, or it has none.
-        proven: whether the recipe may be used.
-        proof: what the device is about to report; None if no proof is under way.
+        confirmed: whether the recipe may be used.
+        comparison: what the device is about to report; None if no comparison is under way.
         later_calls: how many calls came since the recording.
     """
 
     recipe: Recipe | None = None
     closed: bool = False
-    proven: bool = False
-    proof: AsyncReadback | None = None
+    confirmed: bool = False
+    comparison: AsyncReadback | None = None
     later_calls: int = 0
 
 
@@ -64,47 +64,47 @@ class Replays:
     `find` may be called by any thread, the rest by one at a time.
     """
 
-    def __init__(self, proven_release: bool) -> None:
-        self._proven_release = proven_release
+    def __init__(self, tested_release: bool) -> None:
+        self._tested_release = tested_release
         self._entries: dict[Description, _Entry] = {}
 
     def find(self, description: Description | None) -> Recipe | None:
-        """Return the proven recipe of a description; None as long as there is none."""
+        """Return the confirmed recipe of a description; None as long as there is none."""
         entry = self._entries.get(description) if description is not None else None
         if entry is None:
             return None
-        proof = entry.proof  # read once: another thread may clear it meanwhile
-        if proof is not None and proof.read() == [PROVEN] * 2:
-            entry.proven = True  # before the proof goes, as `run` looks at them in the other order
-            entry.proof = None
-        return entry.recipe if entry.proven else None
+        comparison = entry.comparison  # read once: another thread may clear it meanwhile
+        if comparison is not None and comparison.read() == [CONFIRMED] * 2:
+            entry.confirmed = True  # before the comparison goes, as `run` looks at them in the other order
+            entry.comparison = None
+        return entry.recipe if entry.confirmed else None
 
     def seen(self, description: Description) -> bool:
         """Whether such a call has run before, of a release that may be replayed; notes that it has now."""
         if description in self._entries:
             return True
-        if self._proven_release:
+        if self._tested_release:
             if len(self._entries) >= MOST:
                 self._entries.clear()
             self._entries[description] = _Entry()
         return False
 
     def run(self, description: Description, call: PackageCall) -> tuple[Tensor, ...]:
-        """Run a call of a kind that has run before; record it, or prove its recipe as well."""
+        """Run a call of a kind that has run before; record it, or compare its recipe as well."""
         entry = self._entries[description]
-        if entry.closed or entry.proven:
-            return call()  # proven: the device has reported since the caller looked
+        if entry.closed or entry.confirmed:
+            return call()  # confirmed: the device has reported since the caller looked
         if entry.recipe is None:
             return _record(entry, call) if distinguishable(call.tensors) else call()
         results = call()
         _settle(entry, call.direction)
         entry.later_calls += 1
-        # At the first, second, fourth call and so on: a proof that is inconclusive or finds no memory is
+        # At the first, second, fourth call and so on: a comparison that is inconclusive or finds no memory is
         # repeated without doubling the cost of each call.
         due = not entry.later_calls & (entry.later_calls - 1)
         due = due and (len(self._entries) <= FEW or entry.later_calls >= WAIT)
-        if due and entry.proof is None and not entry.proven and entry.recipe is not None:
-            _prove(entry, entry.recipe, call, results)
+        if due and entry.comparison is None and not entry.confirmed and entry.recipe is not None:
+            _start_comparison(entry, entry.recipe, call, results)
         return results
 
 
@@ -120,12 +120,12 @@ def _record(entry: _Entry, call: PackageCall) -> tuple[Tensor, ...]:
 
 def _settle(entry: _Entry, direction: str) -> None:
     """Take note of what the device has reported by now."""
-    proof = entry.proof
-    reported = None if proof is None else proof.read()
+    comparison = entry.comparison
+    reported = None if comparison is None else comparison.read()
     if reported is None:
         return
-    entry.proven = reported[0] == PROVEN
-    entry.proof = None
+    entry.confirmed = reported[0] == CONFIRMED
+    entry.comparison = None
     if reported[0] == REFUTED:
         _refute(entry, direction, "its launches, replayed, give other results")
 
@@ -135,13 +135,13 @@ def _refute(entry: _Entry, direction: str, reason: str) -> None:
     log.info("FA4 calls the package's Python for each %s like this one: %s", direction, reason)
 
 
-def _prove(entry: _Entry, recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) -> None:
+def _start_comparison(entry: _Entry, recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) -> None:
     """Have the device compare a replay with the package; `results` are the package's for this very call."""
     try:
         with torch.no_grad():
-            entry.proof = AsyncReadback(_compared(recipe, call, results))
+            entry.comparison = AsyncReadback(_compared(recipe, call, results))
     except torch.OutOfMemoryError:
-        log.debug("FA4: there was no memory to prove the recorded launches of a %s", call.direction)
+        log.debug("FA4: there was no memory to compare the recorded launches of a %s", call.direction)
     except Exception as error:  # noqa: BLE001 - the caller's call has run, and must not fail for this
         _refute(entry, call.direction, f"its launches, replayed, fail: {error}")
 
@@ -266,7 +266,7 @@ def _verdict(got: Sequence[Tensor], expected: Sequence[Tensor], conclusive: Tens
     pairs = zip(got, expected, largest, strict=True)
     same = torch.stack([_near(x, y, (NEAR * own).maximum(least)) for x, y, own in pairs]).all()
     conclusive = conclusive & torch.stack([x.isfinite().any() for x in expected]).all()
-    return same * (INCONCLUSIVE + conclusive * (PROVEN - INCONCLUSIVE))
+    return same * (INCONCLUSIVE + conclusive * (CONFIRMED - INCONCLUSIVE))
 
 
 def _near(got: Tensor, expected: Tensor, limit: Tensor) -> Tensor:

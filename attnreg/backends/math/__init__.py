@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnreg.backends.math.batch import Group, as_rows, groups, sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask, Tile
-from attnreg.backends.math.softmax import Softmax, Whole
+from attnreg.backends.math.softmax import ForwardResults, Softmax
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
 from attnreg.contract.spec import AttentionSpec
@@ -102,8 +102,8 @@ def backward(
             # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
             terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
             rounding = torch.finfo(lse.dtype).eps * terms
-            whole = Whole(of_out, of_all, rounding)
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, whole, of_lse, mask)
+            given = ForwardResults(of_out, of_all, rounding)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, given, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -153,18 +153,18 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Whole, grad_lse: Tensor | None, mask: Mask
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: ForwardResults, grad_lse: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
     The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
-    sum(grad_out * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
+    sum(grad * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
     gradients where scores are large, or where terms cancel, as with one or two keys. So they are used in rows
     only whose LSE and output are those of more keys.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
-        of_rows = q[:, :, rows], grad_out[:, :, rows]
+        of_rows = q[:, :, rows], grad[:, :, rows]
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
         softmax = Softmax(of_rows[0])
@@ -172,8 +172,8 @@ def _attend_backward(
         for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-        share = whole.share(rows, softmax)
-        delta = torch.where(share == 1.0, delta / softmax.divisor, whole.delta(rows, of_rows[1]))
+        share = given.share(rows, softmax)
+        delta = torch.where(share == 1.0, delta / softmax.divisor, given.delta(rows, of_rows[1]))
         delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         share = share / softmax.divisor
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):

@@ -42,7 +42,7 @@ class Softmax:
         return self.total.masked_fill(self.total == 0, 1.0)
 
 
-class Whole(NamedTuple):
+class ForwardResults(NamedTuple):
     """The output and the LSE (b, H, S_q, 1) that a backward is given; maybe of more keys than it is given.
 
     `rounding` is how much of an LSE its kernel may have rounded it by.

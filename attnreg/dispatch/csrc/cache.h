@@ -51,7 +51,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   std::shared_ptr<const OpLauncher> op;
   std::shared_ptr<const AddressLauncher> addresses;
   Tallies tallies;
-  Object declines;  // counts an error, and returns None unless the backend declines the call with it
+  Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
   bool is_final = true;
   bool needs_offsets = false;            // only with offsets of which it is known that every row sees a key
   std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
@@ -74,7 +74,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   }
 };
 
-// Whether what a kept call has just thrown only declines it; asks its plan (`Plan.declines`). Not inlined: a hit has nothing of it.
+// Whether what a kept call has just thrown only declines it, by `Plan.decline_reason`. Not inlined: a hit has nothing of it.
 [[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
   const WithGil gil;
   PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
@@ -82,7 +82,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   const Object owners[] = {owned(type), owned(error), owned(traceback)};
-  const Object reason = owned(error ? PyObject_CallOneArg(entry.declines.get(), error) : nullptr);
+  const Object reason = owned(error ? PyObject_CallOneArg(entry.decline_reason.get(), error) : nullptr);
   if (!reason && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
     throw_error_of_python();  // Ctrl-C, which came meanwhile
   }

@@ -111,15 +111,16 @@ inline void keep_described(
     }
     return;
   }
-  PyObject *launcher = nullptr, *counters = nullptr, *declines = nullptr, *auxiliary = nullptr, *offsets = nullptr;
+  PyObject *launcher = nullptr, *counters = nullptr, *decline_reason = nullptr;
+  PyObject *auxiliary = nullptr, *offsets = nullptr;
   int is_final = 0;
-  if (!PyArg_ParseTuple(described, "OO!OpO!O", &launcher, &PyTuple_Type, &counters, &declines, &is_final, &PyTuple_Type,
-                        &auxiliary, &offsets)) {
+  if (!PyArg_ParseTuple(described, "OO!OpO!O", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
+                        &PyTuple_Type, &auxiliary, &offsets)) {
     throw_error_of_python();
   }
   auto entry = std::make_shared<Entry>();
   entry->tallies = tallies_of(counters);
-  entry->declines = held(declines);
+  entry->decline_reason = held(decline_reason);
   entry->is_final = is_final != 0;
   if (PyTuple_Check(launcher)) {
     if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(launcher, 0), "op") == 0) {

@@ -1,7 +1,7 @@
 """Promises about replaying FA4's recorded launches: of which calls, and that the values stay true.
 
 The fake package computes in its kernels only (`fake_fa4`), so a launch that is left out, or given the wrong
-tensor, shows in the values. A recipe is proven at the third call of its description.
+tensor, shows in the values. A recipe is confirmed at the third call of its description.
 """
 
 import threading
@@ -11,8 +11,8 @@ import torch
 from support import launchers, truth
 from support.fake_fa4 import (
     BOTH,
+    CONFIRMED_SOON,
     NEITHER,
-    PROVEN_SOON,
     both,
     call_of,
     count_recorded,
@@ -54,7 +54,7 @@ def test_from_the_fourth_call_on_the_launches_of_the_first_are_repeated_and_no_p
         launched.append(package.launched.copy())
     assert launched[0]
     assert launched[1] == launched[0]
-    # The third call's recipes are proven: each direction once more.
+    # The third call's recipes are confirmed: each direction once more.
     assert len(launched[2]) == 2 * len(launched[0])
     assert launched[3:] == [launched[0]] * 3
 
@@ -66,13 +66,13 @@ def test_packed_batches_of_one_shape_are_replayed_whatever_their_offsets(
     kernels, package, no_unused_rows, many_are_few, lengths
 ):
     found = [entered(kernels, package, *packed(lengths[n:] + lengths[:n], seed=n)) for n in range(4)]
-    assert found == PROVEN_SOON
+    assert found == CONFIRMED_SOON
     assert ("_compute_tile_cumsum" in package.launched) is (len(lengths) > many_are_few)
     # Two tensors of offsets: the recording distinguishes them.
     lengths_k = lengths[::-1]
     shifted = [(lengths[n:] + lengths[:n], lengths_k[n:] + lengths_k[:n]) for n in range(4)]
     found = [entered(kernels, package, *packed(*each, seed=7)) for each in shifted]
-    assert found == PROVEN_SOON
+    assert found == CONFIRMED_SOON
 
 
 def test_a_packed_batch_that_may_have_unused_rows_is_not_replayed(kernels, package, no_unused_rows):
@@ -89,14 +89,14 @@ def test_a_packed_batch_that_may_have_unused_rows_is_not_replayed(kernels, packa
     for _ in range(4):  # nor do such calls count towards a recipe
         entered(kernels, package, *packed((6, 28)))
     no_unused_rows.no_unused_rows = True
-    assert [entered(kernels, package, *packed((6, 28))) for _ in range(4)] == PROVEN_SOON
+    assert [entered(kernels, package, *packed((6, 28))) for _ in range(4)] == CONFIRMED_SOON
 
 
-def test_a_call_of_another_description_is_recorded_and_proven_for_itself(rounds):
-    assert rounds(4) == PROVEN_SOON
+def test_a_call_of_another_description_is_recorded_and_confirmed_for_itself(rounds):
+    assert rounds(4) == CONFIRMED_SOON
     # A forward is the same, deterministic or not, but its description isn't.
-    assert rounds(4, deterministic=True) == PROVEN_SOON
-    assert rounds(4, len_q=34) == PROVEN_SOON
+    assert rounds(4, deterministic=True) == CONFIRMED_SOON
+    assert rounds(4, len_q=34) == CONFIRMED_SOON
     assert rounds(1) == [NEITHER]
 
 
@@ -119,7 +119,7 @@ def moved(x):
 
 
 def test_tensors_that_are_not_aligned_always_go_through_the_package(kernels, package, rounds):
-    assert rounds(4) == PROVEN_SOON
+    assert rounds(4) == CONFIRMED_SOON
     query, key, value, grad = dense()
     for tensors in ((moved(query), key, value, grad), (query, moved(key), value, grad)):
         assert [entered(kernels, package, *tensors, call_of(query, key)) for _ in range(4)] == [BOTH] * 4
@@ -193,14 +193,16 @@ def test_a_call_whose_query_is_its_key_is_not_recorded_but_replayed(kernels, pac
     query, key, value, grad, call = dense_call()
     for _ in range(4):
         assert entered(kernels, package, query, query, value, grad, call) == BOTH
-    for through in (BOTH, BOTH, NEITHER):  # recorded, proven, replayed
+    for through in (BOTH, BOTH, NEITHER):  # recorded, confirmed, replayed
         assert entered(kernels, package, query, key, value, grad, call) == through
     assert entered(kernels, package, query, query, value, grad, call) == NEITHER
     assert recording.distinguishable({"q": query, "k": key, "v": query[:1]})
     assert not recording.distinguishable({"q": query, "k": key, "v": key.detach()})
 
 
-def test_in_a_graphs_capture_nothing_is_recorded_or_proven_and_proven_calls_are_replayed(rounds, monkeypatch):
+def test_in_a_graphs_capture_nothing_new_is_recorded_or_confirmed_and_the_rest_is_replayed(
+    rounds, monkeypatch
+):
     def captured(count):
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "_capturing", lambda tensor: True)
@@ -209,7 +211,7 @@ def test_in_a_graphs_capture_nothing_is_recorded_or_proven_and_proven_calls_are_
     assert rounds(1) == [BOTH]
     assert captured(3) == [BOTH] * 3
     assert rounds(1) == [BOTH]
-    assert captured(3) == [BOTH] * 3  # recorded, not proven
+    assert captured(3) == [BOTH] * 3  # recorded, not confirmed
     assert rounds(2) == [BOTH, NEITHER]
     assert captured(2) == [NEITHER] * 2
 
@@ -245,7 +247,7 @@ def test_the_number_of_descriptions_is_bounded(rounds, monkeypatch):
 
 
 def test_replays_run_in_threads_without_waiting_for_each_other(kernels, package, rounds):
-    assert rounds(4) == PROVEN_SOON
+    assert rounds(4) == CONFIRMED_SOON
     given = [dense(seed=seed) for seed in range(2)]
     got, barrier = {}, threading.Barrier(2)
 
@@ -284,7 +286,7 @@ def test_a_launcher_gives_what_the_functions_give(kernels, package, no_unused_ro
     assert package.calls == []
 
 
-def test_until_a_recipe_is_proven_there_is_no_launcher(kernels, rounds):
+def test_until_a_recipe_is_confirmed_there_is_no_launcher(kernels, rounds):
     query, key, value, _, call = dense_call()
     for _ in range(3):
         assert kernels.specialize("forward", (query, key, value), call) is None

@@ -24,7 +24,7 @@ class Backward {
     std::fill_n(memory, count, 0.0f);
     const KeySums sums = KeySums::in(memory, problem_, *head.sequence);
     for (int64_t chunk = 0; chunk < chunks(head); chunk++) {
-      add_chunk(head, chunk, sums, Turn());
+      add_chunk(head, chunk, sums, ChunkOrder());
     }
     write(head, sums);
   }
@@ -58,7 +58,7 @@ class Backward {
     float *base, *rest, *delta, *grad_lse, *delta_of_out;  // as `RowStatistics` has them; by the output that was given
   };
 
-  virtual void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const Turn& turn) {
+  virtual void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const ChunkOrder& order) {
     const int64_t size = problem_.size;
     const Task task = task_of(head, chunk);
     const Packed packed = pack(task);
@@ -74,7 +74,7 @@ class Backward {
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = pack_keys(task, packed, key);
       pack_rows(key_rows<Number>(problem_.k, task), key, count, size, packed.k);
-      turn.wait(key + count);
+      order.wait(key + count);
       for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
         constexpr int64_t kWidth = decltype(known)::value;
         const int64_t end = padded(span.to, kTileRows), rows = std::min(task.rows - lane, kWidth * kLanes);
@@ -99,7 +99,7 @@ class Backward {
         add_rows_by_all_rows(packed.weights, grad_out, sums.v, v_panels, key, span.from, end, rows);
         add_rows_by_all_rows(packed.grad_scores, q, sums.k, q_panels, key, span.from, end, rows);
       });
-      turn.set_added(key + count);
+      order.set_added(key + count);
     }
     std::fill_n(packed.rest, packed.lanes, static_cast<float>(problem_.scale));
     const auto grad_q = query_rows<Number>(problem_.grad_q, task, problem_.group());

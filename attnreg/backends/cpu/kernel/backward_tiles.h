@@ -33,12 +33,12 @@ class TileBackward : public Backward<BFloat16, 256> {
     float *zeros, *exponent, *delta, *grad_lse;
   };
 
-  void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const Turn& turn) override {
+  void add_chunk(const Task& head, int64_t chunk, const KeySums& sums, const ChunkOrder& order) override {
     const Task task = task_of(head, chunk);
     bounds_.set(task, problem_.group(), kPair);
     const bool is_small = task.rows < kFew || bounds_.highest() - bounds_.lowest() < kFew;
     if (is_small || !load_rows(task)) {
-      return Backward::add_chunk(head, chunk, sums, turn);
+      return Backward::add_chunk(head, chunk, sums, order);
     }
     const TileSession session;
     pack(task);
@@ -48,11 +48,11 @@ class TileBackward : public Backward<BFloat16, 256> {
       pack_tiles<false>(keys, key, count, problem_.size, t_.k);
       pack_pairs<1, true>(keys, key, count, problem_.size, t_.k_rows);
       pack_tiles<false>(values, key, count, problem_.value_size, t_.v);
-      turn.wait(key + count);
+      order.wait(key + count);
       for (int64_t lane = 0; lane < t_.lanes; lane += kGroup) {
         add_group(lane, std::min(kGroup, t_.lanes - lane), key, count, sums);
       }
-      turn.set_added(key + count);
+      order.set_added(key + count);
     }
     std::fill_n(t_.exponent, t_.lanes, static_cast<float>(problem_.scale));
     const auto grad_q = query_rows<BFloat16>(problem_.grad_q, task, problem_.group());

@@ -57,8 +57,8 @@ class SharedHead {
   std::unique_ptr<std::atomic<int64_t>[]> added_;
 };
 
-// When a chunk adds to sums of keys before some key; those of a head that isn't shared are always at its turn.
-struct Turn {
+// When a chunk adds to sums of keys before some key; those of a head that isn't shared never wait.
+struct ChunkOrder {
   SharedHead* shared = nullptr;
   int64_t chunk = 0;
 

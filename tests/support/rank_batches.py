@@ -65,7 +65,7 @@ def another_batch_alone(gathers=False):
     return "no error"
 
 
-def wrong_in_turn():
+def wrong_where_ranks_compare():
     """Make a call that is wrong on the last rank alone, of a batch that wasn't the last one used."""
     spread, other = _known("ring", [0, 7, 20], [0, 8, 20])
     inputs, is_last = _inputs(spread)[1], dist.get_rank() == dist.get_world_size() - 1

@@ -4,7 +4,7 @@ import datetime
 import re
 
 import pytest
-from support import rank_turns as work
+from support import rank_batches as work
 from support.ranks import Ranks
 
 METHODS = ["all_to_all", "all_gather", "ring"]
@@ -44,7 +44,7 @@ def test_a_rank_that_turns_to_another_batch_alone_waits_for_the_timeout_as_the_o
 
 
 def test_a_wrong_call_of_one_rank_where_ranks_compare_is_an_error_on_every_rank(three_ranks):
-    said = three_ranks.run(work.wrong_in_turn)
+    said = three_ranks.run(work.wrong_where_ranks_compare)
     assert len(set(said)) == 1
     assert said[0].startswith(
         "RanksDifferError: context parallel: ranks differ in arguments: rank 0 has none"

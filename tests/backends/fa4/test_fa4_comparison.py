@@ -1,7 +1,7 @@
-"""Promises about the proof of FA4's recorded launches: no recipe is used that its proof hasn't passed.
+"""Promises about FA4's recorded launches: no recipe is used before a comparison has confirmed it.
 
 The fake package computes in its kernels only (`fake_fa4`), so a launch that is left out, or given the wrong
-tensor, shows in the values. A recipe is proven at the third call of its description.
+tensor, shows in the values. A recipe is confirmed at the third call of its description.
 """
 
 import logging
@@ -11,8 +11,8 @@ import torch
 from support import fake_fa4
 from support.fake_fa4 import (
     BOTH,
+    CONFIRMED_SOON,
     NEITHER,
-    PROVEN_SOON,
     both,
     call_of,
     count_recorded,
@@ -48,10 +48,10 @@ def test_a_release_that_is_not_listed_is_never_replayed_and_says_so_once(
     ]
 
 
-# Proof
+# The comparison
 
 
-def test_a_recipe_is_proven_at_other_addresses_with_other_values_and_lengths_before_it_is_used(
+def test_a_recipe_is_confirmed_at_other_addresses_with_other_values_and_lengths_before_it_is_used(
     kernels, package, no_unused_rows, monkeypatch
 ):
     """Also where the tensors of all calls are the very same ones."""
@@ -104,7 +104,7 @@ def test_a_launch_past_the_caches_is_found_out_and_such_calls_are_never_replayed
     recorded = count_recorded(package)
     assert rounds(2) == [["backward"]] * 2
     assert recorded == []
-    assert rounds(4, window=(-1, 0)) == PROVEN_SOON
+    assert rounds(4, window=(-1, 0)) == CONFIRMED_SOON
 
 
 def test_lengths_that_the_host_reads_are_found_out_by_other_lengths(kernels, package, no_unused_rows, caplog):
@@ -149,7 +149,7 @@ def test_an_allocation_of_integers_that_no_replayed_kernel_fills_is_found_out(
     ],
     ids=["no memory", "a fault"],
 )
-def test_a_proof_that_fails_leaves_the_call_right_and_is_repeated_only_for_want_of_memory(
+def test_a_comparison_that_fails_leaves_the_call_right_and_is_repeated_only_for_want_of_memory(
     rounds, package, caplog, error, first, later, messages
 ):
     def fail(name):
@@ -171,7 +171,7 @@ def test_until_the_device_has_reported_calls_go_through_the_package(rounds, monk
     reports = []
 
     def unreported(verdict):
-        assert int(verdict) == replay.PROVEN
+        assert int(verdict) == replay.CONFIRMED
         reports.append(torch.full((), PENDING, dtype=torch.uint8))
         return AsyncReadback(reports[-1])
 
@@ -180,28 +180,28 @@ def test_until_the_device_has_reported_calls_go_through_the_package(rounds, monk
     assert len(reports) == 2  # once each direction
     assert rounds(4, len_q=34) == [BOTH] * 4
     assert len(reports) == 4
-    reports[1].fill_(replay.PROVEN)
+    reports[1].fill_(replay.CONFIRMED)
     assert rounds(1) == [["forward"]]
-    reports[0].fill_(replay.PROVEN)
+    reports[0].fill_(replay.CONFIRMED)
     assert rounds(1) == [NEITHER]
     assert rounds(1, len_q=34) == [BOTH]
     reports[2].fill_(replay.REFUTED)
-    reports[3].fill_(replay.PROVEN)
+    reports[3].fill_(replay.CONFIRMED)
     assert rounds(2, len_q=34) == [["forward"]] * 2
 
 
-def test_where_there_are_many_descriptions_a_proof_waits_for_more_calls(rounds, monkeypatch):
+def test_where_there_are_many_descriptions_a_comparison_waits_for_more_calls(rounds, monkeypatch):
     monkeypatch.setattr(replay, "FEW", 2)
-    assert rounds(4) == PROVEN_SOON
+    assert rounds(4) == CONFIRMED_SOON
     assert rounds(replay.WAIT + 3, len_q=7, len_k=5) == [*[BOTH] * (replay.WAIT + 2), NEITHER]
     assert rounds(1) == [NEITHER]
 
 
 @pytest.mark.parametrize("hidden", [set(), {"_bwd_preprocess"}])
-def test_a_call_of_nothing_finite_proves_nothing_and_a_later_one_has_to(kernels, package, rounds, hidden):
+def test_a_call_of_nothing_finite_confirms_nothing_and_a_later_one_has_to(kernels, package, rounds, hidden):
     package.hidden = hidden
     query, key, value, grad, call = dense_call()
-    for _ in range(4):  # two proofs: of the first and of the second later call
+    for _ in range(4):  # two comparisons: of the first and of the second later call
         package.calls.clear()
         got = both(kernels, query, key * torch.nan, value, grad, call)
         assert all(x.isnan().all() for x in got)
@@ -209,7 +209,7 @@ def test_a_call_of_nothing_finite_proves_nothing_and_a_later_one_has_to(kernels,
     assert rounds(3) == [BOTH, BOTH, ["backward"] if hidden else NEITHER]
 
 
-def test_sequences_of_one_token_have_no_other_lengths_and_prove_nothing(kernels, package, no_unused_rows):
+def test_sequences_of_one_token_have_no_other_lengths_and_confirm_nothing(kernels, package, no_unused_rows):
     ones = (1,) * 10
     assert [entered(kernels, package, *packed(ones, seed=n)) for n in range(6)] == [BOTH] * 6
     longer = (2, 0) * 5
@@ -218,7 +218,7 @@ def test_sequences_of_one_token_have_no_other_lengths_and_prove_nothing(kernels,
     # Where no sequence may be longer, there are no other lengths for a later call either.
     *tensors, call = packed(ones)
     call = call._replace(max_q=1, max_k=1)
-    assert [entered(kernels, package, *tensors, call) for _ in range(4)] == PROVEN_SOON
+    assert [entered(kernels, package, *tensors, call) for _ in range(4)] == CONFIRMED_SOON
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
