@@ -65,14 +65,18 @@ def _load(file: Path) -> ModuleType:
 
 
 def loaded_cpu_kernel() -> ctypes.CDLL:
-    """Return the kernel of the CPU backend; with ATTNREG_BUILD=now it is compiled first.
+    """Return the kernel of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
     Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
     """
     if is_left_out():
         raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
     wait_built()
-    file = libraries.checked(CPU_KERNEL)
+    return _load_kernel(libraries.checked(CPU_KERNEL))
+
+
+@functools.cache
+def _load_kernel(file: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
