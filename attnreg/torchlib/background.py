@@ -92,10 +92,11 @@ def wait_built() -> None:
         if _waited:
             return
         with _logged(logging.WARNING):
-            if _missing():
+            if missing := _missing():
                 libraries.find()
                 _check_places()
-                log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
+                if not all(map(_failure, missing)):
+                    log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
                 with _locked():
                     failures = build_missing()
                 if len(failures) == len(LIBRARIES):
