@@ -162,7 +162,9 @@ def status(library: Library) -> Status:
         if failure := _failure(library):
             return Status("failed", reason=failure)
         file = target(library)
-        if file.is_file():
+        with caches.readable_errors("read"):
+            is_there = file.is_file()
+        if is_there:
             libraries.checked(library)
         caches.check_writable(file.parent)
         libraries.find()

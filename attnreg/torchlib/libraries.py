@@ -139,14 +139,14 @@ def checked(library: Library) -> Path:
         file = file.resolve(strict=True)
         problem, found = caches.unsafe(file), file.stat()
         if not problem and not _is_whole(file, found.st_ino, found.st_size, found.st_mtime_ns):
-            problem = "it is damaged, and `attnreg build` compiles it again"
+            problem = f"{file} is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
         raise BuildError(f"{what}; `attnreg build` does it") from None
     except OSError as error:
         raise BuildError(f"{file} can't be read: {error.strerror or error}") from error
     if problem:
-        raise BuildError(f"{file} isn't loaded: {problem}")
+        raise BuildError(problem)
     return file
 
 

@@ -345,7 +345,9 @@ def set_home(home):
 # What the line says, and what brings it about.
 PROBLEMS = {
     "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
-    "can't be written to": lambda patch, _: patch.setattr(os, "access", lambda _, mode: not mode & os.W_OK),
+    "/build can't be written to, and compiled libraries go there": lambda patch, _: patch.setattr(
+        os, "access", lambda _, mode: not mode & os.W_OK
+    ),
     "others may write to ": let_others_write,
     "Not a directory": lambda patch, _: patch.setenv("XDG_CACHE_HOME", "/dev/null"),
     "/cache/attnreg/build can't be written: Permission denied": write_protect,
