@@ -150,6 +150,21 @@ def checked(library: Library) -> Path:
     return file
 
 
+def why_not_used(library: Library) -> str:
+    """Return why a library that is compiled isn't used; empty if it is, or isn't compiled.
+
+    Raises BuildError as `target` does, and OSError if it can't be told whether it is compiled.
+    """
+    with caches.readable_errors("read"):
+        is_there = target(library).is_file()
+    try:
+        if is_there:
+            checked(library)
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
 @functools.lru_cache(maxsize=16)
 def _is_whole(file: Path, *_: int) -> bool:
     """Return whether a file ends with the digest of its contents: one that is cut off crashes its process."""

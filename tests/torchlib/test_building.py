@@ -143,8 +143,8 @@ def test_build_waits_for_a_process_that_compiles_and_takes_what_it_made(cache, c
     compiler.does("echo it is compiled again >&2", "exit 1")
     for library in building.LIBRARIES:
         building.target(library).parent.mkdir(parents=True)
-    background._lock_path().parent.mkdir()
-    held, wait = locks.lock_file(background._lock_path()), locks.lock_file
+    background.lock_path().parent.mkdir()
+    held, wait = locks.lock_file(background.lock_path()), locks.lock_file
 
     def finish(path, wait_for_it=False, **options):
         for library in building.LIBRARIES:
@@ -342,7 +342,9 @@ def test_what_is_damaged_is_not_loaded_and_counts_as_missing(cache, copying, com
             file.write_bytes(damage(made))
             with pytest.raises(BuildError, match=f"^{file} is damaged"):
                 load()
-            assert info()[library.title.removeprefix("the ")]["reason"].startswith(f"{file} is damaged")
+            row = info()[library.title.removeprefix("the ")]
+            assert (row["state"], row["file"]) == ("built, not used", str(file))
+            assert row["reason"].startswith(f"{file} is damaged")
             assert library in background._missing()
         background.build_missing()
         assert library not in background._missing()
