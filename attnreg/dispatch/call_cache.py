@@ -216,8 +216,10 @@ def _load() -> Any:
     try:
         module = building.loaded()
     except BuildError as error:
-        # Where the variable asks for it this is an error of the settings as well.
-        level = logging.WARNING if building.has_file(building.CALL_CACHE) else logging.DEBUG
+        # `ensure_built` logs what isn't built or used. Where the variable asks for it this is an error of the
+        # settings as well.
+        is_built = building.status(building.CALL_CACHE).state == "built"
+        level = logging.WARNING if is_built else logging.DEBUG
         log.log(level, "without the compiled call cache every call goes through Python: %s", error)
         return None
     _registry.on_change(module.drop)

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
@@ -53,31 +52,26 @@ _considered = _waited = False
 _waiting = locks.open_after_fork(threading.Lock())
 
 
-class Status(NamedTuple):
-    """How a library is."""
-
-    state: str  # "built", "building", "failed", "off" or "not built"
-    file: Path | None = None
-    reason: str = ""  # why it isn't built, and what to do
-
-
 def ensure_built() -> None:
     """Have the libraries that are missing compiled in the background; for the first call of a program.
 
     Only the first time in a process, and only if no other process compiles. Returns at once, with the process
-    started and a line logged, as the program may end with this call; never raises.
-    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it does nothing.
+    started and a line logged, as the program may end with this call; never raises. The line also says why
+    libraries that are there aren't used, which is a warning.
+    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it compiles nothing.
     """
     global _considered
     if _considered:
         return
     _considered = True
     with _logged(logging.INFO):
-        mode = _mode()
+        mode = build_mode()
         if mode == "now":
             wait_built()
-        if mode == "background" and _missing():
+        elif mode == "background" and _missing():
             _start()
+        elif mode == "off" and (unused := _reasons()):
+            raise BuildError(unused[0])  # the line has all of them
 
 
 def wait_built() -> None:
@@ -86,16 +80,17 @@ def wait_built() -> None:
     Only the first time in a process; other threads wait for it, and so do processes that share the cache.
     """
     global _waited
-    if _waited or _mode() != "now":
+    if _waited or build_mode() != "now":
         return
     with _waiting:
         if _waited:
             return
         with _logged(logging.WARNING):
-            if _missing():
+            if missing := _missing():
                 libraries.find()
                 _check_places()
-                log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
+                if not all(map(earlier_failure, missing)):
+                    log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
                 with _locked():
                     failures = build_missing()
                 if len(failures) == len(LIBRARIES):
@@ -107,11 +102,27 @@ def wait_built() -> None:
 
 @contextlib.contextmanager
 def _logged(level: int) -> Iterator[None]:
-    """Log an error instead of raising it: calls are served without what isn't compiled."""
+    """Log an error instead of raising it: calls are served without what isn't compiled or used.
+
+    The line has every reason once; that a library is there and isn't used makes it a warning.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the program goes on in any case
-        log.log(level, "attnreg runs without its compiled part: %s", error)
+        unused = _reasons()
+        reasons = "; ".join(dict.fromkeys([*unused, str(error)]))
+        missing = [library.title for library in LIBRARIES if existing(library) is None]
+        what = missing[0] if len(missing) == 1 else "its compiled part"
+        log.log(logging.WARNING if unused else level, "attnreg runs without %s: %s", what, reasons)
+
+
+def _reasons() -> list[str]:
+    """Return why libraries that are compiled aren't used, each reason once."""
+    found = {}
+    for library in LIBRARIES:
+        with contextlib.suppress(BuildError, OSError):  # it can't be told whether it is compiled
+            found[libraries.why_not_used(library)] = True
+    return [reason for reason in found if reason]
 
 
 def build(library: Library, only_missing: bool = False) -> Path:
@@ -137,7 +148,7 @@ def build_missing() -> list[str]:
     failures = []
     for library in _missing():
         try:
-            if failure := _failure(library):
+            if failure := earlier_failure(library):
                 raise BuildError(failure)
             _build(library)
         except BuildError as error:
@@ -147,36 +158,10 @@ def build_missing() -> list[str]:
 
 def is_left_out() -> bool:
     """Return whether ATTNREG_ROUTERS=python says that nothing compiled is to be used."""
-    return _mode() == "left out"
+    return build_mode() == "left out"
 
 
-def status(library: Library) -> Status:
-    """Return whether a library is built, and else why not."""
-    try:
-        if file := existing(library):
-            left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
-            return Status("off" if left_out else "built", file, left_out)
-        if process := locks.holder(_lock_path()):
-            return Status("building", reason=f"process {process} is compiling now")
-        if failure := _failure(library):
-            return Status("failed", reason=failure)
-        file = target(library)
-        if file.is_file():
-            libraries.checked(library)
-        caches.check_writable(file.parent)
-        libraries.find()
-    except (BuildError, OSError, RuntimeError) as error:
-        return Status("not built", reason=str(error))
-    mode = _mode()
-    if mode == "left out":
-        return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
-    if mode == "off":
-        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
-    when = "in the background at" if mode == "background" else "before"
-    return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")
-
-
-def _mode() -> str:
+def build_mode() -> str:
     """Return what ATTNREG_BUILD says, "background", "now" or "off"; "left out" by ATTNREG_ROUTERS=python."""
     try:
         found = environment.read()
@@ -192,7 +177,7 @@ def _missing() -> list[Library]:
 def _start() -> None:
     """Start the process that compiles, unless another is at it or it would fail."""
     with _logged(logging.INFO):
-        failures = [_failure(library) for library in _missing()]
+        failures = [earlier_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
         found = libraries.find()
@@ -202,7 +187,7 @@ def _start() -> None:
 
 def _check_places() -> None:
     """Make the folders that the libraries go to; raises OSError as `caches.check_writable` does."""
-    for folder in (_lock_path().parent, *(target(library).parent for library in LIBRARIES)):
+    for folder in (lock_path().parent, *(target(library).parent for library in LIBRARIES)):
         caches.make(folder)
         caches.check_writable(folder)
 
@@ -213,7 +198,7 @@ def _detach(found: list[str]) -> None:
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         raise BuildError(f"{sys.executable!r} is no Python to compile with; `attnreg build` does it")
     with caches.readable_errors():
-        lock = locks.lock_file(_lock_path())
+        lock = locks.lock_file(lock_path())
     if lock is None:
         log.debug("another process compiles already")
         return
@@ -223,15 +208,18 @@ def _detach(found: list[str]) -> None:
         process = subprocess.Popen(
             libraries.python(DETACHED, str(lock), str(libraries.ROOT / "__init__.py")),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd=_lock_path().parent, pass_fds=(lock,), start_new_session=True,
+            cwd=lock_path().parent, pass_fds=(lock,), start_new_session=True,
             env=libraries.child_environment() | {"CXX": shlex.join(found)},
         )  # fmt: skip
     finally:
         locks.release(lock)
-    log.info(
+    unused = _reasons()
+    log.log(
+        logging.WARNING if unused else logging.INFO,
         "compiling %s in the background, at low priority: programs that start after it use them; "
-        "ATTNREG_BUILD=off forbids it",
+        "ATTNREG_BUILD=off forbids it%s",
         " and ".join(library.title for library in missing),
+        "".join(f"; {reason}" for reason in unused),
     )
     # A daemon: a program that ends doesn't wait for it.
     threading.Thread(target=_wait_for, args=(process,), name="attnreg-build", daemon=True).start()
@@ -244,14 +232,14 @@ def _wait_for(process: subprocess.Popen[bytes]) -> None:
             raise BuildError(f"the process that compiles ended with status {process.returncode}")
 
 
-def _lock_path() -> Path:
+def lock_path() -> Path:
     return caches.folder("build") / "build.lock"
 
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
     with caches.readable_errors():
-        lock = locks.lock_file(_lock_path(), wait=True)
+        lock = locks.lock_file(lock_path(), wait=True)
     try:
         yield
     finally:
@@ -287,7 +275,7 @@ def _remember(record: Path, message: str) -> None:
     temporary.replace(record)
 
 
-def _failure(library: Library) -> str:
+def earlier_failure(library: Library) -> str:
     """Return how compiling it has failed with the compiler that is there; empty if it hasn't."""
     try:
         found = json.loads(_record(library).read_text(encoding="utf-8"))

@@ -12,10 +12,11 @@ import importlib.util
 import logging
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from attnreg.errors import BuildError
-from attnreg.torchlib import libraries
-from attnreg.torchlib.background import Status, build, ensure_built, is_left_out, status, wait_built
+from attnreg.torchlib import background, caches, libraries, locks
+from attnreg.torchlib.background import build, ensure_built, is_left_out, wait_built
 from attnreg.torchlib.libraries import (
     CALL_CACHE,
     CPU_KERNEL,
@@ -27,11 +28,19 @@ from attnreg.torchlib.libraries import (
 )
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "has_file",
-    "in_one_line", "loaded", "loaded_cpu_kernel", "status", "target",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
+    "loaded", "loaded_cpu_kernel", "status", "target",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
+
+
+class Status(NamedTuple):
+    """How a library is."""
+
+    state: str  # "built", "built, not used", "building", "failed", "off" or "not built"
+    file: Path | None = None
+    reason: str = ""  # why it isn't built or used, and what to do
 
 
 def built() -> Path | None:
@@ -65,14 +74,18 @@ def _load(file: Path) -> ModuleType:
 
 
 def loaded_cpu_kernel() -> ctypes.CDLL:
-    """Return the kernel of the CPU backend; with ATTNREG_BUILD=now it is compiled first.
+    """Return the kernel of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
     Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
     """
     if is_left_out():
         raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
     wait_built()
-    file = libraries.checked(CPU_KERNEL)
+    return _load_kernel(libraries.checked(CPU_KERNEL))
+
+
+@functools.cache
+def _load_kernel(file: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
@@ -81,9 +94,26 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
     return library
 
 
-def has_file(library: Library) -> bool:
-    """Return whether a library was compiled and no setting leaves it out, even if it can't be loaded."""
+def status(library: Library) -> Status:
+    """Return whether a library is built, and else why not."""
     try:
-        return not is_left_out() and target(library).is_file()
-    except (BuildError, OSError):
-        return False
+        if file := existing(library):
+            left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
+            return Status("off" if left_out else "built", file, left_out)
+        if process := locks.holder(background.lock_path()):
+            return Status("building", reason=f"process {process} is compiling now")
+        if failure := background.earlier_failure(library):
+            return Status("failed", reason=failure)
+        if reason := libraries.why_not_used(library):
+            return Status("built, not used", target(library), reason)
+        caches.check_writable(target(library).parent)
+        libraries.find()
+    except (BuildError, OSError, RuntimeError) as error:
+        return Status("not built", reason=str(error))
+    mode = background.build_mode()
+    if mode == "left out":
+        return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
+    if mode == "off":
+        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
+    when = "in the background at" if mode == "background" else "before"
+    return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")

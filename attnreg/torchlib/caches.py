@@ -27,13 +27,13 @@ def folder(purpose: str) -> Path:
 
 
 @contextlib.contextmanager
-def readable_errors() -> Iterator[None]:
-    """Have an error of the system's say which file can't be written and why, as attnreg's own do."""
+def readable_errors(done: str = "written") -> Iterator[None]:
+    """Have an error of the system's say which file can't be written, or read, and why, as attnreg's do."""
     try:
         yield
     except OSError as error:
         if error.filename and error.strerror:
-            raise type(error)(f"{error.filename} can't be written: {error.strerror}") from error
+            raise type(error)(f"{error.filename} can't be {done}: {error.strerror}") from error
         raise
 
 
@@ -52,10 +52,12 @@ def check_writable(folder: Path) -> None:
     A folder that isn't there yet has to be one that could be made.
     """
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise PermissionError(f"{there} can't be written to, and {folder} is where compiled libraries go")
-    if problem := unsafe(there.resolve(), to_be_made_in=there != folder):
+    # Whose it is says more than that it can't be written to.
+    if there.is_dir() and (problem := unsafe(there.resolve(), to_be_made_in=there != folder)):
         raise PermissionError(problem)
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        place = "there" if there == folder else f"to {folder}"
+        raise PermissionError(f"{there} can't be written to, and compiled libraries go {place}")
 
 
 def unsafe(place: Path, to_be_made_in: bool = False) -> str:
@@ -65,9 +67,10 @@ def unsafe(place: Path, to_be_made_in: bool = False) -> str:
     write to the path's files and folders up to the root. Only owners whom a user namespace lacks could: for
     the folders above the place they count as root. The path has to be without links, as `Path.resolve`
     returns it. With `to_be_made_in` it is a folder in which this user is about to make one for the code.
-    Raises OSError if one of them isn't there or can't be looked at.
+    The reason is that of the uppermost one, which is the same for all files below it. Raises OSError if one
+    of them isn't there or can't be looked at.
     """
-    for each in (place, *place.parents):
+    for each in (*reversed(place.parents), place):
         found, is_above = each.lstat(), each != place or to_be_made_in
         if not (_is_trusted(found.st_uid) or (is_above and found.st_uid == _unmapped_owner())):
             return f"{each} belongs to another user (id {found.st_uid})"

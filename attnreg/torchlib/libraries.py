@@ -139,15 +139,30 @@ def checked(library: Library) -> Path:
         file = file.resolve(strict=True)
         problem, found = caches.unsafe(file), file.stat()
         if not problem and not _digest_matches(file, found.st_ino, found.st_size, found.st_mtime_ns):
-            problem = "it is damaged, and `attnreg build` compiles it again"
+            problem = f"{file} is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
         raise BuildError(f"{what}; `attnreg build` does it") from None
     except OSError as error:
         raise BuildError(f"{file} can't be read: {error.strerror or error}") from error
     if problem:
-        raise BuildError(f"{file} isn't loaded: {problem}")
+        raise BuildError(problem)
     return file
+
+
+def why_not_used(library: Library) -> str:
+    """Return why a library that is compiled isn't used; empty if it is, or isn't compiled.
+
+    Raises BuildError as `target` does, and OSError if it can't be told whether it is compiled.
+    """
+    with caches.readable_errors("read"):
+        is_there = target(library).is_file()
+    try:
+        if is_there:
+            checked(library)
+    except BuildError as error:
+        return str(error)
+    return ""
 
 
 @functools.lru_cache(maxsize=16)

@@ -54,12 +54,11 @@ def test_a_library_that_does_not_load_is_one_warning_and_calls_run_in_python(unb
     assert "`attnreg build`" in message
 
 
-def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers, caplog):
+def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers):
     unbuilt.write_bytes(built_routers.read_bytes())
     unbuilt.chmod(0o722)
     with attnreg.register_backend("cpu"):
         assert captured.call_cache_in_use is False
-    assert caplog.text.count("others may write to ") == 1
     with pytest.raises(BuildError, match=f"others may write to {unbuilt} "):
         building.loaded()
 

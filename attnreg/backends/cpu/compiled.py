@@ -145,8 +145,9 @@ def load() -> Compiled | None:
     try:
         return Compiled.of(building.loaded_cpu_kernel())
     except BuildError as error:
-        # Not to be built is usual; to be built and not used is worth a warning.
-        level = logging.WARNING if building.has_file(building.CPU_KERNEL) else logging.DEBUG
+        # `ensure_built` logs what isn't built or used.
+        is_built = building.status(building.CPU_KERNEL).state == "built"
+        level = logging.WARNING if is_built else logging.DEBUG
         log.log(level, "the cpu backend uses torch's kernel alone: %s", error)
         return None
 
