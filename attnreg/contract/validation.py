@@ -163,8 +163,8 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
-    if isinstance(scale, Tensor):  # the host would have to wait for it, and its gradient would be lost
-        raise _wrong("scale", "a tensor", "a finite number")
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise _wrong("scale", "a tensor that needs a gradient", "a number, as it gets none")
     try:
         is_finite = math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer

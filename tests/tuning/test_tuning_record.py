@@ -337,9 +337,12 @@ def test_waiting_for_a_thread_that_writes_is_part_of_the_time_that_the_end_waits
 
 def test_importing_torch_waits_for_no_lock_and_the_end_says_in_one_line_that_it_did(tmp_path):
     program = """
-        import fcntl, sys
+        import fcntl, sys, traceback
         locked = []
-        sys.addaudithook(lambda event, _: locked.append(event) if event == "fcntl.flock" else None)
+        def seen(event, _):
+            if event == "fcntl.flock":
+                locked.append(traceback.format_stack(limit=5))
+        sys.addaudithook(seen)
         import attnreg, torch
         from attnreg import _autoload
         from attnreg.dispatch import counters, trace
@@ -347,10 +350,10 @@ def test_importing_torch_waits_for_no_lock_and_the_end_says_in_one_line_that_it_
         trace._write.__defaults__ = (0.05,)
         _autoload.activate()
         state()
-        assert locked == []
+        assert locked == [], locked
         x = torch.ones(1, 1, 4, 8)
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
-        assert locked == []
+        assert locked == [], locked
     """
     file = tmp_path / "trace.jsonl"
     held = locks.lock_file(tmp_path / ".trace.jsonl.lock")

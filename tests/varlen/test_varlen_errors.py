@@ -127,7 +127,11 @@ BAD = [
     ),
     ({"scale": "x"}, "scale: got 'x', expected a finite number"),
     ({"scale": [1.0]}, "scale: got [1.0], expected a finite number"),
-    ({"scale": torch.ones((), requires_grad=True)}, "scale: got a tensor, expected a finite number"),
+    ({"scale": torch.ones(2)}, "scale: got tensor([1., 1.]), expected a finite number"),
+    (
+        {"scale": torch.ones((), requires_grad=True)},
+        "scale: got a tensor that needs a gradient, expected a number, as it gets none",
+    ),
     ({"query": torch.randn(1, 1, 1).to_sparse()}, "query: got torch.sparse_coo, expected torch.strided"),
     (
         PAGED | {"key": K},
