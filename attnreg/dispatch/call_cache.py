@@ -218,8 +218,7 @@ def _load() -> Any:
     except BuildError as error:
         # `ensure_built` logs what isn't built or used. Where the variable asks for it this is an error of the
         # settings as well.
-        is_built = building.status(building.CALL_CACHE).state == "built"
-        level = logging.WARNING if is_built else logging.DEBUG
+        level = logging.WARNING if building.may_be_loaded(building.CALL_CACHE) else logging.DEBUG
         log.log(level, "without the compiled call cache every call goes through Python: %s", error)
         return None
     _registry.on_change(module.drop)

@@ -29,7 +29,7 @@ from attnreg.torchlib.libraries import (
 
 __all__ = [
     "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
-    "loaded", "loaded_cpu_kernel", "status", "target",
+    "loaded", "loaded_cpu_kernel", "may_be_loaded", "status", "target",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
@@ -46,6 +46,11 @@ class Status(NamedTuple):
 def built() -> Path | None:
     """Return the file of the call cache, if it is compiled."""
     return existing(CALL_CACHE)
+
+
+def may_be_loaded(library: Library) -> bool:
+    """Whether a library is compiled and nothing is against loading it; takes no lock, as `status` does."""
+    return not is_left_out() and existing(library) is not None
 
 
 def loaded() -> ModuleType:

@@ -146,8 +146,7 @@ def load() -> Compiled | None:
         return Compiled.of(building.loaded_cpu_kernel())
     except BuildError as error:
         # `ensure_built` logs what isn't built or used.
-        is_built = building.status(building.CPU_KERNEL).state == "built"
-        level = logging.WARNING if is_built else logging.DEBUG
+        level = logging.WARNING if building.may_be_loaded(building.CPU_KERNEL) else logging.DEBUG
         log.log(level, "the cpu backend uses torch's kernel alone: %s", error)
         return None
 
