@@ -107,7 +107,7 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         if case.sinks:
-            part = with_sinks(*part)
+            part = with_sinks(*part, sinks_of(part[1]))
         results, of_results = [part[0]], [grad[rows_q]]
         if grad_lse is not None:
             results.append(part[1].mT)
@@ -119,12 +119,16 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
     return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv)
 
 
-def with_sinks(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def sinks_of(lse: Tensor) -> Tensor:
+    """Return the sinks (H,) of a case that has some."""
+    return torch.linspace(-1.0, 3.0, lse.shape[-2], dtype=lse.dtype, device=lse.device)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and LSE with one more key, without a value, for each row that sees a key at all."""
-    sinks = torch.linspace(-1.0, 3.0, lse.shape[-2], dtype=lse.dtype, device=lse.device)[:, None]
     unseen = lse == -torch.inf
     seen = lse.masked_fill(unseen, 0.0)
-    total = torch.logaddexp(seen, sinks)
+    total = torch.logaddexp(seen, sinks[:, None])
     return (out * (seen - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(unseen, -torch.inf)
 
 

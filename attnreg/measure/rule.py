@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnreg.measure import promises
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Guarded, inputs
 from attnreg.measure.invariance import check_batch_invariant
-from attnreg.measure.reference import Results, attention, kept_weights, with_sinks
+from attnreg.measure.reference import Results, attention, kept_weights, sinks_of, with_sinks
 
 FACTOR = 2.0
 # With a softcap: GPU kernels take the tanh that the hardware approximates, as flash-attention's tests allow.
@@ -144,7 +144,12 @@ def measure_taken(
 
 def _with_sinks(kernels: Kernels) -> Kernels:
     """Return the kernels with sinks counted between forward and backward, as callers of theirs do."""
-    return kernels._replace(forward=lambda *given: with_sinks(*kernels.forward(*given)), specialize=None)
+
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.forward(*given)
+        return with_sinks(out, lse, sinks_of(lse))
+
+    return kernels._replace(forward=forward, specialize=None)
 
 
 def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:

@@ -32,13 +32,7 @@ DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-# Tests about threads ask for several themselves.
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], autouse=True)
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")  # tests about threads ask for several themselves
 
 
 @pytest.fixture

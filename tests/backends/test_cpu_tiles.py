@@ -26,12 +26,7 @@ from attnreg.torchlib import building
 EMULATED = building.CPU_KERNEL._replace(flags=(*building.CPU_KERNEL.flags, "-DATTNREG_EMULATED_TILES"))
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], autouse=True)
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def kernels_of(library, monkeypatch):

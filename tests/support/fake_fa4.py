@@ -1,7 +1,9 @@
 """A stand-in for flash-attn-4 on a CPU: the parameters that are passed, compile caches, and float64.
 
 As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
-keep in caches; memory that no kernel writes holds arbitrary values.
+keep in caches; memory that no kernel writes holds arbitrary values. Only the kernels compute, so a launch
+that is left out, or given the wrong tensor, shows in the values. attnreg confirms a recipe at the third call
+of its description.
 """
 
 import ctypes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Inputs
-from attnreg.measure.reference import attend, attention
+from attnreg.measure.reference import attend, attention, with_sinks
 from attnreg.measure.rule import SOFTCAP_FACTOR, Error, compare
 
 
@@ -56,10 +56,9 @@ def expected(case: Case, given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
     call, grad_out = given.inputs.call, given.inputs.grad_out
     plain = attention(case, given.inputs, dtype)
     unseen = plain.lse == -torch.inf
-    out, sinks = plain.out.requires_grad_(), given.sinks.detach().to(dtype).requires_grad_()
-    lse = plain.lse.masked_fill(unseen, 0.0).requires_grad_()
-    both = torch.logaddexp(lse, sinks[:, None])
-    shared = out * (lse - both).exp().mT[..., None]
+    leaves = plain.out, plain.lse, given.sinks.detach().to(dtype)
+    out, lse, sinks = (x.requires_grad_() for x in leaves)
+    shared, both = with_sinks(out, lse, sinks)
     # Rows that see no key have no gradient; that of rows past the last sequence may be NaN.
     incoming = [grad_out.to(dtype).masked_fill(unseen.mT[..., None], 0.0), torch.zeros_like(both)]
     if call.grad_lse is not None:
@@ -67,8 +66,7 @@ def expected(case: Case, given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
     grad_out, grad_lse, dsinks = torch.autograd.grad((shared, both), (out, lse, sinks), incoming)
     inside = given.inputs._replace(grad_out=grad_out, call=call._replace(grad_lse=grad_lse))
     through = attention(case, inside, dtype)._asdict()
-    lse = both.detach().masked_fill(unseen, -torch.inf)
-    return through | {"out": shared.detach(), "lse": lse, "dsinks": dsinks}
+    return through | {"out": shared.detach(), "lse": both.detach(), "dsinks": dsinks}
 
 
 def _gradient_of_the_bias(given: Given, dtype: torch.dtype) -> Tensor:

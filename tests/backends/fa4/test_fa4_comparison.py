@@ -1,8 +1,4 @@
-"""Promises about FA4's recorded launches: no recipe is used before a comparison has confirmed it.
-
-The fake package computes in its kernels only (`fake_fa4`), so a launch that is left out, or given the wrong
-tensor, shows in the values. A recipe is confirmed at the third call of its description.
-"""
+"""Promises about FA4's recorded launches: no recipe is used before a comparison has confirmed it."""
 
 import logging
 

@@ -1,8 +1,4 @@
-"""Promises about replaying FA4's recorded launches: of which calls, and that the values stay true.
-
-The fake package computes in its kernels only (`fake_fa4`), so a launch that is left out, or given the wrong
-tensor, shows in the values. A recipe is confirmed at the third call of its description.
-"""
+"""Promises about replaying FA4's recorded launches: of which calls, and that the values stay true."""
 
 import threading
 
